@@ -1,5 +1,8 @@
 """Checkpoints: a checkpoint on disk is complete, loads bitwise identical, and is never unpickled.
 
+    manager.py       Checkpoints: when to save, which checkpoint to resume from, one run per folder
+    state.py         what a checkpoint holds: a class per part, and how older versions are read
+    model_state.py   the parts of weights, optimizer and scheduler
     saver.py         Saver: copies the state to host memory, then training continues; the handle to the writer process
     packing.py       nested state -> named tensors and JSON, divided among writer processes, with offsets in their files
     process.py       the writer process: memory -> a checkpoint, by one or several writers, with one rename; retention

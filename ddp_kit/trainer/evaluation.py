@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.feed import EvaluationData
 from ddp_kit.distributed.world import gathered, random_states, set_random_states
@@ -20,7 +21,6 @@ from ddp_kit.parallel import StageBoundary
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
-from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.parts import MetricFunction, Parts, as_table, over_all_ranks
 from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.step import backward_called

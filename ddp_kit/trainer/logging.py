@@ -529,22 +529,22 @@ class LogPoints:
             mfu=mfu,
         )
 
-    def check_finite(self) -> None:
-        """Before a save, raise the `LossError` that the next log point would raise. A collective."""
+    def check_before_save(self, step: int) -> None:
+        """Raise `LossError` if the losses or the weights after `step` are not finite. A collective."""
         if self._parts.config.non_finite_gradients == "skip":
             return
+        self._check_losses()
+        weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
+        # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
+        if weights and not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
+            raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
+
+    def _check_losses(self) -> None:
+        """Raise the `LossError` that the next log point would raise. A collective."""
         for point in self._late:
             self._check(point, point.reading.values())
         self._refuse_weight(self.interval.first_non_finite(WEIGHT))
         self._refuse(self.interval.first_non_finite())
-
-    def check_weights(self, step: int, weights: Sequence[Tensor]) -> None:
-        """Raise `LossError` if the weights after `step` are not finite. Waits for the device."""
-        if self._parts.config.non_finite_gradients == "skip" or not weights:
-            return
-        # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
-        if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
-            raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
 
     def _check(self, point: _Point, values: Values) -> None:
         """Raise `LossError` for non-finite figures. All ranks have the same figures, so all raise or none does."""

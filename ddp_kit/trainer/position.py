@@ -1,15 +1,23 @@
 """The position of a run (steps, epochs and samples done), and the state of its loop."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+from ddp_kit.checkpoint.manager import Checkpoints
+from ddp_kit.checkpoint.state import SavedPart, as_text, from_text
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data import ReaderState
 from ddp_kit.data.feed import PER_RANK, RANKS
+from ddp_kit.distributed.barrier import all_arrive
 from ddp_kit.distributed.consistency import Facts
-from ddp_kit.errors import DataError
+from ddp_kit.distributed.world import RandomStates, World, decoded, encoded, random_states_kept, set_random_states
+from ddp_kit.errors import DataError, DdpKitError
 from ddp_kit.log import logger
+from ddp_kit.records import Step
 from ddp_kit.state_values import flag, whole_number
 
 # --- Position ---------------------------------------------------------------------------------------------------------
@@ -162,6 +170,87 @@ class Position:
         vars(self).update(state)
 
 
+# --- Saved parts ------------------------------------------------------------------------------------------------------
+
+
+class ProgressPart(SavedPart):
+    """The run's position."""
+
+    name = "progress"
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._position.state()
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
+        renamed = {"owes_evaluation": "evaluation_pending"}
+        return {renamed.get(name, name): value for name, value in state.items()}
+
+    def check(self, state: Any) -> str | None:
+        Position.check_state(state)
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        own = self._position.state()
+        self._position.set_state({name: value for name, value in state.items() if name in own})
+
+
+class StreamPart(SavedPart):
+    """Each rank's position in its stream."""
+
+    name = "streams"
+    required = False
+
+    def __init__(self, world: World, position: Position) -> None:
+        self._world = world
+        self._position = position
+
+    def rank_state(self) -> Any:
+        return place_as_text(self._position.place)
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        return [*ranks]
+
+    def check(self, state: Any) -> str | None:
+        place_of(state, self._world.rank, self._world.world_size)
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._position.place = place_of(state, self._world.rank, self._world.world_size)
+
+
+def place_as_text(place: Sequence[ReaderState]) -> str | None:
+    """A stream's position as JSON text; None if the data is not a stream with state, or no epoch has started."""
+    if not place:
+        return None
+    return json.dumps([[state.reader, state.number, encoded(state.random), as_text(state.dataset)] for state in place])
+
+
+def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:
+    """This rank's position from the texts of all ranks; empty if the number of ranks has changed.
+
+    Invalid text may raise any error.
+    """
+    text = texts[rank] if len(texts) == ranks else None
+    if text is None:
+        return ()
+    with random_states_kept():  # the states are set once to validate them
+        return tuple(
+            ReaderState(
+                whole_number(reader, "a reader"), whole_number(number, "a batch"), _set(random), from_text(state)
+            )
+            for reader, number, random, state in json.loads(text)
+        )
+
+
+def _set(text: str) -> RandomStates:
+    states = decoded(text)
+    set_random_states(states)
+    return states
+
+
 # --- Loop state -------------------------------------------------------------------------------------------------------
 
 
@@ -240,3 +329,37 @@ class Nesting:
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
+
+
+# --- Saves when a loop is left ----------------------------------------------------------------------------------------
+
+
+_SECONDS = 10.0
+"""The barrier timeout when a loop is left: ranks are at most one loop body apart."""
+_loops = count()
+
+
+Loop = Generator[Step, None, None]
+
+
+def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
+    """Yield the steps; if the loop is left after a step whose save is due, do that save.
+
+    Waits until all saves are on disk, so that the next Trainer finds them. A generator cannot tell a `break` from an
+    exception, so nothing is saved unless all ranks leave the loop.
+    """
+    number = next(_loops)
+    for step in steps:
+        loop = run_state.loop
+        try:
+            yield step
+        except GeneratorExit:
+            due = checkpoints.is_due and not checkpoints.is_saved and run_state.loop is loop
+            place = f"the end of a loop over steps() after step {step.number}"
+            due = due and all_arrive(world, place, f"left/{number}", _SECONDS)
+            steps.close()
+            try:
+                (checkpoints.finish if due else checkpoints.settle)()
+            except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
+                logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
+            raise

@@ -14,6 +14,7 @@ from typing import Any, Self
 import psutil
 import torch.distributed as dist
 
+from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.world import World, gathered_bytes
@@ -22,7 +23,6 @@ from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
 from ddp_kit.torch_internals import default_store
-from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.position import Position
 
 # Schedulers send SIGUSR1 or SIGUSR2 before they end a job.

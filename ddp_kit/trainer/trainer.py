@@ -18,6 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ddp_kit import log
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import check_metric
+from ddp_kit.checkpoint.manager import Checkpoints
+from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart, SchedulerPart
+from ddp_kit.checkpoint.state import (
+    BestPart,
+    CallbacksPart,
+    ConfigPart,
+    PrecisionPart,
+    RandomPart,
+    SavedPart,
+    StrategyPart,
+)
 from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
 from ddp_kit.data import Data
@@ -40,7 +51,6 @@ from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA, TRANSFER, step_clock
-from ddp_kit.trainer.checkpoints import Checkpoints, Loop, save_when_left
 from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
 from ddp_kit.trainer.learning_rates import (
     DecayWatch,
@@ -66,7 +76,7 @@ from ddp_kit.trainer.planning import (
     measured,
     planned,
 )
-from ddp_kit.trainer.position import Position, RunState
+from ddp_kit.trainer.position import Loop, Position, ProgressPart, RunState, StreamPart, save_when_left
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_model
@@ -98,6 +108,7 @@ from ddp_kit.trainer.updates import (
     joint_scheduler,
     joint_step,
     loss_to_evaluate,
+    optimizer_kind,
     optimizer_step_for,
 )
 from ddp_kit.uncaught import show_without_traceback
@@ -258,8 +269,19 @@ class Trainer:
         self._run_record = RunRecord(self.config, self.world, self._model_described)
         self._log_points = LogPoints(parts, self._clock, self._run_record.advise, self._flops.utilisation)
         self._log_schedule = LogSchedule(self._log_points, settings.log_every_steps, self._call_callbacks)
+        random = RandomPart(self.world, settings.seed, parts.strategy.data_rank, self._position)
+        best = BestPart(settings.checkpoint, self._position)
         self._checkpoints = Checkpoints(
-            parts, self._position, self._optimizer_step, self._callbacks, self._log_points, self._state
+            self.world,
+            settings,
+            parts.strategy,
+            self.optimizer,
+            self._saved_parts(random, best, schedulers if self._updates else {}),
+            random,
+            best,
+            self._position,
+            self._state,
+            lambda: self._log_points.check_before_save(self.step),
         )
         self._evaluator = Evaluator(
             parts, self._metrics, self._checkpoints, self._position, self._state, self._call_callbacks
@@ -269,6 +291,27 @@ class Trainer:
         self._profiler = Recorder(self.config.profile, self.world.rank)
         self._garbage = DeferredGarbageCollection()
         self._peak_memory = PeakMemory(self.world, counted)
+
+    def _saved_parts(
+        self, random: RandomPart, best: BestPart, by_update: Mapping[str, LRScheduler]
+    ) -> Sequence[SavedPart]:
+        """Everything that a checkpoint holds of this run, in the order in which it is loaded."""
+        world, config, strategy = self.world, self._parts.config, self._parts.strategy
+        device_optimizer, kind = self._parts.device_optimizer, optimizer_kind(self.optimizer)
+        return (
+            # First: if a callback refuses its state, nothing else is loaded.
+            CallbacksPart(world, self._callbacks, pieces=strategy.divides_weights),
+            ModelPart(strategy, world, trainable_only=config.checkpoint.trainable_only),
+            OptimizerPart(strategy, self.optimizer, device_optimizer, kind),
+            SchedulerPart(self.scheduler, by_update),
+            PrecisionPart(self._parts.precision, self._optimizer_step),
+            ProgressPart(self._position),
+            StreamPart(world, self._position),
+            random,
+            best,
+            ConfigPart(config),
+            StrategyPart(strategy, self._position),
+        )
 
     @property
     def step(self) -> int:
@@ -612,6 +655,7 @@ class Trainer:
             self._profiler,
             self._garbage.deferred(),
             self._checkpoints.in_loop(),
+            self._state.in_loop(),
             self._preemption,
         ):
             self._preemption.begin()

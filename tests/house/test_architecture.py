@@ -18,9 +18,9 @@ FLOOR = {
     "torch_internals": 1, "log": 1, "records": 1, "structures": 1, "pieces": 1, "state_values": 1, "function_launch": 1,
     "progress": 2, "float8": 2, "function_worker": 2,
     "distributed": 3,
-    "data": 4, "precision": 4, "parallel": 4, "compilation": 4, "metrics": 4, "callbacks": 4, "checkpoint": 4,
+    "data": 4, "precision": 4, "parallel": 4, "compilation": 4, "metrics": 4, "callbacks": 4,
     "timing": 4, "profile": 4,
-    "trainer": 5,
+    "checkpoint": 5, "trainer": 6,
 }  # fmt: skip
 OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp_kit import ConfigError, Trainer, TrainerConfig
+from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
 from ddp_kit.checkpoint.reader import _Fetch
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel import device_map, strategy_for
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
-from ddp_kit.trainer.saved_parts import ModelPart, OptimizerPart
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))
 SPLIT = {"": 0, "blocks.2-3": 1}
@@ -250,11 +250,8 @@ def test_a_checkpoint_is_loaded_to_where_each_parameter_is() -> None:
     model = Network()
     strategy = made(model, {"": 0, "head": 1}, (torch.device("cpu"), torch.device("meta")))
     optimizer = torch.optim.AdamW([{"params": model.head.parameters()}, {"params": model.embed.parameters()}])
-    config = TrainerConfig()
-    parts: Any = SimpleNamespace(
-        model=model, optimizer=optimizer, device_optimizer=optimizer, strategy=strategy, config=config
-    )
-    of_model, of_optimizer = ModelPart(parts), OptimizerPart(parts)
+    of_model = ModelPart(strategy, strategy.world, trainable_only=False)
+    of_optimizer = OptimizerPart(strategy, optimizer, optimizer, "AdamW")
     assert [str(of_model.device_of(name)) for name in ("head.bias", "scale")] == ["meta", "cpu"]
     names = ("state.1.exp_avg", "state.2.exp_avg", "state.4.exp_avg", "param_groups.0.lr")
     assert [str(of_optimizer.device_of(name)) for name in names] == ["meta", "cpu", "None", "None"]

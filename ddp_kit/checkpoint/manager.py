@@ -5,52 +5,39 @@ import secrets
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, count, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ddp_kit.callbacks import Callback
 from ddp_kit.checkpoint.format import checkpoints, name_of
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.process import set_aside, wait_for_writers
 from ddp_kit.checkpoint.reader import from_newer_version, load
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.config.settings import absolute
-from ddp_kit.distributed.barrier import all_arrive
-from ddp_kit.distributed.world import World, gathered, gathered_bytes
-from ddp_kit.env import attempt
-from ddp_kit.errors import CheckpointError, DdpKitError
-from ddp_kit.log import logger
-from ddp_kit.pieces import Piece
-from ddp_kit.records import Step
-from ddp_kit.trainer.logging import LogPoints
-from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.position import Position, RunState
-from ddp_kit.trainer.saved_parts import (
+from ddp_kit.checkpoint.state import (
     VERSIONS,
     BestPart,
-    CallbacksPart,
-    ConfigPart,
-    ModelPart,
-    OptimizerPart,
-    PrecisionPart,
-    ProgressPart,
+    Progress,
     RandomPart,
     SavedPart,
-    SchedulerPart,
-    StrategyPart,
-    StreamPart,
     as_parts,
     explained_load_errors,
     mismatch_error,
 )
-from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.config.settings import TrainerConfig, absolute
+from ddp_kit.distributed.world import World, gathered, gathered_bytes
+from ddp_kit.env import attempt
+from ddp_kit.errors import CheckpointError
+from ddp_kit.log import logger
+from ddp_kit.parallel import Strategy
+from ddp_kit.pieces import Piece
 
 # --- Exclusive use of the checkpoint folder ---------------------------------------------------------------------------
 
@@ -192,43 +179,54 @@ class LineagePart(SavedPart):
         self.lineage = dict(state or {})
 
 
+class LoopState(Protocol):
+    """Says what of a Trainer is running."""
+
+    @property
+    def may_save(self) -> bool:
+        """Whether to save at once: no step is incomplete, and no loop is running that would save itself."""
+
+    @property
+    def is_in_callback(self) -> bool:
+        """Whether callbacks or an evaluation are running: a checkpoint would contain half of their changes."""
+
+
 class Checkpoints:
     """Saves and resumes a run, as `config.checkpoint` says. Methods are collectives unless they say otherwise."""
 
     def __init__(
         self,
-        parts: Parts,
-        position: Position,
-        optimizer_step: OptimizerStep,
-        callbacks: Sequence[Callback],
-        log_points: LogPoints,
-        run_state: RunState,
+        world: World,
+        config: TrainerConfig,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        saved_parts: Sequence[SavedPart],
+        random: RandomPart,
+        best: BestPart,
+        progress: Progress,
+        loop_state: LoopState,
+        check_state: Callable[[], None],
     ) -> None:
-        self._parts = parts
-        self._position = position
-        self._log_points = log_points
-        self._run_state = run_state
-        self._config = parts.config.checkpoint
+        """`saved_parts`: all parts of the run's state, in the order in which they are loaded.
+
+        `random`, `best`: those of them that are used between saves. `check_state()`: raises an error if the state is
+        not fit to be saved; a collective.
+        """
+        self._world = world
+        self._trainer_config = config
+        self._strategy = strategy
+        self._optimizer = optimizer
+        self._progress = progress
+        self._loop_state = loop_state
+        self._check_state = check_state
+        self._config = config.checkpoint
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
         self._saver: RetryingSaver | None = None
         self._saved_step = -1
         self._lineage = LineagePart()
-        self._random = RandomPart(parts, position)
-        self._best = BestPart(self._config, position)
-        self._saved_parts: list[SavedPart] = [
-            CallbacksPart(parts, callbacks),  # first: if a callback refuses its state, nothing else is loaded
-            ModelPart(parts),
-            OptimizerPart(parts),
-            SchedulerPart(parts.scheduler),
-            PrecisionPart(parts, optimizer_step),
-            ProgressPart(position),
-            StreamPart(parts, position),
-            self._random,
-            self._best,
-            self._lineage,
-            ConfigPart(parts.config),
-            StrategyPart(parts.strategy, position),
-        ]
+        self._random = random
+        self._best = best
+        self._saved_parts = [*saved_parts, self._lineage]
         self._newest_kept: int | None = None  # the next save moves checkpoints after this step away; None: none
         self.saved_at = time.monotonic()
         """Start of the last save, as `time.monotonic`; before the first save, the start of this run."""
@@ -242,13 +240,13 @@ class Checkpoints:
         lock: FolderLock | None = None
         if self._folder is not None:
             self._writers = self._ranks_with_same_folder(self._folder)
-            if parts.strategy.shards and len(self._writers) < parts.world.world_size:
+            if strategy.shards and len(self._writers) < world.world_size:
                 raise CheckpointError(
                     f"checkpoint.dir = {str(self._folder)!r} is not the same folder on all nodes, but each rank writes "
                     "its own shards of a checkpoint",
                     "use a folder on a file system that all nodes share",
                 )
-            writer = self._writers.index(parts.world.rank)
+            writer = self._writers.index(world.rank)
             self._saver = RetryingSaver(
                 self._folder,
                 keep_last=self._config.keep_last,
@@ -258,8 +256,8 @@ class Checkpoints:
             )
             lock = FolderLock(self._folder, attempt()[0]) if writer == 0 else None
             if self._config.overlap:
-                parts.optimizer.register_step_pre_hook(copy_finisher(self._saver))
-        self._folder_use = FolderUse(parts.world, self._folder, lock)
+                optimizer.register_step_pre_hook(copy_finisher(self._saver))
+        self._folder_use = FolderUse(world, self._folder, lock)
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
@@ -270,7 +268,7 @@ class Checkpoints:
         elif self._saver is not None:
             if not self._memory_reserved:
                 self._memory_reserved = True  # only after the first step, which allocates the optimizer state
-                self._saver.reserve(_size(self._parts))
+                self._saver.reserve(self._size())
             self._note_save_end(self._saver.check())
         if not self._checked_storable and self._folder is not None:
             self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
@@ -279,13 +277,13 @@ class Checkpoints:
     @property
     def is_saved(self) -> bool:
         """Whether this step has been saved."""
-        return self._saved_step == self._position.step
+        return self._saved_step == self._progress.step
 
     @property
     def is_due(self) -> bool:
         """Whether to save at the end of this step: by `every_steps`, or because a save is requested."""
         every = self._config.every_steps
-        return self.save_requested or (every is not None and self._position.step % every == 0)
+        return self.save_requested or (every is not None and self._progress.step % every == 0)
 
     @property
     def newest(self) -> Path | None:
@@ -335,12 +333,12 @@ class Checkpoints:
 
     def save_if_requested(self) -> None:
         """Do a requested save, unless a loop, callback or evaluation is running."""
-        if self.save_requested and self._run_state.may_save:
+        if self.save_requested and self._loop_state.may_save:
             self.save()
 
     def save_or_postpone(self) -> None:
         """Save now, or, in a callback or an evaluation, at the end of the step."""
-        if self._run_state.is_in_callback and self._folder is not None:
+        if self._loop_state.is_in_callback and self._folder is not None:
             self.save_requested = True
         else:
             self.save()
@@ -348,16 +346,16 @@ class Checkpoints:
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """The context in which steps are done; `after_step` is called after each."""
-        with self._folder_use.exclusive(), self._run_state.in_loop():
+        with self._folder_use.exclusive():
             self._write_config()
             yield
 
     def _write_config(self) -> None:
         """Write the configuration next to the checkpoints, for information only: it is not read on resume."""
-        if self._folder is None or self._writers[0] != self._parts.world.rank:
+        if self._folder is None or self._writers[0] != self._world.rank:
             return
         try:
-            self._parts.config.save(self._folder / _CONFIG)
+            self._trainer_config.save(self._folder / _CONFIG)
         except OSError as error:
             logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
 
@@ -370,19 +368,17 @@ class Checkpoints:
 
     def _save(self, folder: Path) -> None:
         self.saved_at, self.save_requested = time.monotonic(), False
-        step = self._position.step
-        self._log_points.check_finite()
-        weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
-        self._log_points.check_weights(step, weights)
+        step = self._progress.step
+        self._check_state()
         self.restore_random()
         assert self._saver is not None, "there is a folder"
         self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any starts the next save
         self._save_began = time.monotonic()
         own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved_parts)]
-        everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._parts.world)]
+        everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._world)]
         first = self._writers[0]
         parts = [part for part in self._saved_parts if part.replicated]
-        if first == self._parts.world.rank:
+        if first == self._world.rank:
             self._folder_use.note_save()
             self._set_aside(folder)
             parts = self._saved_parts
@@ -400,6 +396,15 @@ class Checkpoints:
         """Measure the duration of the last save, if it has just ended."""
         if self._saving and ended:
             self._saving, self.save_seconds = False, time.monotonic() - self._save_began
+
+    def _size(self) -> int:
+        """Bytes of weights and optimizer state, which are most of a checkpoint."""
+        states = chain(*(state.values() for state in self._optimizer.state.values() if isinstance(state, dict)))
+        held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
+        weights = zip(self._strategy.model.parameters(), self._strategy.local_parameters(), strict=True)
+        everything = not self._config.trainable_only
+        stored = [local for each, local in weights if each.requires_grad or everything]
+        return sum(each.nbytes for each in (*stored, *held))
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
         part = next((part for part in self._saved_parts if part.name == name), None)
@@ -430,7 +435,7 @@ class Checkpoints:
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
         """The ranks that share this rank's folder: those that see the folder of rank 0, or those of the same node."""
-        world = self._parts.world
+        world = self._world
         names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
         mark = folder / f"{_MARK}{names[0].decode()}"
         if world.rank == 0:
@@ -475,7 +480,7 @@ class Checkpoints:
         self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
-        self._begin_lineage(_lineage(path, attempt()[0]), kept=self._position.step if inside else -1)
+        self._begin_lineage(_lineage(path, attempt()[0]), kept=self._progress.step if inside else -1)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
         return next((each.piece_of(tensor) for each in self._saved_parts if each.name == part), None)
@@ -483,7 +488,7 @@ class Checkpoints:
     def _device_of(self, part: str, tensor: str) -> torch.device:
         """The device to load a tensor to, because a model may be on several devices."""
         found = next((each.device_of(tensor) for each in self._saved_parts if each.name == part), None)
-        return self._parts.world.device if found is None else found
+        return self._world.device if found is None else found
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
         """Start a lineage. The next save first moves the checkpoints of steps after `kept` away."""
@@ -502,8 +507,8 @@ class Checkpoints:
             if part.name in saved:
                 with nullcontext() if part.shows_own_errors else explained_load_errors(path):
                     part.load_state_dict(saved[part.name], path)
-        self._saved_step = self._position.step
-        logger.info("resumed from {} after step {}", path, self._position.step)
+        self._saved_step = self._progress.step
+        logger.info("resumed from {} after step {}", path, self._progress.step)
 
     def restore_random(self) -> bool:
         """Restore the checkpoint's random states, if any. Returns whether this run has resumed from a step."""
@@ -537,7 +542,7 @@ class Checkpoints:
         `own`: those that this rank sees. Raises `CheckpointError` if there are checkpoints, but none that all ranks
         see.
         """
-        table = gathered(self._parts.world, own + [-1] * (_COMPARED - len(own)))
+        table = gathered(self._world, own + [-1] * (_COMPARED - len(own)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
         if not common and any(step >= 0 for row in table for step in row):
             seen = "; ".join(
@@ -557,7 +562,7 @@ class Checkpoints:
             state = load(path, device=self._device_of, wanted=self._piece_of)
         except CheckpointError as error:
             problem = error.message
-        problems = gathered_bytes(problem.encode(), self._parts.world)
+        problems = gathered_bytes(problem.encode(), self._world)
         bad = [rank for rank, text in enumerate(problems) if text]
         if bad:
             logger.warning(
@@ -571,16 +576,6 @@ def _lineage(path: Path | None, job: str) -> Lineage:
     return {"from": None if path is None else str(path.resolve()), "job": job}
 
 
-def _size(parts: Parts) -> int:
-    """Bytes of weights and optimizer state, which are most of a checkpoint."""
-    states = chain(*(state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)))
-    held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
-    weights = zip(parts.model.parameters(), parts.strategy.local_parameters(), strict=True)
-    everything = not parts.config.checkpoint.trainable_only
-    stored = [local for each, local in weights if each.requires_grad or everything]
-    return sum(each.nbytes for each in (*stored, *held))
-
-
 def _make_mark(mark: Path) -> None:
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -590,37 +585,3 @@ def _make_mark(mark: Path) -> None:
             f"checkpoint.dir = {str(mark.parent)!r} cannot be written to: {error.strerror or error}",
             "choose a folder that this process may write to",
         ) from None
-
-
-# --- Saves when a loop is left ----------------------------------------------------------------------------------------
-
-
-_SECONDS = 10.0
-"""The barrier timeout when a loop is left: ranks are at most one loop body apart."""
-_loops = count()
-
-
-Loop = Generator[Step, None, None]
-
-
-def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
-    """Yield the steps; if the loop is left after a step whose save is due, do that save.
-
-    Waits until all saves are on disk, so that the next Trainer finds them. A generator cannot tell a `break` from an
-    exception, so nothing is saved unless all ranks leave the loop.
-    """
-    number = next(_loops)
-    for step in steps:
-        loop = run_state.loop
-        try:
-            yield step
-        except GeneratorExit:
-            due = checkpoints.is_due and not checkpoints.is_saved and run_state.loop is loop
-            place = f"the end of a loop over steps() after step {step.number}"
-            due = due and all_arrive(world, place, f"left/{number}", _SECONDS)
-            steps.close()
-            try:
-                (checkpoints.finish if due else checkpoints.settle)()
-            except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
-                logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
-            raise

@@ -1,0 +1,424 @@
+"""Weights, optimizer and scheduler as parts of a checkpoint."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry
+from ddp_kit.checkpoint.state import LONGEST_TEXT, SavedPart, StateMismatchError, types_and_devices
+from ddp_kit.checkpoint.weight_files import plain_name
+from ddp_kit.distributed.consistency import bits
+from ddp_kit.distributed.world import World, gathered
+from ddp_kit.errors import CheckpointError
+from ddp_kit.parallel import Strategy
+from ddp_kit.pieces import Piece, whole_shape
+from ddp_kit.state_values import check_same_kind
+from ddp_kit.torch_internals import loaded_by_own_code
+
+# --- Frozen weights ---------------------------------------------------------------------------------------------------
+# `checkpoint.trainable_only` leaves them out of checkpoints, which then hold only their fingerprints.
+
+
+class FrozenWeights:
+    """The parameters that do not require gradients, by name. Methods are collectives unless they say otherwise.
+
+    Their fingerprints are computed once; at each save, a faster checksum of this rank's part detects changes.
+    """
+
+    def __init__(self, strategy: Strategy, world: World) -> None:
+        self._strategy = strategy
+        self._world = world
+        self._entries: dict[str, Any] | None = None
+        self._bits: list[int] = []
+
+    def forget(self) -> None:
+        """Discard the fingerprints, because the weights may have been replaced. Not a collective."""
+        self._entries = None
+
+    def unchanged(self) -> str | None:
+        """The name of a weight that has changed on this rank since its fingerprint was computed; None if none has."""
+        if self._entries is None:
+            self.entries()
+            return None
+        names = [*self._held()]
+        now = self._local_bits()
+        return next((name for name, old, new in zip(names, self._bits, now, strict=True) if old != new), None)
+
+    def entries(self) -> dict[str, Any]:
+        """Name -> dtype, shape and fingerprint, as stored in a checkpoint; the same for every parallel strategy."""
+        if self._entries is None:
+            held = self._held()
+            sums = [fingerprint(value).to(self._world.device) for value in held.values()]
+            own = torch.stack(sums).tolist() if sums else []
+            pieces = [isinstance(value, Piece) for value in held.values()]
+            counts = [not isinstance(value, Piece) or value.owned for value in held.values()]
+            everyone = gathered(self._world, [number * count for number, count in zip(own, counts, strict=True)])
+            self._entries = {
+                name: entry_of(value, sum(column) if is_piece else column[0])
+                for (name, value), is_piece, *column in zip(held.items(), pieces, *everyone, strict=True)
+            }
+            self._bits = self._local_bits()
+        return self._entries
+
+    def compare(self, saved: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` unless this run has the weights that a checkpoint left out, with the same values."""
+        own = self.entries()
+        if others := [name for name, entry in saved.items() if own.get(name) != entry]:
+            raise frozen_weights_differ(others)
+
+    def _held(self) -> dict[str, Any]:
+        every = self._strategy.model.named_parameters(remove_duplicate=False)
+        names = {name for name, each in every if not each.requires_grad}
+        return {name: value for name, value in self._strategy.model_state().items() if name in names}
+
+    def _local_bits(self) -> list[int]:
+        held = [value.tensor if isinstance(value, Piece) else value for value in self._held().values()]
+        sums = [bits([each]).to(self._world.device) for each in held]
+        found: list[int] = torch.stack(sums).tolist() if sums else []
+        return found
+
+
+# --- Model ------------------------------------------------------------------------------------------------------------
+
+
+_SHOWN = 8
+
+
+class ModelPart(SavedPart):
+    """Weights and buffers, by name."""
+
+    name = "model"
+    version = 2  # version 1 always had all weights
+    replicated = True
+
+    def __init__(self, strategy: Strategy, world: World, *, trainable_only: bool) -> None:
+        self._model = strategy.model
+        self._strategy = strategy
+        self._frozen = FrozenWeights(strategy, world)
+        self._trainable_only = trainable_only
+
+    def rank_state(self) -> Any:
+        return self._frozen.unchanged() if self._trainable_only else None
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        state = self._strategy.model_state()
+        if not self._trainable_only:
+            return state
+        if changed := next((found for found in ranks if found), None):
+            raise CheckpointError(
+                f"frozen weights have changed since the start of the run, such as {changed}, but with "
+                "checkpoint.trainable_only they are not saved",
+                "set checkpoint.trainable_only=False, or do not change weights that do not require gradients",
+            )
+        state.update(self._frozen.entries())
+        return state
+
+    def is_replicated(self, tensor: str) -> bool:
+        return tensor in self._parameters  # buffers may differ between ranks; rank 0's are saved
+
+    def device_of(self, tensor: str) -> torch.device | None:
+        return self._devices.get(plain_name(tensor))
+
+    def piece_of(self, tensor: str) -> Piece | None:
+        return self._pieces.get(plain_name(tensor))
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
+        return {plain_name(name): value for name, value in state.items()}
+
+    @cached_property
+    def _pieces(self) -> dict[str, Piece]:
+        return {name: value for name, value in self._strategy.model_state().items() if isinstance(value, Piece)}
+
+    @cached_property
+    def _devices(self) -> dict[str, torch.device]:
+        own = self._model.state_dict()
+        return {name: value.device for name, value in own.items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._model.named_parameters(remove_duplicate=False))
+
+    def check(self, state: Any) -> str | None:
+        own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
+        left_out = {name: value for name, value in state.items() if is_entry(value)}
+        # A module's own loading code may accept buffers with other names and shapes, but not other parameters: the
+        # optimizer holds those of this run.
+        compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
+        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state and name in compared]
+        problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
+        problems += [
+            f"{name} has shape {whole_shape(state[name])}, but {tuple(own[name].shape)} in the model"
+            for name in own
+            if name in state
+            and name in compared
+            and name not in left_out
+            and isinstance(own[name], Tensor)
+            and whole_shape(state[name]) != tuple(own[name].shape)
+        ]
+        if left_out and not problems:
+            self._frozen.compare(left_out)
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        return "; ".join(problems[:_SHOWN]) + more if problems else None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        left_out = {name: value for name, value in state.items() if is_entry(value)}
+        if left_out:
+            stored = self._strategy.model_state()
+            stored.update((name, value) for name, value in state.items() if name not in left_out)
+            state = stored
+        else:
+            self._frozen.forget()  # the checkpoint may have other values
+        self._strategy.load_model_state(state)
+
+
+# --- Optimizer state --------------------------------------------------------------------------------------------------
+# Loaded with its own dtypes; torch's `load_state_dict` casts it to the dtype of the parameters.
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, saved: dict[str, Any], *, keep_types: bool = True, keep_devices: bool = True
+) -> None:
+    """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
+
+    `keep_types`, `keep_devices`: tensors keep the dtype and device that they have in `saved`, because an optimizer may
+    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get those of the parameter.
+    State tensors with the shape of their parameter also get its strides.
+    Raises `ValueError`, and whatever the optimizer raises.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
+    if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
+        _check_fused(states)
+    optimizer.load_state_dict(saved)
+    for parameter, there in states if keep_types else ():
+        now: Any = optimizer.state.get(parameter)
+        for name, value in there.items() if isinstance(now, dict) and isinstance(there, dict) else ():
+            if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].shape == value.shape:
+                now[name] = value if keep_devices else value.to(now[name].device)
+    _lay_out_as_parameters(optimizer)
+
+
+def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
+    """Return the optimizer state with each tensor that has the shape of a sharded parameter converted to a `Piece`."""
+
+    def piece(parameter: nn.Parameter, value: Any) -> Any:
+        place = strategy.piece_of(parameter)
+        if place is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        return place.with_tensor(value)
+
+    return _mapped(state, optimizer, piece)
+
+
+def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
+    """Return this rank's shards of the saved tensors, which may be whole or pieces: the inverse of `in_pieces`.
+
+    Raises `ValueError` for pieces of another shape or position.
+    """
+
+    def local(parameter: nn.Parameter, value: Any) -> Any:
+        place = strategy.piece_of(parameter)
+        if place is None or not isinstance(value, Tensor | Piece) or whole_shape(value) != place.shape:
+            return value
+        return place.of(value).clone()
+
+    return _mapped(state, optimizer, local)
+
+
+def _mapped(
+    state: Mapping[int, Any], optimizer: Optimizer, change: Callable[[nn.Parameter, Any], Any]
+) -> dict[int, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        number: {name: change(parameters[number], value) for name, value in kept.items()}
+        if isinstance(kept, dict)
+        else kept
+        for number, kept in state.items()
+    }
+
+
+def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
+    """Raise `ValueError` for states of the wrong shape: fused kernels would read past the end of smaller ones."""
+    for parameter, state in states:
+        for name, value in state.items() if isinstance(state, dict) else ():
+            shape = torch.Size() if name == "step" else parameter.shape
+            if isinstance(value, Tensor) and value.shape != shape:
+                raise ValueError(f"{name} of a fused optimizer has the shape {tuple(value.shape)}, not {tuple(shape)}")
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Give states the strides of their parameters: files do not store strides, and fused kernels assume them equal."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+class OptimizerPart(SavedPart):
+    """The optimizer's state, with its class, the names of its parameters, and their dtypes and devices."""
+
+    name = "optimizer"
+    replicated = True
+    version = 2  # version 1 had only the optimizer's state_dict
+
+    def __init__(self, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer, kind: str) -> None:
+        """`optimizer`: the user's. `device_optimizer`: holds the model's parameters. `kind`: the name of its class."""
+        self._strategy = strategy
+        self._optimizer = optimizer
+        self._device_optimizer = device_optimizer
+        self._kind = kind
+
+    def rank_state(self) -> Any:
+        return self._strategy.optimizer_form(self._optimizer)
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        state = self._optimizer.state_dict()
+        if self._strategy.shards:
+            state["state"] = in_pieces(state["state"], self._device_optimizer, self._strategy)
+            state["state"] = self._strategy.optimizer_state(state["state"], ranks)
+        return {**state, **self._own}
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        return not self._strategy.shards  # if sharded, only scalars such as Adam's step are whole
+
+    def device_of(self, tensor: str) -> torch.device | None:
+        parameter = _parameter_of(tensor, self._parameters)
+        return None if parameter is None else parameter.device
+
+    def piece_of(self, tensor: str) -> Piece | None:
+        parameter = _parameter_of(tensor, self._known_parameters)
+        return None if parameter is None else self._strategy.piece_of(parameter)
+
+    @cached_property
+    def _parameters(self) -> list[Tensor]:
+        return _parameters_of(self._optimizer)
+
+    @cached_property
+    def _known_parameters(self) -> list[Tensor]:
+        return _parameters_of(self._device_optimizer)
+
+    @cached_property
+    def _own(self) -> dict[str, Any]:
+        """Class, parameter names, dtypes and devices. Cached, because they do not change after construction."""
+        names = self._strategy.held_names()
+        return {
+            "kind": self._kind,
+            "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
+            "held": types_and_devices(self._parameters),
+        }
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
+        if "names" not in state:
+            return state
+        return {**state, "names": [[plain_name(name) for name in group] for group in state["names"]]}
+
+    def check(self, state: Any) -> str | None:
+        own, saved = self._own, {**self._own, **state}
+        if saved["kind"] != own["kind"]:
+            return f"its optimizer is {saved['kind']}, but this run uses {own['kind']}"
+        there, here = len(saved["names"]), len(own["names"])
+        if there != here:
+            return f"its optimizer has {there} groups of parameters, but this run has {here}"
+        for number, (theirs, ours) in enumerate(zip(saved["names"], own["names"], strict=True)):
+            if theirs != ours:
+                differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
+                return f"group {number} of its optimizer has different parameters: {', '.join(differ[:_SHOWN])} differ"
+        for number, options in enumerate(state["param_groups"]):
+            for name, default in self._optimizer.defaults.items():
+                if name in options:
+                    check_same_kind(options[name], default, f"{name} of group {number} of its optimizer")
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        own_types, own_devices = self._own["held"]
+        types, devices = state.get("held", self._own["held"])
+        saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
+        if self._strategy.shards:
+            saved["state"] = self._strategy.own_optimizer_state(saved["state"])
+            saved["state"] = of_pieces(saved["state"], self._device_optimizer, self._strategy)
+        try:
+            load_optimizer_state(
+                self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices
+            )
+        except Exception as error:
+            raise StateMismatchError(f"its optimizer does not fit: {str(error)[:LONGEST_TEXT]}") from None
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameter to which a state tensor belongs. `tensor`: such as state.0.exp_avg, of the first parameter."""
+    head, number, *_ = [*tensor.split("."), "", ""]
+    known = head == "state" and number.isdecimal() and int(number) < len(parameters)
+    return parameters[int(number)] if known else None
+
+
+# --- Scheduler --------------------------------------------------------------------------------------------------------
+
+
+_SCHEDULER_FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # of every LRScheduler
+
+
+class SchedulerPart(SavedPart):
+    """The learning-rate scheduler, with the schedulers inside it."""
+
+    name = "scheduler"
+    version = 2  # version 1 lacked the class
+
+    def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
+        """`by_update`: the schedulers whose states `scheduler` holds by name; empty: it has a state of its own."""
+        self._scheduler = scheduler
+        self._by_update = by_update
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        own = self._scheduler
+        return None if own is None else {"kind": _kind(own), "state": own.state_dict()}
+
+    def check(self, state: Any) -> str | None:
+        own = "none" if self._scheduler is None else _kind(self._scheduler)
+        saved = "none" if state is None else state.get("kind", own)
+        if saved != own:
+            return f"its scheduler is {saved}, but this run uses {own}"
+        for update, scheduler in self._by_update.items():
+            _check_values(state["state"][update], scheduler)
+        if self._scheduler is not None and not self._by_update:
+            _check_values(state["state"], self._scheduler)
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        if self._scheduler is not None and state is not None:
+            self._scheduler.load_state_dict(state["state"])
+
+
+def _kind(scheduler: LRScheduler) -> str:
+    """A scheduler's class name, followed by those of the schedulers inside it."""
+    inner = ", ".join(map(_kind, _inner(scheduler)))
+    return type(scheduler).__name__ + (f"({inner})" if inner else "")
+
+
+def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
+    """Raise `ValueError` for values that `LRScheduler.load_state_dict` accepts, but that break the next step."""
+    for name, own in scheduler.state_dict().items():
+        if name in state and (name in _SCHEDULER_FIELDS or type(scheduler).__module__.startswith("torch.")):
+            check_same_kind(state[name], own, f"{name} of its scheduler")
+    for name in state:
+        if callable(getattr(type(scheduler), name, None)):
+            raise ValueError(f"{name} of its scheduler is a method")
+    for name in ("base_lrs", "_last_lr"):
+        if len(state.get(name, scheduler.base_lrs)) != len(scheduler.base_lrs):
+            raise ValueError(f"{name} of its scheduler has {len(state[name])} values")
+
+
+def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    for value in vars(scheduler).values():
+        several = value if isinstance(value, list | tuple) else [value]
+        yield from (one for one in several if isinstance(one, LRScheduler))

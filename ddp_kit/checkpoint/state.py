@@ -1,0 +1,500 @@
+"""The parts of a run's state that a checkpoint stores: what each one saves, and how it is checked and loaded."""
+
+import base64
+import json
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ddp_kit.callbacks import Callback
+from ddp_kit.callbacks.callback import BestValue
+from ddp_kit.checkpoint.packing import DTYPES, pack
+from ddp_kit.checkpoint.reader import unpack
+from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
+from ddp_kit.distributed.world import (
+    RandomStates,
+    World,
+    decoded,
+    encoded,
+    mixed_seed,
+    random_states,
+    seed_generators,
+    set_random_states,
+)
+from ddp_kit.errors import CheckpointError, DdpKitError
+from ddp_kit.log import logger
+from ddp_kit.parallel import Strategy
+from ddp_kit.pieces import Piece
+from ddp_kit.precision import Precision
+from ddp_kit.state_values import real_number, whole_number
+
+# --- Load errors ------------------------------------------------------------------------------------------------------
+
+
+LONGEST_TEXT = 300
+
+
+class StateMismatchError(Exception):
+    """The saved state of a part does not match this run's model, optimizer or scheduler."""
+
+
+@contextmanager
+def explained_load_errors(path: Path) -> Iterator[None]:
+    """Convert any error raised while a checkpoint's content is used into a `CheckpointError`."""
+    try:
+        yield
+    except DdpKitError:
+        raise
+    except StateMismatchError as error:
+        raise mismatch_error(path, str(error)) from None
+    except Exception as error:  # a damaged file may cause any error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be used: {type(error).__name__}: {str(error)[:LONGEST_TEXT]!r}",
+            "it may be from another version of ddpkit, or modified: use another checkpoint",
+        ) from error
+
+
+def mismatch_error(path: Path, what: str) -> CheckpointError:
+    """The error for a checkpoint that does not match this run. `what`: the difference."""
+    return CheckpointError(
+        f"the checkpoint {path} does not match the model, optimizer or scheduler of this run: {what}",
+        "set checkpoint.dir to the folder of this run; to start from step 0, use a new folder or "
+        "checkpoint.resume=None; to load only weights, call ddp_kit.load_model(path, model, strict=False) before "
+        "creating the Trainer",
+    )
+
+
+# --- Saved parts ------------------------------------------------------------------------------------------------------
+# What a checkpoint stores of a run, and how it is loaded. To add a part, write a subclass of `SavedPart` and add it to
+# `Trainer._saved_parts`; `Checkpoints` (manager.py) saves and loads all parts.
+
+
+_NAME_STATE = 2  # the length of a callback's entry: [class name, state]
+
+
+class Progress(Protocol):
+    """How far a run has come."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+
+
+class SavedPart(ABC):
+    """A named part of a run's state.
+
+    saving:   rank_state() on every rank, then state_dict(rank states of all ranks) on the first writer rank;
+              if `replicated`, on all ranks, each of which writes some of the tensors
+    loading:  migrate(state, its version), then check(state) of all parts, then load_state_dict(state)
+    """
+
+    name: ClassVar[str]
+    """The part's key in the checkpoint, and the name of its tensor file, if it has tensors."""
+    version: ClassVar[int] = 1
+    """The version of the format; increased if the previous version cannot load what `state_dict` returns."""
+    required: ClassVar[bool] = True
+    """Whether a checkpoint must have this part. If False, the part keeps its state when a checkpoint lacks it."""
+    shows_own_errors: ClassVar[bool] = False
+    """Whether errors of `load_state_dict` are raised unchanged; if False, they become a `CheckpointError`."""
+
+    replicated: bool = False
+    """Whether every rank calls `state_dict`, so that ranks can divide the writing; see `is_replicated`."""
+
+    def rank_state(self) -> Any:
+        """This rank's own state, as JSON values."""
+        return None
+
+    @abstractmethod
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        """The part's state, of types that `checkpoint.packing.pack` can store. `ranks`: every rank's `rank_state`."""
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        """Whether every rank has the same tensor of this name in the part's file."""
+        return True
+
+    def device_of(self, tensor: str) -> torch.device | None:  # noqa: ARG002
+        """The device to load a tensor to; None: the rank's device. `tensor`: its name in the part's file."""
+        return None
+
+    def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
+        """The piece of a tensor that this rank holds; None: all of it. `tensor`: its name in the part's file."""
+        return None
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
+        """Convert a saved state to what this version of ddpkit would save. `version`: of its format."""
+        return state
+
+    def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
+        """Why the state does not match this run; None if it does. All parts are checked before any is loaded.
+
+        May raise any error for values with invalid types or ranges.
+        """
+        return None
+
+    @abstractmethod
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        """Load what `state_dict` returned. `path`: the checkpoint, for messages. May raise any error."""
+
+
+# --- Callback states --------------------------------------------------------------------------------------------------
+# A checkpoint holds rank 0's state, or every rank's for callbacks that set `state_per_rank`.
+
+
+_OWN = "ddp_kit."
+_EVERY_RANK = "every_rank"
+
+
+def per_rank_states(callbacks: Sequence[Callback]) -> list[str | None]:
+    """For each callback: this rank's state as text if it sets `state_per_rank`, else None."""
+    return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
+
+
+def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
+    """[class name, state] of each callback, for the checkpoint. `of_ranks`: every rank's `per_rank_states`."""
+    states: list[Any] = []
+    for number, callback in enumerate(callbacks):
+        everyone = [own[number] for own in of_ranks]
+        state = {_EVERY_RANK: everyone} if callback.state_per_rank else callback.state_dict()
+        states.append([type(callback).__name__, state])
+    return states
+
+
+def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
+    """Load saved states into callbacks of the same class, in order; warn about those without a counterpart.
+
+    `path`: the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
+    whatever a user's callback raises.
+    """
+    there: dict[str, deque[Any]] = defaultdict(deque)
+    with explained_load_errors(path):
+        for name, state in saved:
+            there[name].append(state)
+    without = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if there[name]:
+            own = type(callback).__module__.startswith(_OWN)  # errors in the user's callbacks are shown unchanged
+            with explained_load_errors(path):
+                state = (
+                    _of_rank(there[name].popleft(), name, rank, ranks)
+                    if callback.state_per_rank
+                    else there[name].popleft()
+                )
+            with explained_load_errors(path) if own else nullcontext():
+                callback.load_state_dict(state)
+        elif type(callback).load_state_dict is not Callback.load_state_dict:
+            without.append(name)
+    gone = [name for name, states in there.items() for state in states if state]
+    if without or gone:
+        parts = [f"the checkpoint has no state for {', '.join(without)}, which starts without one"] if without else []
+        parts += [f"the state for {', '.join(gone)} is ignored, because there is no such callback"] if gone else []
+        logger.warning("the callbacks differ from those in the checkpoint: {}", "; ".join(parts))
+
+
+def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
+    if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
+        return saved  # from an older version, which saved rank 0's only
+    everyone = saved[_EVERY_RANK]
+    if len(everyone) != ranks:
+        logger.warning(
+            "{} has a state per rank; the checkpoint has {} ranks, this run {}: all ranks load the state of rank 0",
+            name,
+            len(everyone),
+            ranks,
+        )
+        rank = 0
+    return from_text(everyone[rank])
+
+
+def as_text(state: Any) -> str:
+    """A nested state as JSON text, with its tensors as a base64-encoded safetensors file."""
+    packed = pack({"state": state})
+    tensors = {f"{number}": each.tensor.detach().contiguous().cpu() for number, each in enumerate(packed.tensors)}
+    names = {each.name: f"{number}" for number, each in enumerate(packed.tensors)}
+    content = base64.b64encode(safetensors.torch.save(tensors)).decode()
+    return json.dumps({"text": packed.text, "names": names, "tensors": content})
+
+
+def from_text(text: str) -> Any:
+    """The inverse of `as_text`. Invalid text may raise any error."""
+    saved = json.loads(text)
+    tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
+    if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
+        raise ValueError("a tensor has an unsupported dtype")
+    return unpack(saved["text"], lambda _part, name, _: tensors[saved["names"][name]])["state"]
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of dtype bool with bytes other than 0 and 1, which is undefined behaviour in torch."""
+    return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)
+
+
+class CountsSkippedSteps(Protocol):
+    """Counts the steps that were skipped."""
+
+    skipped: int
+
+
+class PrecisionPart(SavedPart):
+    """The state of the fp16 loss scaler, and the number of skipped steps."""
+
+    name = "precision"
+
+    def __init__(self, precision: Precision, steps: CountsSkippedSteps) -> None:
+        self._precision = precision
+        self._steps = steps
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return {"scaler": self._precision.state(), "skipped": self._steps.skipped}
+
+    def check(self, state: Any) -> str | None:
+        whole_number(state["skipped"], "skipped")
+        for name, value in state["scaler"].items():
+            if not 0 <= real_number(value, f"{name} of its loss scale") < math.inf:
+                raise ValueError(f"{name} of its loss scale is {value}")
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._precision.set_state(state["scaler"])
+        self._steps.skipped = state["skipped"]
+
+
+class RandomPart(SavedPart):
+    """The random states of every rank.
+
+    They are restored before the next step or save instead of on load, so that random numbers that a script draws before
+    its first step are the same as in a new run.
+    """
+
+    name = "random"
+
+    def __init__(self, world: World, seed: int, data_rank: int, progress: Progress) -> None:
+        """`data_rank`: ranks that share samples draw the same random numbers."""
+        self._world = world
+        self._seed = seed
+        self._data_rank = data_rank
+        self._progress = progress
+        self._loaded: list[RandomStates] | None = None  # loaded but not yet restored
+        self._known = False  # whether this run has resumed from a step
+
+    def rank_state(self) -> Any:
+        return encoded(random_states(self._world))
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        return [*ranks]
+
+    def check(self, state: Any) -> str | None:
+        """Validate the states by setting them once, because a later error would not name the checkpoint."""
+        if not isinstance(state, list):
+            raise ValueError("the random states are not a list")
+        saved = [decoded(text) for text in state]
+        if len(saved) == self._world.world_size:
+            before = random_states(self._world)
+            try:
+                set_random_states(saved[self._world.rank])
+            finally:
+                set_random_states(before)
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._loaded, self._known = [decoded(text) for text in state], False
+
+    def restore(self) -> bool:
+        """Restore the loaded states, if any. Returns whether this run has resumed from a step."""
+        if self._loaded is not None:
+            self._known = self._progress.step > 0
+            if self._known:
+                self._set(self._loaded)
+            self._loaded = None
+        return self._known
+
+    def _set(self, saved: Sequence[RandomStates]) -> None:
+        rank, ranks = self._world.rank, self._world.world_size
+        if len(saved) == ranks:
+            set_random_states(saved[rank])
+            return
+        seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
+        logger.warning(
+            "the checkpoint was saved with {} ranks, and this run has {}: steps use the same samples if the dataset "
+            "has a length, but random numbers, such as those for dropout, and BatchNorm's batches differ",
+            len(saved),
+            ranks,
+        )
+
+
+class StrategyPart(SavedPart):
+    """The strategy's state, such as the order of gradient reductions."""
+
+    name = "strategy"
+    required = False
+
+    def __init__(self, strategy: Strategy, progress: Progress) -> None:
+        self._strategy = strategy
+        self._progress = progress
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._strategy.state_dict()
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._strategy.load_state_dict(state, self._progress.step)
+
+
+class CallbacksPart(SavedPart):
+    """The states of callbacks: rank 0's, or every rank's for callbacks that set `state_per_rank`."""
+
+    name = "callbacks"
+    shows_own_errors = True  # errors of the user's callbacks
+
+    def __init__(self, world: World, callbacks: Sequence[Callback], *, pieces: bool) -> None:
+        """`pieces`: whether callbacks may hold pieces of weights."""
+        self._world = world
+        self._callbacks = callbacks
+        self.replicated = pieces
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        return False
+
+    def rank_state(self) -> Any:
+        return per_rank_states(self._callbacks)
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        return callback_states(self._callbacks, ranks)
+
+    def check(self, state: Any) -> str | None:
+        if not isinstance(state, list) or not all(
+            isinstance(each, list) and len(each) == _NAME_STATE for each in state
+        ):
+            raise ValueError("the states of callbacks are not pairs of a name and a state")
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        load_callbacks(path, self._callbacks, [*state], self._world.rank, self._world.world_size)
+
+
+class BestPart(SavedPart):
+    """The best evaluation so far, by the metric that `checkpoint.best_metric` names."""
+
+    name = "best"
+    required = False
+
+    def __init__(self, config: CheckpointConfig, progress: Progress) -> None:
+        best = config.best_metric
+        self._best_value = None if best is None else BestValue("checkpoint.best_metric", best, config.best_mode)
+        self._progress = progress
+        self._step = -1
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation after this step was the best so far."""
+        return self._step == self._progress.step
+
+    @property
+    def value(self) -> tuple[str, float] | None:
+        """The name of the metric and its best value so far; None if there is none."""
+        if self._best_value is None or self._best_value.best is None:
+            return None
+        return self._best_value.metric, self._best_value.best
+
+    def improved(self, metrics: dict[str, float]) -> bool:
+        """Record an evaluation after this step. Returns whether it is the best so far."""
+        if self._best_value is None or not self._best_value.improved(metrics):
+            return False
+        self._step = self._progress.step
+        return True
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return None if self._best_value is None else {"watched": self._best_value.state_dict(), "step": self._step}
+
+    def check(self, state: Any) -> str | None:
+        if state is not None:
+            whole_number(state["step"], "the step of the best evaluation", -1)
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        if self._best_value is not None and state is not None and self._best_value.load_state_dict(state["watched"]):
+            self._step = state["step"]
+
+
+class ConfigPart(SavedPart):
+    """The configuration, for information only: a resumed run uses its own."""
+
+    name = "config"
+    required = False
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._settings = config.model_dump(mode="json")
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._settings
+
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        pass
+
+
+# --- Checkpoints of older versions ------------------------------------------------------------------------------------
+
+VERSIONS = "versions"
+"""The key under which a checkpoint stores the version of each part; format 1 has none."""
+
+
+def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
+    """The saved state of each part, converted to its current version.
+
+    Raises `CheckpointError` for a newer version, and `ValueError` if a required part is missing.
+    """
+    if VERSIONS not in state:
+        state = _from_format_1(state)
+    versions, saved = state[VERSIONS], {}
+    for part in parts:
+        if part.name not in state:
+            if part.required:
+                raise ValueError(f"it has no part {part.name!r}")
+            continue
+        version = int(versions.get(part.name, 1))
+        if version > part.version:
+            raise CheckpointError(
+                f"the checkpoint {path} holds version {version} of its part {part.name!r}, and this version of ddpkit "
+                f"reads up to {part.version}",
+                "resume with the version of ddpkit that wrote it, or a later one",
+            )
+        saved[part.name] = part.migrate(state[part.name], version)
+    unknown = sorted(state.keys() - {VERSIONS, *(part.name for part in parts)})
+    if unknown:
+        logger.warning("the checkpoint {} has parts that this run does not use: {}", path, ", ".join(unknown))
+    return saved
+
+
+def types_and_devices(parameters: Sequence[Tensor]) -> list[list[str]]:
+    """The dtypes of parameters, and their device types."""
+    return [[str(each.dtype) for each in parameters], [each.device.type for each in parameters]]
+
+
+def _from_format_1(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the state of a format 1 checkpoint, which has no parts, to parts with versions."""
+    own = {name: value for name, value in state.items() if name in ("model", "random", "callbacks", "best", "config")}
+    kinds = state.get("kinds")
+    optimizer = {**state["optimizer"]}
+    scheduler = state["scheduler"]
+    if kinds is not None:
+        optimizer |= {"kind": kinds["optimizer"], "names": kinds["groups"]}
+        optimizer["held"] = types_and_devices([state["model"][name] for group in kinds["groups"] for name in group])
+    if scheduler is not None:
+        scheduler = {"state": scheduler} | ({} if kinds is None else {"kind": kinds["scheduler"]})
+    return own | {
+        VERSIONS: dict.fromkeys(("optimizer", "scheduler"), 2),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "precision": {"scaler": state["scaler"], "skipped": state["skipped"]},
+        "progress": state["position"],
+        "strategy": {"reduction_order": state.get("reduction_order")},
+        "streams": state.get("streams", []),
+        "lineage": state.get("course"),
+    }
