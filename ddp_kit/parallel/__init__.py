@@ -20,9 +20,9 @@ from importlib import import_module
 
 from ddp_kit.config.settings import STRATEGIES, ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel.strategy import Parallelize, Passes, SingleRank, StageBoundary, Strategy, sizes_of
+from ddp_kit.parallel.strategy import Parallelize, Passes, SingleRank, Strategy, sizes_of
 
-__all__ = ["Parallelize", "Passes", "SingleRank", "StageBoundary", "Strategy", "strategy_for"]
+__all__ = ["Parallelize", "Passes", "SingleRank", "Strategy", "strategy_for"]
 
 _SINGLE = "ddp_kit.parallel.strategy:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}

@@ -486,6 +486,12 @@ class PipelineStrategy(Strategy):
             self._check_foreign(each for each in self.parameters if each in leaves)
         return value
 
+    def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
+        try:
+            return (forward(),)
+        except StageBoundary:
+            return ()
+
     def _run_stage(self, stage: int, function: Callable[[nn.Module, T], Any], batch: T, came: Received | None) -> Any:
         states = random_states(self.world)
         seed_pass(self.world, *self._pass_seed)

@@ -389,6 +389,13 @@ class Strategy(ABC):
         """
         return function(self.model, batch)
 
+    def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
+        """Run a forward pass of an evaluation or prediction, which uses `call`.
+
+        Returns its result; nothing on pipeline stages other than the last.
+        """
+        return (forward(),)
+
     # --- Reduced gradients --------------------------------------------------------------------------------------------
 
     @property

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_kit.checkpoint.manager import Checkpoints
@@ -16,8 +17,7 @@ from ddp_kit.distributed.world import gathered, random_states, set_random_states
 from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
-from ddp_kit.metrics import Mean, MetricObject, checked, reduced
-from ddp_kit.parallel import StageBoundary
+from ddp_kit.metrics import Loss, Mean, MetricObject, checked, reduced
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
@@ -173,6 +173,11 @@ def _dataset(data: object) -> object:
     return data.dataset if isinstance(data, DataLoader) else data
 
 
+def _loss(parts: Parts, batch: Any, samples: int) -> "Tensor | Loss":
+    with parts.precision.forward(), parts.logged.batch(samples):
+        return checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
+
+
 @torch.no_grad()
 def evaluate(
     parts: Parts,
@@ -200,16 +205,12 @@ def evaluate(
             if stopped:
                 break
             parts.heartbeat.mark(Phase.EVALUATION)
-            try:
-                counted = samples if parts.strategy.contributes else 0
-                with parts.precision.forward(), parts.logged.batch(counted):
-                    value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
-            except StageBoundary:  # the loss is on another rank
-                continue
-            if not samples or not parts.strategy.contributes:
+            counted = samples if parts.strategy.contributes else 0
+            losses = parts.strategy.result_of(partial(_loss, parts, batch, counted))
+            if not losses or not counted:
                 outputs.clear()
                 continue
-            means["loss"].add(value, samples)
+            means["loss"].add(*losses, samples)
             for name, metric in metrics.items():
                 if not outputs:
                     raise LossError(

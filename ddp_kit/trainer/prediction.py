@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from ddp_kit.data.feed import EvaluationData
 from ddp_kit.distributed.world import World, gathered, gathered_bytes
 from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
-from ddp_kit.parallel import StageBoundary
 from ddp_kit.progress import with_bar
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.evaluation import evaluating
@@ -35,15 +35,11 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
         batches = parts.strategy.evaluation(data.batches(), data.spare)
         for samples, batch in with_bar(batches, "prediction", data.count, parts.world.is_main):
             parts.heartbeat.mark(Phase.EVALUATION)
-            try:
-                with parts.precision.forward():
-                    found = _predicted(parts, function, batch, outputs)
-            except StageBoundary:  # the output is on another rank
-                continue
-            if not samples or not parts.strategy.contributes:
+            found = parts.strategy.result_of(partial(_predicted, parts, function, batch, outputs))
+            if not found or not samples or not parts.strategy.contributes:
                 outputs.clear()
                 continue
-            leaves, spec_of_batch = _leaves(found, samples)
+            leaves, spec_of_batch = _leaves(*found, samples)
             if spec is None:
                 spec, columns = spec_of_batch, {name: [] for name in leaves}
             if leaves.keys() != columns.keys():
@@ -64,13 +60,14 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
 
     Without a function: the model's output if the batch is a single tensor, else its last output in the loss function.
     """
-    if function is not None:
-        return parts.strategy.call(function, batch)
-    if isinstance(batch, list | tuple) and len(batch) == 1:
-        batch = batch[0]
-    if isinstance(batch, Tensor):
-        return parts.strategy.call(lambda model, inputs: model(inputs), batch)
-    parts.strategy.call(parts.loss_fn, batch)
+    with parts.precision.forward():
+        if function is not None:
+            return parts.strategy.call(function, batch)
+        if isinstance(batch, list | tuple) and len(batch) == 1:
+            batch = batch[0]
+        if isinstance(batch, Tensor):
+            return parts.strategy.call(lambda model, inputs: model(inputs), batch)
+        parts.strategy.call(parts.loss_fn, batch)
     if not outputs:
         raise LossError(
             "the loss function did not call the model, so predict does not know how to compute an output",

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from ddp_kit import ConfigError, LossError, TrainerConfig
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel import StageBoundary
 from ddp_kit.parallel.pipeline import PipelineStrategy
 from ddp_kit.parallel.stages import Received, StageModel, chain_of, places_of_stages, sharded_parameters
+from ddp_kit.parallel.strategy import StageBoundary
 
 
 class Block(nn.Module):
