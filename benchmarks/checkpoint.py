@@ -1,4 +1,4 @@
-"""How long a loop stands still at a save, and how soon it goes on after a kill: ddpkit and its peers.
+"""How long a loop stands still at a save, and how soon it continues after a kill: ddpkit and its peers.
 
     python benchmarks/checkpoint.py [--quick] [--only standstill|restart] [--sizes 10,100,1000,2000] [--rounds 3]
 
@@ -44,7 +44,7 @@ WAYS = {  # by their function in checkpoint_worker.py
     "dcp_save": "DCP save",
     "dcp_thread": "DCP async_save, thread",
     "dcp_process": "DCP async_save, process",
-    "dcp_staged": "DCP async_save, staged beside",
+    "dcp_staged": "DCP async_save, staged later",
     "lightning": "Lightning",
     "lightning_async": "Lightning, AsyncCheckpointIO",
 }
@@ -65,7 +65,7 @@ copy of the same tensors, one after the other, into allocated memory, made two s
 first save in the process; the other rows are medians of later saves. ddpkit saves by `every_steps`, in the
 background. A save is on the disk when its files and their names are synced; for torch.save and Lightning, which do
 not sync, the benchmark calls fsync. DCP is torch.distributed.checkpoint, with its stager kept between saves. "Staged
-beside" copies in a thread during the next backward pass; its wait before the weights change is included. Because the
+later" copies in a thread during the next backward pass; its wait before the weights change is included. Because the
 copy and the writers also use the loop's cores, "with the step after it" is the time of the save and the next step,
 minus that of a step while nothing is written."""
 ABOUT_RESTART = f"""\
@@ -172,8 +172,8 @@ def save_lines(results: Results, ways: Sequence[str]) -> Iterator[list[str]]:
         whole = (results.later(size, way, lambda save: save["whole"]) for way in ways)
         yield ["until it is on the disk, s", str(size), "", *(f"{each:.2f}" if each else "none" for each in whole)]
     for size in sizes:
-        beside = (results.later(size, way, _slowed) for way in ways)
-        yield ["step beside the writing / without", str(size), "", *(f"{each:.2f}" if each else "" for each in beside)]
+        slowed = (results.later(size, way, _slowed) for way in ways)
+        yield ["step during a write / without", str(size), "", *(f"{each:.2f}" if each else "" for each in slowed)]
 
 
 def _stood(save: dict[str, Any]) -> float:
@@ -189,7 +189,7 @@ def _to_copy(save: dict[str, Any]) -> float:
 
 
 def _slowed(save: dict[str, Any]) -> float | None:
-    return save["beside"] / save["quiet"] if save["beside"] else None
+    return save["during"] / save["quiet"] if save["during"] else None
 
 
 def _ms(seconds: float | None, ratio: float | None = None) -> str:

@@ -49,7 +49,7 @@ class Save:
     """A step before."""
     after: float
     """The step after it."""
-    beside: float | None
+    during: float | None
     """A step while it was being written; None where there was none from beginning to end."""
 
 
@@ -109,9 +109,9 @@ class Run:
                 yield
                 steps.append((before, now()))
             ended = writing.ended()
-            beside = [after - before for before, after in steps if after <= ended]
+            during = [after - before for before, after in steps if after <= ended]
             last = self.found[-1]
-            last.whole, last.after, last.beside = ended - began, steps[0][1] - steps[0][0], median(beside or [None])
+            last.whole, last.after, last.during = ended - began, steps[0][1] - steps[0][0], median(during or [None])
             _remove(self.path(number))
 
     def by_hand(
@@ -137,7 +137,7 @@ def now() -> float:
 
 
 class _Waiting(Thread):
-    """Waits for what is written beside the loop, and notes when it is there."""
+    """Waits for what is written while the loop runs, and notes when it is complete."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -219,9 +219,9 @@ def dcp_process(run: Run) -> None:
 
 
 def dcp_staged(run: Run) -> None:
-    """The copy is made by a thread beside the next step's gradients; the loop waits for it before the weights change.
+    """The copy is made by a thread while the next gradients are computed; the loop waits for it before the update.
 
-    What it waits there counts; what the copy takes from the gradients' time does not, and is in the step beside it.
+    What it waits there counts; what the copy takes from the gradients' time does not; it is in the time of that step.
     """
     _dcp_async(run, AsyncCheckpointerType.PROCESS, StagingOptions(False, True, True, False))
 

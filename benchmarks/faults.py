@@ -1,4 +1,4 @@
-"""What is left, said and lost when a job fails, beside torchrun, and how fast ranks may speak.
+"""What is left, said and lost when a job fails, compared with torchrun, and how fast ranks may speak.
 
     python benchmarks/faults.py [--rounds 20]
 

@@ -23,7 +23,7 @@ _SCRIPTS = {"ddpkit": ("ddp_kit.launcher.cli", "entry"), "torchrun": ("torch.dis
 
 
 def requirements() -> list[str]:
-    """What ddpkit and its tests need beside what comes with the Python."""
+    """Wheels that ddpkit and its tests need in addition to what the Python installation has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [word for word in project["dependencies"] if not word.startswith(COME_WITH_PYTHON)] + [*FOR_TESTS]
 

@@ -105,7 +105,7 @@ def launchers() -> tuple[list[Launcher], list[str]]:
 
 
 def _program(name: str, module: str) -> list[str]:
-    """What a user types, where it is installed beside this Python."""
+    """The command that a user types, if it is installed next to this Python."""
     return [str(BIN / name)] if (BIN / name).exists() else [sys.executable, "-m", module]
 
 

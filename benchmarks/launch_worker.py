@@ -1,6 +1,6 @@
 """The script that launch.py launches: joins its peers and leaves a mark, `ATTEMPT.RANK` with the time and the pid.
 
-`python launch_worker.py FOLDER once|train|idle [cuda]`: end there; go on with one all_reduce after the other; or do
+`python launch_worker.py FOLDER once|train|idle [cuda]`: end there; continue with one all_reduce after the other; or do
 without any. The last two end with a file `stop` in FOLDER. With `cuda` the tensors are on GPUs, over NCCL where each
 rank has its own, else over gloo.
 """

@@ -1,4 +1,4 @@
-"""What placement costs: a step of the Trainer beside one of a loop by hand with the same calls of torch.
+"""The cost of placement: a step of the Trainer, compared with a loop by hand with the same calls of torch.
 
     python benchmarks/placement.py --rounds 5          # on the CPU with gloo, or on two GPUs
 

@@ -1,4 +1,4 @@
-"""What a training loop costs per optimizer step: ddpkit's Trainer and its peers beside a loop written by hand.
+"""The cost of a training loop per optimizer step: ddpkit's Trainer and its peers, compared with a loop by hand.
 
     python benchmarks/train.py [--quick] [--only mlp|own|batches|conv|gpt] [--rounds 4] [--peers by_hand,ddpkit]
 
@@ -195,7 +195,7 @@ def lines(results: Results, peers: Sequence[str]) -> Iterator[list[str]]:
     for what, name, words in (
         ("time", "share", "share of the matrix rate"),
         ("observe", "syncs", "waits for the device per step"),
-        ("observe", "overlap", "share of copies beside kernels"),
+        ("observe", "overlap", "overlap of copies and kernels"),
     ):
         row = Row("gpt", RANKS[-1], 1)
         found = [middle(results.worst(row, peer, name, what)) for peer in peers]
@@ -219,7 +219,7 @@ def _cell(results: Results, row: Row, peer: str, name: str, unit: float, form: s
 
 
 def checks(results: Results) -> Iterator[tuple[str, float | None]]:
-    """In every row: ddpkit beside the quickest of its peers; the loop by hand is none of them."""
+    """In every row: ddpkit and the quickest of its peers; the loop by hand is none of them."""
     for row in results.rows():
         ours = results.ratio(row, "ddpkit")
         theirs = [results.ratio(row, peer) for peer in PEERS if peer not in (HAND, "ddpkit")]

@@ -1,4 +1,4 @@
-"""What train.py finds out on a GPU only: waits for the device, copies beside kernels, the share of the matrix rate."""
+"""Measurements of train.py on a GPU: waits for the device, copies that overlap kernels, share of the matrix rate."""
 
 import json
 import tempfile
