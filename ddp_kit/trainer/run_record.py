@@ -30,7 +30,7 @@ from ddp_kit.env import (
     process_environment,
     reported_variables,
 )
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, size_text
 from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
@@ -51,7 +51,7 @@ def described_model(model: nn.Module) -> str:
     share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
     kinds = sorted({str(each.dtype).removeprefix("torch.") for each in every})
     size = sum(each.numel() * each.element_size() for each in every)
-    return f"{type(model).__name__}: {_count(total)} parameters{share}, {_bytes(size)} in {' and '.join(kinds)}"
+    return f"{type(model).__name__}: {_count(total)} parameters{share}, {size_text(size)} in {' and '.join(kinds)}"
 
 
 def announce(
@@ -87,7 +87,7 @@ def announce(
         f"from step {done} to " if done else "",
         "to the end of the data" if total is None else f"{total} steps",
         "" if epochs is None else f", {epochs} {'epoch' if epochs == 1 else 'epochs'}",
-        "" if planned is None else f"; planned memory {_bytes(planned)} per device",
+        "" if planned is None else f"; planned memory {size_text(planned)} per device",
     )
 
 
@@ -171,14 +171,6 @@ def _count(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:,}"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} GiB"
 
 
 def _duration(seconds: float) -> str:

@@ -65,7 +65,7 @@ def test_the_memory_of_a_plan_is_said_at_the_start(said: list[str]) -> None:
 def test_large_models_are_counted_in_words() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2000, 1000, dtype=torch.bfloat16), nn.Embedding(1_000_000, 1500))
-    assert described_model(model) == "Sequential: 1.5 billion parameters, 5.59 GiB in bfloat16 and float32"
+    assert described_model(model) == "Sequential: 1.5 billion parameters, 5.6 GiB in bfloat16 and float32"
 
 
 TIMES = StepTimes(data=1.0, transfer=0.0, forward=1.0, backward=2.0, communication=0.0, optimizer=0.0, other=0.0)
