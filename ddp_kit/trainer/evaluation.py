@@ -163,10 +163,21 @@ class FitEvaluations:
         position = self._position
         told_before = position.evaluated == position.step
         found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not told_before)
-        position.set_evaluation_pending(found is None, self._stopping())
-        if found is not None:
+        position.evaluation_pending = found is None
+        if found is None:
+            position.was_stopping = position.was_stopping or self._stopping()
+        else:
             position.evaluated = position.step
         self.metrics, self.step = found or {}, position.step
+
+    def repeat_interrupted(self) -> bool:
+        """Repeat the evaluation that a stop request interrupted. Returns whether the run was to end after it."""
+        self.run()
+        position = self._position
+        if position.evaluation_pending:  # interrupted again
+            return False
+        ends, position.was_stopping = position.was_stopping, False
+        return ends
 
 
 def _dataset(data: object) -> object:

@@ -104,17 +104,6 @@ class Position:
                 "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
             )
 
-    def set_evaluation_pending(self, pending: bool, stopping: bool) -> None:
-        """Record whether the evaluation after this step was interrupted. `stopping`: whether the run ends after it."""
-        self.evaluation_pending = pending
-        self.was_stopping = self.was_stopping or (pending and stopping)
-
-    def take_pending_stop(self) -> bool:
-        """Return and clear whether the run must end now, because the interrupted evaluation before its end is done."""
-        ends = self.was_stopping and not self.evaluation_pending
-        self.was_stopping = self.was_stopping and self.evaluation_pending
-        return ends
-
     def last_step(self, config: TrainerConfig, steps_in: Callable[[range], int | None]) -> int | None:
         """The number of optimizer steps in the whole run; None if only the data determines it.
 

@@ -734,8 +734,7 @@ class Trainer:
     def _repeat_interrupted_evaluation(self, evaluations: FitEvaluations | None) -> None:
         """Repeat the evaluation that was interrupted when the run was stopped, if any."""
         if evaluations is not None and self._position.evaluation_pending:
-            evaluations.run()
-            self._state.stopping |= self._position.take_pending_stop()
+            self._state.stopping |= evaluations.repeat_interrupted()
             self._checkpoints.save_again()
             self._preemption.after_step(self._is_finished())
 
