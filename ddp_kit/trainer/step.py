@@ -448,24 +448,24 @@ class StepPasses:
 
     def forward(self, number: int) -> Tensor:
         parts, samples = self._parts, self._share.passes[number]
-        parts.heartbeat.mark(Phase.DATA)
+        heartbeat, counted = parts.heartbeat, samples if parts.strategy.contributes else 0
+        if number:  # otherwise the step has just begun
+            heartbeat.mark(Phase.DATA)
         batch = self._batch_of(number)
-        parts.heartbeat.mark(Phase.FORWARD)
+        heartbeat.mark(Phase.FORWARD)
         try:
-            counted = samples if parts.strategy.contributes else 0
             undone = nullcontext() if samples else without_trace(parts)
             with undone, parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
                 value = self._losses.call(batch, self._interval.step, self.count)
         finally:  # also if the pass continues on the next pipeline stage
             self._clock.mark(FORWARD)
-            parts.heartbeat.mark(Phase.BACKWARD)
+            heartbeat.mark(Phase.BACKWARD)
         if not samples:  # a pass with zero weight runs only for its collectives
             return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)
-        if not parts.strategy.contributes:
-            return self._objective(value, samples)
-        self._interval.add(value, samples)
-        if isinstance(value, Loss):
-            self._own_weight = self._own_weight + exact_weight(value.weight)
+        if counted:
+            self._interval.add(value, samples)
+            if isinstance(value, Loss):
+                self._own_weight = self._own_weight + exact_weight(value.weight)
         return self._objective(value, samples)
 
     def _batch_of(self, number: int) -> Any:
