@@ -19,7 +19,9 @@ from difflib import get_close_matches
 class DdpKitError(Exception):
     """The base of ddpkit's exceptions.
 
-    `message` says what was requested and what was found; `hint` says what to do.
+    Args:
+        message: What was requested and what was found.
+        hint: What to do.
     """
 
     reported_elsewhere = False
@@ -38,7 +40,13 @@ class DdpKitError(Exception):
 
 
 class ConfigError(DdpKitError, ValueError):
-    """An invalid configuration; `problems` lists all mistakes, not only the first."""
+    """An invalid configuration; `problems` lists all mistakes, not only the first.
+
+    Args:
+        message: What was requested and what was found.
+        hint: What to do.
+        problems: One sentence for each mistake; empty if `message` says everything.
+    """
 
     def __init__(self, message: str, hint: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint)
@@ -60,7 +68,10 @@ class DataError(DdpKitError):
 class LossError(DdpKitError):
     """The user's loss function, metric or optimizer returned an unusable value.
 
-    `step`: the first optimizer step with the problem, if it is detected later.
+    Args:
+        message: What was requested and what was found.
+        hint: What to do.
+        step: The first optimizer step with the problem, if it is detected later.
     """
 
     def __init__(self, message: str, hint: str, step: int | None = None) -> None:
@@ -71,7 +82,10 @@ class LossError(DdpKitError):
 class CheckpointError(DdpKitError):
     """A checkpoint cannot be written, found or trusted.
 
-    `transient`: whether the next save may succeed, as after a full disk: the run then continues and retries.
+    Args:
+        message: What was requested and what was found.
+        hint: What to do.
+        transient: Whether the next save may succeed, as after a full disk. The run then continues and retries.
     """
 
     def __init__(self, message: str, hint: str, *, transient: bool = False) -> None:

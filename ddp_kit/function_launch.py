@@ -48,15 +48,25 @@ main({folder!r}, {path!r})
 def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None, processes: int | None = None) -> R:
     """Call `function(*args)` in one process per GPU, and return its result on rank 0.
 
-    `gpus`: as for `ddpkit launch --gpus`: a number, "all", "0,2", "free:2", ...
-    `processes`: the number of processes, as for `--nproc-per-node`; GPUs are not required.
-    Without either, there is one process per visible GPU, or one process if there is no GPU.
-    The function may be defined in a notebook cell and may use variables of other cells; the processes get copies. They
-    are new processes, not forks, so this one may have initialised CUDA.
+    Without `gpus` and `processes`, there is one process per visible GPU, or one process if there is no GPU. They are
+    new processes, not forks, so this one may have initialised CUDA.
 
-    Raises the exception of the rank that failed first, with that rank's traceback as the cause; `UsageError` if the
-    function or an argument cannot be pickled, or if this process is itself a rank; `LaunchError` if a process was
-    killed or exited with another code.
+    Args:
+        function: Any function. It may be defined in a notebook cell and may use variables of other cells; the processes
+            get copies.
+        *args: The function's arguments; the processes get copies.
+        gpus: The GPUs to use, as for `ddpkit launch --gpus`: a number, "all", "0,2", "free:2", ...
+        processes: The number of processes, as for `--nproc-per-node`; GPUs are not required.
+
+    Returns:
+        What the function returned on rank 0.
+
+    Raises:
+        Exception: The exception of the rank that failed first, with that rank's traceback as the cause.
+        UsageError: If the function or an argument cannot be pickled, if this process is itself a rank, if `processes`
+            is not a number of at least 1, or if both `gpus` and `processes` are given.
+        LaunchError: If a process was killed or exited with another code, or if the result or the exception cannot be
+            pickled.
     """
     show_without_traceback()
     flags = _flags(gpus, processes)

@@ -24,8 +24,11 @@ _WEIGHT_HINT = "pass a number of at least 0, such as the number of tokens or sam
 class Loss:
     """A loss or metric as a sum and its weight, such as the number of tokens in the sum.
 
-    `loss`: a scalar tensor, the sum. `weight`: a number or scalar tensor, at least 0; it may differ between ranks and
-    micro-batches. An optimizer step minimises (sum of all losses) / (sum of all weights) over its global batch.
+    An optimizer step minimises (sum of all losses) / (sum of all weights) over its global batch.
+
+    Args:
+        loss: The sum, as a scalar tensor.
+        weight: A number or scalar tensor, at least 0. It may differ between ranks and micro-batches.
     """
 
     loss: Tensor

@@ -24,16 +24,24 @@ class BestModel(Callback):
     To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
 
-    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", whether lower or higher is
-    better. By default, those of `checkpoint.best_metric` and `best_mode`, or else the lowest loss; if `best_metric` is
-    set, they must agree with it.
-    `path`: a file that the main rank replaces atomically at each improvement. Read it with
-    `safetensors.torch.load_model(model, path)`, which also restores tied weights.
-    `restore_at_end`: load the best weights into the model at the end of `fit`. The optimizer's state does not change.
-
     The weights kept are those that were evaluated: the averaged ones if `EMA` is among the callbacks. Each rank keeps
     its own copy, so `restore` is not a collective; checkpoints hold rank 0's copy.
-    Raises `ConfigError`, at the first evaluation if the metric is unknown.
+
+    If `checkpoint.best_metric` is set, `metric` and `mode` must agree with it and with `best_mode`.
+
+    Args:
+        metric: "loss" or the name of one of the Trainer's metrics. None: that of `checkpoint.best_metric` if `mode` is
+            None too, or else the loss.
+        mode: "min" or "max", whether lower or higher is better. None: that of `checkpoint.best_mode` if `metric` is
+            None too, or else "min".
+        path: A file that the main rank replaces atomically at each improvement. Read it with
+            `safetensors.torch.load_model(model, path)`, which also restores tied weights. None: no file.
+        restore_at_end: Whether to load the best weights into the model at the end of `fit`. The optimizer's state does
+            not change.
+
+    Raises:
+        ConfigError: For an invalid mode; when training starts, if `checkpoint.best_metric` differs; at the first
+            evaluation, if the metric is unknown, or if there is a `path` but the weights are sharded.
     """
 
     def __init__(
@@ -105,7 +113,11 @@ class BestModel(Callback):
             self.restore()
 
     def restore(self) -> None:
-        """Load the best weights into the model, in place. Raises `ConfigError` if there are none yet."""
+        """Load the best weights into the model, in place.
+
+        Raises:
+            ConfigError: If there are none yet.
+        """
         if self._load is None:
             raise ConfigError(
                 "BestModel has no weights to restore: no evaluation has returned a number yet",

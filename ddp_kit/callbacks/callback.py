@@ -30,31 +30,65 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Called when a checkpoint is loaded, before the next step."""
+        """Load what `state_dict` returned. Called when a checkpoint is loaded, before the next step.
+
+        Args:
+            state: The state from the checkpoint.
+        """
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called before the first optimizer step."""
+        """Called by `fit` before the first optimizer step; a loop over `steps` does not call it.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+        """
 
     def on_step(self, trainer: Any) -> None:
-        """Called after each optimizer step. Reading a value from the device here makes the host wait for it."""
+        """Called after each optimizer step. Reading a value from the device here makes the host wait for it.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+        """
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
-        """Called at each log point. `row`: as in `FitResult.history`; on a GPU, that of the previous log point."""
+        """Called at each log point.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+            row: The row as in `FitResult.history`; on a GPU, that of the previous log point.
+        """
 
     def on_evaluate_start(self, trainer: Any) -> None:
-        """Called before each evaluation, and again when a resumed run repeats an interrupted evaluation."""
+        """Called before each evaluation, and again when a resumed run repeats an interrupted evaluation.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+        """
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Called after each evaluation. `metrics`: the mean loss and all metrics, the same on all ranks."""
+        """Called after each evaluation.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+            metrics: The mean loss and all metrics by name, the same on all ranks.
+        """
 
     def on_evaluate_end(self, trainer: Any) -> None:
         """Called after every callback's `on_evaluate`, to undo what `on_evaluate_start` changed.
 
         Also called if the evaluation failed, possibly on this rank only, so it must not run collectives.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
         """
 
     def on_fit_end(self, trainer: Any, result: FitResult) -> None:
-        """Called after the last step, unless the run was interrupted."""
+        """Called by `fit` after the last step, unless the run was interrupted.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+            result: What `fit` will return.
+        """
 
 
 # --- Best value of a metric -------------------------------------------------------------------------------------------

@@ -18,9 +18,14 @@ class CSVLogger(FileLogger):
         epoch, loss, ...  the fields of `LogRow`, empty in rows of evaluations
         eval_loss, ...    the metrics, empty in rows of log points
 
-    The file is closed after each row. An existing file is appended to. New columns are added on the right; the file is
-    then replaced atomically by one with the longer header. A run that resumes from a checkpoint first removes its own
-    rows of later steps. Raises `ConfigError` if the file was not written by a CSVLogger.
+    The file is closed after each row. New columns are added on the right; the file is then replaced atomically by one
+    with the longer header. A run that resumes from a checkpoint first removes its own rows of later steps.
+
+    Args:
+        path: The file. An existing file is appended to.
+
+    Raises:
+        ConfigError: If the file was not written by a CSVLogger.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -11,11 +11,18 @@ from ddp_kit.state_values import whole_number
 class EarlyStopping(Callback):
     """Stops the run after `patience` consecutive evaluations without improvement.
 
-    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", whether lower or higher is
-    better. `min_delta`: a value is an improvement only if it is better than the best by more than this. NaN never is.
     All ranks have the same metrics, so they stop at the same step. A new call of `fit` resets the count. A run that
     resumes from a checkpoint restores it, and stops at once if it had already reached `patience`.
-    Raises `ConfigError`, at the first evaluation if the metric is unknown.
+
+    Args:
+        metric: "loss" or the name of one of the Trainer's metrics.
+        patience: The number of evaluations, at least 1.
+        mode: "min" or "max", whether lower or higher is better.
+        min_delta: A value is an improvement only if it is better than the best by more than this, in the metric's unit.
+            NaN never is.
+
+    Raises:
+        ConfigError: For an invalid argument; at the first evaluation, if the metric is unknown.
     """
 
     def __init__(

@@ -19,13 +19,21 @@ class EMA(Callback):
         after the first step:       average = weights
         after each later step:      average = decay * average + (1 - decay) * weights
 
-    `decay`: from 0 to less than 1. The formula is that of `torch.optim.swa_utils.AveragedModel` with
-    `get_ema_multi_avg_fn`, but the host never waits for the device. 16-bit weights are averaged in float32, because
-    small changes would be rounded away. Buffers, such as BatchNorm's statistics, are not averaged.
+    The formula is that of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`, but the host never waits
+    for the device. 16-bit weights are averaged in float32, because small changes would be rounded away. Buffers, such
+    as BatchNorm's statistics, are not averaged.
+
     The average needs as much device memory as the weights; during an evaluation, the copy of the trained weights needs
     the same again.
+
     To get the averaged weights: `apply_to(trainer.model)` after training, `ddp_kit.load_model(path, model, ema=True)`
-    or `ddpkit export --ema` from a checkpoint. Raises `ConfigError` for an invalid decay.
+    or `ddpkit export --ema` from a checkpoint.
+
+    Args:
+        decay: The weight of the old average in each step, from 0 to less than 1.
+
+    Raises:
+        ConfigError: For an invalid decay; when training starts, if a checkpoint's average does not match the model.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -81,13 +89,14 @@ class EMA(Callback):
         self._swap_back()
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
-        """Restore the trained weights, even after an error."""
+        """Restore the trained weights, if the model still holds the averaged ones."""
         self._swap_back()
 
     def model_state(self) -> dict[str, Any]:
         """A copy of the model's state_dict, with the averaged weights and the current buffers.
 
-        Raises `ConfigError` before the first step.
+        Raises:
+            ConfigError: Before the first step.
         """
         if self._model is None:
             raise ConfigError("EMA has no average before the first step", "train at least one step first")
@@ -97,9 +106,13 @@ class EMA(Callback):
         return {name: _copied(averaged.get(_address(value), value)) for name, value in state.items()}
 
     def apply_to(self, model: nn.Module) -> None:
-        """Load the averaged weights into `trainer.model` or another model of the same structure, in place.
+        """Load the averaged weights into a model, in place. Not a collective.
 
-        Not a collective. Raises `ConfigError` before the first step.
+        Args:
+            model: `trainer.model`, or another model of the same structure.
+
+        Raises:
+            ConfigError: Before the first step.
         """
         self._swap_back()
         model = compiled_module(model) or model

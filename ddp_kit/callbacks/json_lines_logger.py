@@ -15,9 +15,14 @@ class JSONLinesLogger(FileLogger):
         {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
         {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
-    NaN and infinity are written as null, because JSON lacks them. The file is closed after each row. An existing file
-    is appended to; a run that resumes from a checkpoint first removes its own rows of later steps. Raises `ConfigError`
-    if the file does not begin with a JSON object.
+    NaN and infinity are written as null, because JSON lacks them. The file is closed after each row. A run that resumes
+    from a checkpoint first removes its own rows of later steps.
+
+    Args:
+        path: The file. An existing file is appended to.
+
+    Raises:
+        ConfigError: If the file does not begin with a JSON object.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -37,7 +42,11 @@ class JSONLinesLogger(FileLogger):
         self.add(file_row(kind, step, values))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append any JSON object as a line."""
+        """Append any JSON object as a line.
+
+        Args:
+            row: Name -> JSON value; NaN and infinity become null.
+        """
         line = json.dumps(_finite(row), allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")

@@ -9,13 +9,19 @@ from ddp_kit.callbacks.rows import RunLogger, require
 class MLflowLogger(RunLogger):
     """Logs train/loss, train/learning_rate, ..., eval/loss, ... to an MLflow run, on the main rank.
 
-    `experiment`: the name of the experiment; None: MLflow's default. `tracking_uri`: such as "sqlite:///mlflow.db";
-    None: the variable MLFLOW_TRACKING_URI, or MLflow's default. `run`: arguments of `mlflow.start_run`, such as
-    run_name, tags or log_system_metrics=True. The TrainerConfig is logged as the run's parameters.
+    The TrainerConfig is logged as the run's parameters. An active run is used and left active; otherwise a run is
+    started, and ended at the end of `fit`. Later evaluations, and a Trainer that resumes from a checkpoint, log to the
+    same run. MLflow cannot delete rows: steps that are repeated after a resume appear twice. Needs
+    `pip install mlflow`.
 
-    An active run is used and left active; otherwise a run is started, and ended at the end of `fit`. Later evaluations,
-    and a Trainer that resumes from a checkpoint, log to the same run. MLflow cannot delete rows: steps that are
-    repeated after a resume appear twice. Needs `pip install mlflow`; raises `ConfigError` if it is not installed.
+    Args:
+        experiment: The name of the experiment. None: MLflow's default.
+        tracking_uri: An address such as "sqlite:///mlflow.db". None: the variable MLFLOW_TRACKING_URI, or MLflow's
+            default.
+        **run: Arguments of `mlflow.start_run`, such as run_name, tags or log_system_metrics=True.
+
+    Raises:
+        ConfigError: If mlflow is not installed.
     """
 
     id_field = "run_id"

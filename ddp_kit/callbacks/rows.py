@@ -20,8 +20,11 @@ class RowLogger(Callback):
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write a row.
 
-        `kind`: "train" for a log point, "eval" for an evaluation. `step`: optimizer steps done. `values`: by name, the
-        other fields of `LogRow` for a log point, the metrics for an evaluation.
+        Args:
+            trainer: The `Trainer` that logs.
+            kind: "train" for a log point, "eval" for an evaluation.
+            step: Optimizer steps done.
+            values: By name, the other fields of `LogRow` for a log point, the metrics for an evaluation.
         """
         raise NotImplementedError
 
@@ -32,7 +35,11 @@ class RowLogger(Callback):
         self._resumed = True
 
     def take_back(self, step: int) -> None:
-        """Remove the rows of steps after `step`. Called before the first row of a run that resumes after `step`."""
+        """Remove the rows of steps after `step`. Called before the first row of a run that resumes after `step`.
+
+        Args:
+            step: The last optimizer step whose rows remain.
+        """
 
     def on_fit_start(self, trainer: Any) -> None:
         """Remove the rows after the checkpoint's step, if a checkpoint was loaded."""
@@ -76,15 +83,33 @@ class RunLogger(RowLogger):
         self._continued: str | None = None  # the run that the next one continues
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
-        """Start a run and return it. `continued`: `{id_field: id}` of the run to continue; empty: a new one."""
+        """Start or continue a run.
+
+        Args:
+            trainer: The `Trainer` that logs.
+            continued: `{id_field: id}` of the run to continue; empty: a new one.
+
+        Returns:
+            The run, as `log` and `finish` get it.
+        """
         raise NotImplementedError
 
     def log(self, run: Any, step: int, values: dict[str, float]) -> None:
-        """Log a row."""
+        """Log a row.
+
+        Args:
+            run: What `start` returned.
+            step: Optimizer steps done.
+            values: The numbers by name, such as train/loss.
+        """
         raise NotImplementedError
 
     def finish(self, run: Any) -> None:
-        """Finish a run."""
+        """Finish a run.
+
+        Args:
+            run: What `start` returned.
+        """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

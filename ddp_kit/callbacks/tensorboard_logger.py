@@ -12,13 +12,17 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(RowLogger):
-    """Writes train/loss, train/learning_rate, ..., eval/loss, ... by optimizer step as TensorBoard scalars, on the main
-    rank.
+    """Writes train/loss, train/learning_rate, ..., eval/loss, ... as TensorBoard scalars, on the main rank.
 
-    `dir`: the folder of the event files, for `tensorboard --logdir dir`. Later evaluations, after the end of `fit`, go
-    to another file in the same folder. A run that resumes from a checkpoint sets `purge_step`, so that TensorBoard
-    hides the earlier points of repeated steps. Needs `pip install tensorboard`; raises `ConfigError` if it is not
-    installed.
+    The x axis is the optimizer step. Later evaluations, after the end of `fit`, go to another file in the same folder.
+    A run that resumes from a checkpoint sets `purge_step`, so that TensorBoard hides the earlier points of repeated
+    steps. Needs `pip install tensorboard`.
+
+    Args:
+        dir: The folder of the event files, for `tensorboard --logdir dir`.
+
+    Raises:
+        ConfigError: If tensorboard is not installed.
     """
 
     def __init__(self, dir: str | Path) -> None:

@@ -8,12 +8,17 @@ from ddp_kit.callbacks.rows import RunLogger, require
 class TrackioLogger(RunLogger):
     """Logs train/loss, train/learning_rate, ..., eval/loss, ... to a Trackio run, on the main rank.
 
-    `project` and `init`: arguments of `trackio.init`, such as name, group or space_id. The TrainerConfig is the run's
-    config; `config={...}` adds to it. Show the run with `trackio show --project PROJECT`.
+    Show the run with `trackio show --project PROJECT`. It is finished at the end of `fit`. Later evaluations, and a
+    Trainer that resumes from a checkpoint, log to the same run. Trackio cannot delete rows: steps that are repeated
+    after a resume appear twice. Needs `pip install trackio`.
 
-    The run is finished at the end of `fit`. Later evaluations, and a Trainer that resumes from a checkpoint, log to the
-    same run. Trackio cannot delete rows: steps that are repeated after a resume appear twice. Needs
-    `pip install trackio`; raises `ConfigError` if it is not installed.
+    Args:
+        project: The name of the project, as for `trackio.init`.
+        **init: Other arguments of `trackio.init`, such as name, group or space_id. The TrainerConfig is the run's
+            config; `config={...}` adds to it.
+
+    Raises:
+        ConfigError: If trackio is not installed.
     """
 
     id_field = "name"

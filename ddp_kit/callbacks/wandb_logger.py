@@ -8,12 +8,16 @@ from ddp_kit.callbacks.rows import RunLogger, require
 class WandbLogger(RunLogger):
     """Logs train/loss, train/learning_rate, ..., eval/loss, ... to a Weights & Biases run, on the main rank.
 
-    `project` and `init`: arguments of `wandb.init`, such as name, group or mode="offline". The TrainerConfig is the
-    run's config; `config={...}` adds to it.
-
     The run is finished at the end of `fit`. Later evaluations, and a Trainer that resumes from a checkpoint, log to the
-    same run. W&B cannot delete rows: steps that are repeated after a resume appear twice. Needs `pip install wandb`;
-    raises `ConfigError` if it is not installed.
+    same run. W&B cannot delete rows: steps that are repeated after a resume appear twice. Needs `pip install wandb`.
+
+    Args:
+        project: The name of the project, as for `wandb.init`. None: W&B's default.
+        **init: Other arguments of `wandb.init`, such as name, group or mode="offline". The TrainerConfig is the run's
+            config; `config={...}` adds to it.
+
+    Raises:
+        ConfigError: If wandb is not installed.
     """
 
     def __init__(self, project: str | None = None, **init: Any) -> None:

@@ -135,16 +135,25 @@ def load_model(
 ) -> LoadedWeights:
     """Load the weights and buffers of a run into a model in place, and return which ones matched. Not a collective.
 
-    `path`: a run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
-    `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
-    `model`: an ordinary module with whole weights, on any device; loaded values are converted to its dtypes.
-    `which`: for a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.best_metric`.
-    `ema`: load the weights averaged by the `EMA` callback, which evaluations used.
-    `strict`: raise an error unless names and shapes match. If False, the model keeps values that do not match, and the
-    result lists their names.
     All bytes read from a checkpoint are verified against its hashes.
-    Raises `CheckpointError` if there is no checkpoint, if it is damaged, or if it does not match the model, which is
-    then unchanged; `ConfigError` for invalid arguments.
+
+    Args:
+        path: A run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
+            `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
+        model: An ordinary module with whole weights, on any device. Loaded values are converted to its dtypes.
+        which: For a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.best_metric`.
+        ema: Whether to load the weights averaged by the `EMA` callback, which evaluations used.
+        strict: Whether to raise an error unless names and shapes match. If False, the model keeps values that do not
+            match, and the result lists their names.
+
+    Returns:
+        A `LoadedWeights` with the names that were loaded and those that did not match.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not match the model, which is then
+            unchanged. With `strict=False`, if nothing matches.
+        ConfigError: For invalid arguments, such as `ema` for a checkpoint without averaged weights, or a model on the
+            meta device.
     """
     source = absolute(path)
     if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):

@@ -660,8 +660,13 @@ class TrainerConfig(_Part):
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
         """Create a configuration from a YAML, TOML or JSON file.
 
-        `overrides`: settings that take precedence over the file, with dots for nested ones: `{"data.shuffle": False}`.
-        Raises `ConfigError` if the file cannot be read or a setting is invalid.
+        Args:
+            path: The file. Its extension (.yaml, .yml, .toml or .json) determines the format.
+            overrides: Settings that take precedence over the file, with dots for nested ones:
+                `{"data.shuffle": False}`.
+
+        Raises:
+            ConfigError: If the file cannot be read or a setting is invalid.
         """
         values: dict[str, Any] = {}
         _read_into(values, path)
@@ -673,10 +678,15 @@ class TrainerConfig(_Part):
     def from_command_line(cls, words: Sequence[str] | None = None, **defaults: "Unpack[TrainerSettings]") -> Self:
         """Create a configuration from words such as `--config FILE` and `data.num_workers=4`, with values as in YAML.
 
-        `words`: the command line; None: `sys.argv[1:]`. A script with options of its own passes the remaining arguments
-        that `argparse.ArgumentParser.parse_known_args` returns. Settings take precedence over the file, and the file
-        over `defaults`.
-        Raises `ConfigError` for other words, for a file that cannot be read, and for invalid settings.
+        Settings on the command line take precedence over the file, and the file over `defaults`.
+
+        Args:
+            words: The command line. None: `sys.argv[1:]`. A script with options of its own passes the remaining
+                arguments that `argparse.ArgumentParser.parse_known_args` returns.
+            **defaults: Settings by name, as for the class itself.
+
+        Raises:
+            ConfigError: For other words, for a file that cannot be read, and for invalid settings.
         """
         files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
         if problems:
@@ -690,7 +700,14 @@ class TrainerConfig(_Part):
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write all settings to a YAML file that `load` reads. Raises `OSError`."""
+        """Write all settings to a YAML file that `load` reads, except functions such as `data.collate_fn`.
+
+        Args:
+            path: The file, which is overwritten.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         settings = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         absolute(path).write_text(f"# TrainerConfig of ddpkit {__version__}\n{settings}", encoding="utf-8")
 

@@ -40,18 +40,32 @@ class BatchPlan:
     """The number of ranks that a global batch is divided among."""
 
     def steps(self, samples: int, drop_last: bool = False) -> int:
-        """The number of optimizer steps in an epoch of `samples` samples. `drop_last`: only complete ones."""
+        """The number of optimizer steps in an epoch.
+
+        Args:
+            samples: Samples in the epoch, over all ranks.
+            drop_last: Whether to count only complete steps.
+        """
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
 
     def step_samples(self, step: int, samples: int) -> range:
-        """The positions of the samples of step `step`, counted from 0, in an epoch of `samples` samples."""
+        """The positions of a step's samples in their epoch, over all ranks.
+
+        Args:
+            step: The index of the step in the epoch, from 0.
+            samples: Samples in the epoch, over all ranks.
+        """
         return range(step * self.global_batch, min((step + 1) * self.global_batch, samples))
 
     def micro_batches(self, rank: int, samples: int) -> tuple[range, ...]:
-        """The micro-batches of `rank` in an optimizer step of `samples` samples, as positions within the step.
+        """The micro-batches of a rank in an optimizer step, as positions within the step.
 
         A full step has `accumulation` micro-batches per rank, or fewer if the rank has fewer samples; a shorter step
         has as many as its samples need. A rank without samples has none.
+
+        Args:
+            rank: The index of the rank, from 0 to `world_size` - 1.
+            samples: Samples in the step, over all ranks.
         """
         own = split(samples, self.world_size, rank)
         if not own:

@@ -16,11 +16,17 @@ class TokenBatchSampler(Sampler[list[int]]):
         loader = DataLoader(dataset, batch_sampler=TokenBatchSampler(lengths, tokens=4096), collate_fn=pad)
         Trainer(...).fit(loader)    # each batch is one micro-batch of one rank
 
-    `lengths`: the number of tokens of each sample, in the dataset's order. `tokens`: the maximum of (samples in a
-    batch) x (length of its longest sample). `shuffle`: in each epoch, shuffle the batches and the samples of equal
-    length; the order is a pure function of (seed, epoch). All epochs have the same number of batches.
-    Batches have different numbers of tokens, so let the loss function return `Loss(sum, number of tokens)`.
-    Raises `DataError` if there are no samples, or one is longer than `tokens`.
+    The order is a pure function of (seed, epoch). All epochs have the same number of batches. Batches have different
+    numbers of tokens, so let the loss function return `Loss(sum, number of tokens)`.
+
+    Args:
+        lengths: The number of tokens of each sample, in the dataset's order.
+        tokens: The maximum of (samples in a batch) x (length of its longest sample).
+        shuffle: Whether to shuffle, in each epoch, the batches and the samples of equal length.
+        seed: The seed of the order.
+
+    Raises:
+        DataError: If there are no samples, or one is longer than `tokens`.
     """
 
     def __init__(self, lengths: Sequence[int], tokens: int, *, shuffle: bool = True, seed: int = 0) -> None:
@@ -40,7 +46,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration uses."""
+        """Set the epoch whose order the next iteration uses.
+
+        Args:
+            epoch: The index of the epoch, from 0.
+        """
         self._epoch = epoch
 
     def __len__(self) -> int:

@@ -35,6 +35,7 @@ class World:
     """This process's ranks and devices. Ranks count from 0."""
 
     rank: int
+    """The rank of this process in the job."""
     world_size: int
     """The number of ranks."""
     local_rank: int
@@ -42,6 +43,7 @@ class World:
     local_world_size: int
     """The number of ranks on this node."""
     node_rank: int
+    """The index of this node."""
     device: torch.device
     """The device of the model and the batches."""
     gpus: tuple[torch.device, ...] = ()

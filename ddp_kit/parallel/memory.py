@@ -120,7 +120,9 @@ class MemoryPlan:
     weights: int
     """Weights and buffers."""
     gradients: int
+    """Gradients of the trained parameters."""
     optimizer_state: int
+    """The optimizer's state."""
     activations: int
     """Activations saved for the backward pass, and batches. An estimate."""
     temporaries: int
@@ -145,7 +147,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The peak: the largest sum at any time."""
+        """Bytes at the peak: the largest sum at any time."""
         step = max(self.activations + self.temporaries, self.optimizer_temporaries)
         return self.exact + step + self.communication + self.fixed
 

@@ -371,9 +371,20 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
 
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
-    `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. A sampler whose length
-    changes with `set_epoch` is queried for every epoch; a dataset counts with its current length. Raises `ConfigError`
-    for a stream without `max_steps`, and if the run has no step after the warm-up.
+    The result depends on the number of ranks of this job. A sampler whose length changes with `set_epoch` is queried
+    for every epoch; a dataset counts with its current length.
+
+    Args:
+        config: The configuration of the run.
+        train_data: The training data, as for `Trainer.fit`.
+
+    Returns:
+        The number of steps, at least 1.
+
+    Raises:
+        ConfigError: For a stream, unless only `max_steps` limits the run; if the run has no step after the warm-up; and
+            if the batch sizes or `config.parallel` do not fit the number of ranks.
+        DataError: For unusable data.
     """
     epochs = config.last_epoch
     total = config.max_steps

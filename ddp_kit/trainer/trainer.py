@@ -124,25 +124,39 @@ class Trainer:
             every log_every_steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
         evaluate every eval_every_steps, or after each epoch; and at the end
 
-    `model`: any Module; if `torch.compile` returned it, the module inside is used, compiled in place.
-    `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
-    `loss_fn(model, batch)`: returns the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
-    `updates`: instead of `optimizer`, `loss_fn` and `scheduler`: several `Update`s that have their own, as for a GAN.
-    `scheduler`: an LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step that
-    is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss or the
-    metric of `checkpoint.best_metric`.
-    `scheduler_every`: "epoch": step the scheduler at the end of each epoch instead.
-    `metrics`: name -> metric. A metric is a function `fn(output, batch)` that returns what a loss function may return
-    and is averaged exactly over all ranks; `output` is what the model last returned inside `loss_fn`. Or it is an
-    object with the methods update, compute and reset, such as torchmetrics', which is updated with the output and the
-    second item of the batch; or a pair of such an object and a function `fn(output, batch)` that returns the arguments
-    of update.
-    `callbacks`: `Callback`s, whose events are called in this order.
-    `parallelize(model, mesh)`: applies torch's own parallelism APIs to the model, instead of the strategy. `mesh`: a
-    DeviceMesh with the dimensions replicate, shard and tensor, whose sizes are those of `config.parallel`.
-
     Creating a Trainer is a collective: all ranks do it. It resumes from a checkpoint, as `config.checkpoint` says.
-    Raises `ConfigError`, `WorldError` and `CheckpointError`, and while training also `DataError` and `LossError`.
+
+    Args:
+        model: Any Module. If `torch.compile` returned it, the module inside is used, compiled in place.
+        optimizer: An Optimizer, or a callable `parameters -> Optimizer`. A strategy that shards the weights needs the
+            callable. None: only with `updates`.
+        loss_fn: A function `loss_fn(model, batch)` that returns the mean over the batch's samples as a scalar tensor,
+            or `Loss(sum, weight)`. None: only with `updates`.
+        config: The settings of the run. None: the defaults of `TrainerConfig`.
+        updates: Instead of `optimizer`, `loss_fn` and `scheduler`: several `Update`s that have their own, as for a GAN.
+        scheduler: An LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step
+            that is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss
+            or the metric of `checkpoint.best_metric`. None: the learning rates are constant after the warm-up.
+        scheduler_every: When the scheduler is stepped: "step", after each optimizer step, or "epoch", at the end of
+            each epoch.
+        metrics: Name -> metric. None: no metrics. A metric is one of
+
+            - a function `fn(output, batch)` that returns what a loss function may return and is averaged exactly over
+              all ranks; `output` is what the model last returned inside `loss_fn`
+            - an object with the methods update, compute and reset, such as torchmetrics', which is updated with the
+              output and the second item of the batch
+            - a pair of such an object and a function `fn(output, batch)` that returns the arguments of update
+        callbacks: `Callback`s, whose events are called in this order.
+        parallelize: A function `parallelize(model, mesh)` that applies torch's own parallelism APIs to the model,
+            instead of the strategy. `mesh` is a DeviceMesh with the dimensions replicate, shard and tensor, whose sizes
+            are those of `config.parallel`. With one rank, it is not called. None: the strategy distributes the model.
+
+    Raises:
+        ConfigError: If an argument or a combination of settings is invalid.
+        WorldError: If the processes or devices are not as requested, or the ranks make different calls.
+        DataError: If the ranks differ in the model or in `config.parallel`; while training, also for unusable data.
+        CheckpointError: If the checkpoint folder cannot be used, or the checkpoint is damaged or from a different run.
+        LossError: While training, for an unusable or non-finite loss.
     """
 
     @named_arguments
@@ -349,7 +363,11 @@ class Trainer:
         return self._parts.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        """Load what `model_state` returned, or whole tensors. Not a collective."""
+        """Load what `model_state` returned, or whole tensors. Not a collective.
+
+        Args:
+            state: Name -> value, with all names of the model's state_dict. A whole tensor may replace a `Piece`.
+        """
         self._parts.strategy.load_model_state(state)
 
     def _schedulers(self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval) -> dict[str, LRScheduler]:
@@ -378,9 +396,25 @@ class Trainer:
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
         """Train until the configured end of the run; continues where an earlier call stopped.
 
-        `train_data`, `eval_data`: a Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-        Returns a `FitResult`. A collective: all ranks call it. Raises `DataError` for unusable data, and `LossError`
-        for an unusable or non-finite loss.
+        A collective: all ranks call it.
+
+        Args:
+            train_data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
+            eval_data: The same for evaluations. None: no evaluations.
+
+        Returns:
+            A `FitResult`; apart from times, the same on every rank.
+
+        Raises:
+            DataError: For unusable data, and if the ranks differ in data, settings, weights or optimizer.
+            LossError: For an unusable or non-finite loss.
+            ConfigError: If the settings do not fit the data, if the scheduler does not fit the length of the run, if
+                parameters were added, replaced or frozen, or if a metric to monitor is unknown.
+            CheckpointError: If a save fails, unless the error is transient and a later save succeeds; and if another
+                run writes to the checkpoint folder.
+            WorldError: If another rank makes a different call, or none.
+            SystemExit: With exit code 75, after a stop request (a signal or a time limit) has saved the run in
+                `checkpoint.dir`.
         """
         self._print_plan_instead(train_data)
         self._check_ranks_agree("fit()", train_data=train_data, eval_data=eval_data)
@@ -432,9 +466,18 @@ class Trainer:
     def steps(self, train_data: Data) -> Iterator[Step]:
         """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
-        `train_data`: as for `fit`. The loop may be left at any step, which must be the same on all ranks; a later call
-        continues from there. If a save is due after a step, it is done after the loop body, even if the body leaves the
-        loop. A collective: all ranks call it. Raises the same errors as `fit`.
+        The loop may be left at any step, which must be the same on all ranks; a later call continues from there. If a
+        save is due after a step, it is done after the loop body, even if the body leaves the loop. A collective: all
+        ranks call it.
+
+        Args:
+            train_data: The training data, as for `fit`.
+
+        Returns:
+            An iterator of `Step`.
+
+        Raises:
+            DdpKitError: The same errors as `fit`.
         """
         self._print_plan_instead(train_data)
         self._check_ranks_agree("steps()", train_data=train_data)
@@ -445,8 +488,13 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
 
-        In a callback or during an evaluation, the save is postponed until the step is complete.
-        Raises `CheckpointError`.
+        In a callback or during an evaluation, the save is postponed until the step is complete. A transient error, such
+        as a full disk, is logged as a warning, and the next save tries again.
+
+        Raises:
+            CheckpointError: If `checkpoint.dir` is not set, another run writes to that folder, or a checkpoint cannot
+                be written.
+            LossError: If the losses or the weights are not finite, unless `non_finite_gradients="skip"`.
         """
         if self._plan_request is not None:
             return
@@ -456,8 +504,13 @@ class Trainer:
     def resume(self, path: str | Path) -> None:
         """Load the whole state of a run from a checkpoint: weights, optimizer, random states, position, callbacks.
 
-        `path`: the folder of one checkpoint. A collective: all ranks call it. Raises `CheckpointError` if the
-        checkpoint is damaged or from a different run.
+        A collective: all ranks call it.
+
+        Args:
+            path: The folder of one checkpoint.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged or from a different run.
         """
         if self._plan_request is not None:
             return
@@ -469,11 +522,16 @@ class Trainer:
     def log(self, values: Mapping[str, Logged]) -> None:
         """Add your own values to the next log row or, during an evaluation, to its metrics.
 
-        `values`: name -> number, tensor with one element, or `Loss(sum, weight)`. They are averaged over ranks,
-        micro-batches and the steps since the last row. A value logged in the loss function is weighted by the samples
-        of its batch, a `Loss` by its own weight; elsewhere, such as in a callback, each call has weight 1.
-        Does not wait for the device; the ranks communicate only at log points. Ranks may log different names.
-        Raises `ConfigError` for values that are not numbers, and for names that are fields of `LogRow`.
+        The values are averaged over ranks, micro-batches and the steps since the last row. A value logged in the loss
+        function is weighted by the samples of its batch, a `Loss` by its own weight; elsewhere, such as in a callback,
+        each call has weight 1. Does not wait for the device; the ranks communicate only at log points. Ranks may log
+        different names.
+
+        Args:
+            values: Name -> number, tensor with one element, or `Loss(sum, weight)`.
+
+        Raises:
+            ConfigError: For values that are not numbers, and for names that are fields of `LogRow`.
         """
         self._parts.logged.add(values)
 
@@ -487,11 +545,19 @@ class Trainer:
     ) -> dict[str, float]:
         """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
 
-        `name`: begins the log line, such as "test at step 300: loss 0.1".
-        `notify_callbacks`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.best_metric` get
-        the values. None: yes, unless `fit` was given other eval_data, so that a test set does not determine which
-        weights are best.
-        Raises `DataError` and `LossError`.
+        Args:
+            data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
+            name: Text that begins the log line, such as "test at step 300: loss 0.1".
+            notify_callbacks: Whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.best_metric` get
+                the values. None: yes, unless `fit` was given other eval_data, so that a test set does not determine
+                which weights are best.
+
+        Returns:
+            The loss, the metrics and the values passed to `log` during the evaluation, by name; the same on every rank.
+
+        Raises:
+            DataError: For unusable data, and if the ranks differ in data or settings.
+            LossError: For an unusable loss or metric.
         """
         if self._plan_request is not None:  # under `ddpkit plan` the model has no values
             return dict.fromkeys(("loss", *self._metrics), math.nan)
@@ -504,9 +570,20 @@ class Trainer:
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
         """The model's outputs for all samples of `data`, concatenated in the dataset's order, on the CPU of every rank.
 
-        `predict_fn(model, batch)`: returns tensors whose first dimension is the samples, in any nested containers.
-        None: use the model's output if the batch is a single tensor, else its last output inside the loss function.
-        A collective: all ranks call it. Raises `LossError` for outputs that cannot be concatenated.
+        A collective: all ranks call it.
+
+        Args:
+            data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
+            predict_fn: A function `predict_fn(model, batch)` that returns tensors whose first dimension is the samples,
+                in any nested containers. None: use the model's output if the batch is a single tensor, else its last
+                output inside the loss function.
+
+        Returns:
+            The containers that `predict_fn` or the model returns, with tensors of shape [samples, ...].
+
+        Raises:
+            DataError: For unusable data, and if the ranks differ in data or settings.
+            LossError: For outputs that cannot be concatenated.
         """
         self._check_ranks_agree("predict()", data=data)
         self._parts.strategy.sync_buffers()
@@ -518,9 +595,24 @@ class Trainer:
     ) -> LearningRateSearch:
         """Run a learning-rate range test: one optimizer step with each of `steps` rates, then restore the state.
 
-        `start`, `end`: the smallest and largest rate; the others are spaced geometrically between them. Ends early if
-        the loss diverges. Does not set the learning rate: create a new optimizer and Trainer with the suggestion.
-        Returns a `LearningRateSearch`. A collective: all ranks call it. Raises `ConfigError` for an invalid range.
+        The rates are spaced geometrically. The test ends early if the loss diverges. It does not set the learning rate:
+        create a new optimizer and Trainer with the suggestion. A collective: all ranks call it.
+
+        Source: Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186).
+
+        Args:
+            train_data: The training data, as for `fit`.
+            start: The smallest rate, above 0.
+            end: The largest rate.
+            steps: The number of rates, at least 2.
+
+        Returns:
+            A `LearningRateSearch` with the rates, the smoothed losses and a suggestion.
+
+        Raises:
+            ConfigError: For an invalid range, and for a Trainer with `updates`.
+            DataError: For unusable data, and if the ranks differ.
+            LossError: For an unusable loss.
         """
         if self._updates:
             raise ConfigError(
@@ -542,8 +634,17 @@ class Trainer:
         """The memory per device, in bytes, that training on `data` needs with this configuration and number of ranks.
 
         Reads one micro-batch; allocates nothing on the device, and changes nothing. After the first training steps on a
-        GPU, a log line compares the plan with the measured peak. A collective: all ranks call it. Raises `ConfigError`
-        if the strategy has already sharded the model: use `ddpkit plan` instead.
+        GPU, a log line compares the plan with the measured peak. A collective: all ranks call it.
+
+        Args:
+            data: The training data, as for `fit`.
+
+        Returns:
+            A `MemoryPlan`, which prints as a table.
+
+        Raises:
+            ConfigError: If the strategy has already sharded the model. Use `ddpkit plan` instead.
+            DataError: For unusable data.
         """
         strategy = self._parts.strategy
         if strategy.shards:
