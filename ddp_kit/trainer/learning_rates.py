@@ -405,7 +405,7 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"the number of steps in an epoch of a {type(dataset).__name__} is not known before its end",
-            "set max_steps in the TrainerConfig",
+            "set max_steps in the TrainerConfig, and leave out epochs",
         )
     own = batching(template)
     ranks = sizes_of(config.parallel, from_env().world_size).data
