@@ -476,9 +476,7 @@ class Job:
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
-            what = "; ".join(round_.lost)
-            too_often = self._restarts.node_lost()
-            return self._end(Outcome(tuple(round_.failures), lost=too_often)) if too_often else self._go(what)
+            return self._go_after_loss("; ".join(round_.lost))
         if round_.for_new_node:
             return self._go("a node joined")
         if not round_.failures:
@@ -501,8 +499,7 @@ class Job:
         if HOST not in self._nodes or self._left:
             return self._end_with_too_few_nodes()
         if not self._too_few():
-            too_often = self._restarts.node_lost()
-            return self._end(Outcome(lost=too_often)) if too_often else self._go("a node joined")
+            return self._go_after_loss("a node joined")
         if self._now >= self._due:
             self._round.lost.append(f"no replacement joined within {self._limits.replacement_timeout:g} s")
             return self._end_with_too_few_nodes()
@@ -529,7 +526,14 @@ class Job:
     def _check_backoff(self) -> list[Order]:
         if self._too_few():
             return self._wait_for_replacement()
-        return self._go("; ".join(self._round.lost)) if self._now >= self._due else []
+        if self._now < self._due:
+            return []
+        return self._go_after_loss("; ".join(self._round.lost)) if self._round.lost else self._go("")
+
+    def _go_after_loss(self, why: str) -> list[Order]:
+        """Count the loss of nodes, then start the next round; end the job after too many losses without progress."""
+        too_often = self._restarts.node_lost()
+        return self._end(Outcome(tuple(self._round.failures), lost=too_often)) if too_often else self._go(why)
 
     def _go(self, why: str) -> list[Order]:
         self._left_by, self._left = 0, False

@@ -342,6 +342,31 @@ def test_lost_nodes_have_a_budget_of_their_own() -> None:
     assert judge(outcome).exit_code == ExitCode.NODE_LOST
 
 
+def test_nodes_that_are_lost_during_the_wait_before_a_restart_count_too() -> None:
+    machine, _ = job(Limits(min_nodes=1, max_nodes=2, max_restarts=4 * LOST_NODES), node(0), node(1))
+    now = 0.0
+
+    def fail(other: int, round_: int) -> list[Order]:
+        machine.reported(report(0, State.FAILED, failure(message=f"no {now}"), round=round_), now)
+        return machine.reported(report(other, State.STOPPED, round=round_), now)
+
+    the_go(fail(1, 0))  # the first restart is immediate
+    for number in range(1, 2 * LOST_NODES):
+        now += 1.0
+        the_pause(fail(number, 2 * number - 1))
+        assert not machine.reported(Report(number, 2 * number - 1, State.LEFT), now)
+        now += machine.timeout(now) or 0.0
+        machine.heartbeat(0, now)
+        (order,) = machine.tick(now)
+        if isinstance(order, End):
+            assert order.outcome.lost == f"nodes were lost {LOST_NODES + 1} times in a row without progress"
+            assert number == LOST_NODES + 1
+            return
+        assert machine.joined(node(number + 1), now) == [Stop(2 * number, may_save=True)]
+        the_go(machine.reported(report(0, State.STOPPED, round=2 * number), now))
+    raise AssertionError("lost nodes do not count during the wait")
+
+
 def test_long_rounds_between_lost_nodes_are_no_loop() -> None:
     assert lose_nodes(2 * LOST_NODES, lasting=3600.0) is None
 
