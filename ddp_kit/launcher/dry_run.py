@@ -164,7 +164,7 @@ def _logs(logs: Logs) -> str:
     if logs.are_kept:
         temporary = f"for temporary files, {AT_THE_START}"
         where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
-    settings = {name: value for name, value in vars(logs).items() if name not in ("log_dir", "colour")}
+    settings = {name: value for name, value in vars(logs).items() if name != "log_dir"}
     given = {name: value for name, value in settings.items() if value and value != "0"}
     shown = (
         f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in given.items()
@@ -180,9 +180,8 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     ranks = (rendezvous.nodes or rendezvous.limits.min_nodes) * max(1, len(plan.workers))
     known = [gpu.memory_total for worker in plan.workers for gpu in worker.gpus if gpu.memory_total]
     size = f"{min(known) // _MIB}MiB" if known else "80GiB"
-    arguments = [plan.script, *map(str, plan.torchrun["training_script_args"])]
     command = shlex.join(["ddpkit", "plan", "--gpus", str(ranks), "--memory", size])
-    command += f" {shlex.join(masked_words(arguments, {**env, **plan.env}))}"
+    command += f" {shlex.join(masked_words([plan.script, *plan.script_arguments], {**env, **plan.env}))}"
     return [["memory", f"to estimate it: `{command}`" + ("" if known else " (80 GiB is an example: no GPU here)")]]
 
 
@@ -269,15 +268,17 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     """The torchrun command line, after the variables that the launcher adds to the environment.
 
     It has the settings that differ from torchrun's defaults, which include PET_ variables. Flags of a later torch are
-    left out.
+    left out, and so are settings that torchrun reads from the environment.
     """
     wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
     if plan.torchrun["standalone"]:  # sets the rendezvous itself
         wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
-    script, arguments = str(wanted.pop("training_script")), list(map(str, wanted.pop("training_script_args")))
-    flags = [_flag(name, value) for name, value in wanted.items() if value is not None and value != defaults.get(name)]
-    dashes = ["--"] if _taken_for_flags(arguments, wanted) else []
-    command = masked_words(["torchrun", *flags, *dashes, script, *arguments], {**env, **plan.env})
+    del wanted["training_script"], wanted["training_script_args"]
+    usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}
+    flags = [_flag(name, value) for name, value in wanted.items() if name not in usual | plan.read_by_torchrun]
+    dashes = ["--"] if _taken_for_flags(plan.script_arguments, wanted) else []
+    words = ["torchrun", *flags, *dashes, plan.script, *plan.script_arguments]
+    command = masked_words(words, {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
 
 
@@ -301,8 +302,9 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     """Describe how the behaviour of the torchrun command differs."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
     given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
+    missing = given - plan.read_by_torchrun - defaults.keys()
     but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
-    but += [f"which has no --{name.replace('_', '-')} in this version" for name in sorted(given - defaults.keys())]
+    but += [f"which has no --{name.replace('_', '-')} in this version" for name in sorted(missing)]
     return "".join(f", {text}" for text in but)
 
 

@@ -3,7 +3,8 @@
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from string import Template
 from types import MappingProxyType
 from typing import Any
@@ -36,10 +37,12 @@ from ddp_kit.env import (
     USE_AGENT_STORE,
     VISIBLE_GPUS,
     WORLD_SIZE,
+    agent_serves_store,
     launcher_grace,
 )
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import rendezvous
+from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.devices.choice import Chosen, choose
 from ddp_kit.launcher.devices.cpus import Cpus, threads_each
 from ddp_kit.launcher.devices.gpus import Gpu, visible
@@ -80,7 +83,6 @@ class Logs:
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
-    colour: bool
 
     @property
     def are_kept(self) -> bool:
@@ -95,37 +97,38 @@ class Logs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that this node will do: `--dry-run` prints it, `agent.run` executes it."""
+    """Everything that this node will do: `--dry-run` prints it, `agent.run` executes it.
 
-    command: tuple[str, ...]
-    """The command line of a worker; may contain `${local_rank}`."""
-    forked: Program | None
-    """The program that a worker forked from the warm server runs; None: workers execute `command`."""
-    is_wrapped: bool
-    """Whether a worker may be a wrapper, such as a shell, that starts the rank itself (--no-python)."""
+    `torchrun` alone holds torchrun's settings; the properties read them from it.
+    """
+
+    torchrun: Mapping[str, Any]
+    """torchrun's settings by their names in its parser: the user's, completed with the launcher's decisions."""
+    read_by_torchrun: frozenset[str]
+    """The names in `torchrun` of the settings that torchrun would read from the same variables, without a flag."""
+    ignored_signals: frozenset[str]
+    """Names of the signals that do not stop the job although --signals-to-handle has them."""
+    python: str
+    """The interpreter of the workers."""
+    may_fork: bool
+    """Whether the warm server may fork workers that run a script or a module."""
     workers: tuple[WorkerResources, ...]
     """The resources of each worker, by local rank."""
     env: Mapping[str, str]
     """The variables that the launcher adds to the workers' environment besides torchrun's."""
     origin: Mapping[str, str]
     """The source of each value in `env`, such as `--gpus 2`."""
-    role: str
-    rendezvous: Rendezvous
-    signals_to_handle: tuple[str, ...]
-    """Names of the signals that stop the job."""
-    shutdown_timeout: int
-    """Seconds from SIGTERM to SIGKILL."""
+    place: JobPlace | None
+    """This node's place in the job, from the cluster's variables."""
+    agent_serves_store: bool
+    """Whether the launcher serves the workers' store; else the worker of rank 0 does."""
     hang_timeout: float | None
     """Seconds; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
     """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
-    virtual_local_rank: bool
     gpus_per_process: int
-    numa_binding: str | None
-    logs: Logs
-    event_log_handler: str
-    torchrun: Mapping[str, Any]
-    """The plan as torchrun's settings, for jobs that torch's agent runs and for the command line in --dry-run."""
+    colour: bool
+    """Whether labels on a terminal may be coloured."""
     flags: tuple[str, ...]
     """The launcher's flags as they were typed, to print the command for the other nodes."""
     script_as_typed: str
@@ -138,16 +141,92 @@ class Plan:
         """The script, module or program to run."""
         return str(self.torchrun["training_script"])
 
+    @property
+    def script_arguments(self) -> tuple[str, ...]:
+        """The arguments of the script; may contain `${local_rank}`, as may the script."""
+        return tuple(map(str, self.torchrun["training_script_args"]))
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether a worker may be a wrapper, such as a shell, that starts the rank itself (--no-python)."""
+        return bool(self.torchrun["no_python"] or self.torchrun["run_path"])
+
+    @property
+    def role(self) -> str:
+        """--role."""
+        return str(self.torchrun["role"])
+
+    @property
+    def virtual_local_rank(self) -> bool:
+        """--virtual-local-rank: each worker sees a single GPU and has the local rank 0."""
+        return bool(self.torchrun["virtual_local_rank"])
+
+    @property
+    def numa_binding(self) -> str | None:
+        """--numa-binding; None: workers are bound to the cores in `workers`."""
+        binding: str | None = self.torchrun["numa_binding"]
+        return binding
+
+    @property
+    def event_log_handler(self) -> str:
+        """--event-log-handler."""
+        return str(self.torchrun["event_log_handler"])
+
+    @property
+    def shutdown_timeout(self) -> int:
+        """Seconds from SIGTERM to SIGKILL."""
+        return int(self.torchrun["shutdown_timeout"])
+
+    @property
+    def signals_to_handle(self) -> tuple[str, ...]:
+        """Names of the signals that stop the job."""
+        names = self.torchrun["signals_to_handle"].split(",")
+        return tuple(name for name in names if name.strip() not in self.ignored_signals)
+
+    @cached_property
+    def rendezvous(self) -> Rendezvous:
+        """The rendezvous, and the limits on nodes and restarts. Raises `UsageError` for invalid settings."""
+        return rendezvous.read(self.torchrun, self.place)
+
+    @cached_property
+    def logs(self) -> Logs:
+        """The destinations of the workers' output. Raises `UsageError` for invalid settings."""
+        settings, ranks = self.torchrun, self.torchrun["local_ranks_filter"]
+        try:
+            local_ranks_filter = frozenset(map(int, ranks.split(","))) if ranks else frozenset[int]()
+        except ValueError:
+            raise UsageError(f"--local-ranks-filter {ranks} is not a list of numbers", "for example: 0,1,2") from None
+        return Logs(
+            log_dir=settings["log_dir"],
+            redirects=settings["redirects"],
+            tee=settings["tee"],
+            local_ranks_filter=local_ranks_filter,
+            log_line_prefix_template=settings["log_line_prefix_template"],
+            duplicate_stdout_filters=tuple(settings["duplicate_stdout_filters"]),
+            duplicate_stderr_filters=tuple(settings["duplicate_stderr_filters"]),
+            logs_specs=settings["logs_specs"],
+        )
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command line of a worker, as torchrun builds it; may contain `${local_rank}`."""
+        words = (self.script, *self.script_arguments)
+        if self.torchrun["run_path"]:
+            return sys.executable, "-u", "-c", _RUN_PATH, *words
+        if self.torchrun["no_python"]:
+            return words
+        return self.python, "-u", *(["-m"] if self.torchrun["module"] else []), *words
+
     def command_line(self, local_rank: int) -> tuple[str, ...]:
         """The command line that a worker executes."""
         return self.command[0], *_fill_local_rank(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
         """The program that a forked worker runs; None: it cannot be forked."""
-        if self.forked is None:
+        if not self.may_fork or self.is_wrapped:
             return None
-        name, *arguments = _fill_local_rank(local_rank, (self.forked.name, *self.forked.arguments))
-        return replace(self.forked, name=name, arguments=tuple(arguments))
+        name, *arguments = _fill_local_rank(local_rank, (self.script, *self.script_arguments))
+        return Program(self.python, name, tuple(arguments), self.torchrun["module"])
 
     def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """A worker's whole environment, without its error file. `env`: the launcher's environment.
@@ -171,7 +250,7 @@ class Plan:
             RESTART_COUNT: assignment.restarts,
             MAX_RESTARTS: self.rendezvous.limits.max_restarts,
             RUN_ID: self.rendezvous.run_id,
-            USE_AGENT_STORE: self.rendezvous.agent_serves_store,
+            USE_AGENT_STORE: self.agent_serves_store,
             SIGNALS: ",".join(self.signals_to_handle),
         }
         return found | {name: str(value) for name, value in contract.items()} | virtual
@@ -204,34 +283,27 @@ def make(
     workers = _worker_resources(processes, chosen, each, cpus, bind=spec.torchrun["numa_binding"] is None)
     variables = _gpu_variables(spec, chosen, env) | _thread_variables(workers, cpus, env)
     variables |= {name: (value, "ddpkit's default") for name, value in defaults.items()}
-    settings = {**spec.torchrun, "nproc_per_node": processes, **rendezvous.single_node_settings(spec.torchrun, run_id)}
-    if settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
-        settings["shutdown_timeout"] = _default_grace(env)
+    single_node = rendezvous.single_node_settings(spec.torchrun, run_id)
+    settings = {**spec.torchrun, "nproc_per_node": processes, **single_node}
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process at most one MIG device
-    if not 0 < settings["monitor_interval"] < math.inf:
-        found = f"--monitor-interval {settings['monitor_interval']} is not a number of seconds above 0"
-        raise UsageError(found, "for example: --monitor-interval 0.1")
-    names = settings["signals_to_handle"].split(",")
+    _check(settings)
+    read_by_torchrun = _fill_from_environment(settings, spec.given, env)
     plan = Plan(
-        command=_command(settings, env),
-        forked=None if spec.cold else _forked(settings, env),
-        is_wrapped=settings["no_python"] or settings["run_path"],
+        torchrun=MappingProxyType(settings),
+        read_by_torchrun=read_by_torchrun,
+        ignored_signals=spec.ignored_signals,
+        python=env.get(PYTHON, sys.executable),
+        may_fork=not spec.cold and PYTHON not in env,
         workers=workers,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
-        role=settings["role"],
-        rendezvous=rendezvous.read(settings, env, spec.place),
-        signals_to_handle=tuple(name for name in names if name.strip() not in spec.ignored_signals),
-        shutdown_timeout=_shutdown_timeout(settings["shutdown_timeout"], env),
+        place=spec.place,
+        agent_serves_store=settings["rdzv_backend"] == "static" or agent_serves_store(env),
         hang_timeout=spec.hang_timeout,
         uninterruptible_state_timeout=_uninterruptible_state_timeout(env),
-        virtual_local_rank=settings["virtual_local_rank"],
         gpus_per_process=each,
-        numa_binding=settings["numa_binding"],
-        logs=_logs(settings, spec.given, env),
-        event_log_handler=settings["event_log_handler"],
-        torchrun=MappingProxyType(settings),
+        colour=not env.get(NO_COLOR),
         flags=spec.flags,
         script_as_typed=spec.script_as_typed,
         notices=(
@@ -243,6 +315,7 @@ def make(
             *_missing_gpus(spec, chosen),
         ),
     )
+    _ = plan.rendezvous, plan.logs  # raise for invalid settings now
     if plan.virtual_local_rank:
         for local_rank in range(len(workers)):
             _only_gpu({**env, **plan.env}, local_rank)
@@ -388,33 +461,43 @@ def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
     return mask.split(",")[local_rank].strip()
 
 
-def _command(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, ...]:
-    """The command line of a worker, as torchrun builds it."""
-    command = [str(torchrun["training_script"]), *map(str, torchrun["training_script_args"])]
-    if torchrun["run_path"]:
-        return sys.executable, "-u", "-c", _RUN_PATH, *command
-    if not torchrun["no_python"]:
-        return env.get(PYTHON, sys.executable), "-u", *(["-m"] if torchrun["module"] else []), *command
-    if torchrun["module"]:
-        raise UsageError("--module and --no-python exclude each other", "remove one of them")
-    return tuple(command)
-
-
-def _forked(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Program | None:
-    if torchrun["no_python"] or torchrun["run_path"] or PYTHON in env:
-        return None
-    arguments = tuple(map(str, torchrun["training_script_args"]))
-    return Program(sys.executable, str(torchrun["training_script"]), arguments, torchrun["module"])
-
-
 def _fill_local_rank(local_rank: int, arguments: Iterable[str]) -> list[str]:
     return [Template(word).safe_substitute(local_rank=local_rank) for word in arguments]  # as torch does
 
 
-def _default_grace(env: Mapping[str, str]) -> int:
-    """The default grace period, shorter than the one that the cluster gives this launcher if that is known."""
-    known = launcher_grace(env)
-    return GRACE_SECONDS if known is None else max(1, known - _FOR_THE_VERDICT)
+def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env: Mapping[str, str]) -> frozenset[str]:
+    """Set the line prefix and the shutdown timeout where no flag did; return the names of those read from variables.
+
+    `given`: the names of the settings that flags or PET_ variables set: only they can remove the labels by "".
+    Raises `UsageError` for a shutdown timeout that is not a number of seconds.
+    """
+    found = set[str]()
+    if not settings["log_line_prefix_template"] and "log_line_prefix_template" not in given:
+        settings["log_line_prefix_template"] = env.get(LINE_PREFIX_DEFAULT)
+        found.add("log_line_prefix_template")
+    source, seconds = "--shutdown-timeout", settings["shutdown_timeout"]
+    if seconds is None and GRACE_DEFAULT in env:
+        source, seconds = GRACE_DEFAULT, env[GRACE_DEFAULT]
+        found.add("shutdown_timeout")
+    elif seconds is None:  # shorter than the grace period that the cluster gives this launcher, if that is known
+        known = launcher_grace(env)
+        seconds = GRACE_SECONDS if known is None else max(1, known - _FOR_THE_VERDICT)
+    try:
+        settings["shutdown_timeout"] = int(seconds)
+    except ValueError:
+        settings["shutdown_timeout"] = -1
+    if settings["shutdown_timeout"] < 0:
+        raise UsageError(f"{source} must be a number of seconds, 0 or more, not {seconds!r}", "for example: 30")
+    return frozenset(found)
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for settings that contradict each other or are out of range."""
+    if not 0 < settings["monitor_interval"] < math.inf:
+        found = f"--monitor-interval {settings['monitor_interval']} is not a number of seconds above 0"
+        raise UsageError(found, "for example: --monitor-interval 0.1")
+    if settings["module"] and settings["no_python"] and not settings["run_path"]:
+        raise UsageError("--module and --no-python exclude each other", "remove one of them")
 
 
 def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
@@ -429,41 +512,9 @@ def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
         )
 
 
-def _shutdown_timeout(given: int | None, env: Mapping[str, str]) -> int:
-    name, value = ("--shutdown-timeout", given) if given is not None else (GRACE_DEFAULT, env[GRACE_DEFAULT])
-    try:
-        seconds = int(value)
-    except ValueError:
-        seconds = -1
-    if seconds < 0:
-        raise UsageError(f"{name} must be a number of seconds, 0 or more, not {value!r}", "for example: 30")
-    return seconds
-
-
 def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
     """0 (no limit) for a value that is not a number, as in torch."""
     try:
         return max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
     except ValueError:
         return 0.0
-
-
-def _logs(torchrun: Mapping[str, Any], given: Collection[str], env: Mapping[str, str]) -> Logs:
-    ranks, template = torchrun["local_ranks_filter"], torchrun["log_line_prefix_template"]
-    if not template and "log_line_prefix_template" not in given:
-        template = env.get(LINE_PREFIX_DEFAULT)
-    try:
-        local_ranks_filter = frozenset(map(int, ranks.split(","))) if ranks else frozenset[int]()
-    except ValueError:
-        raise UsageError(f"--local-ranks-filter {ranks} is not a list of numbers", "for example: 0,1,2") from None
-    return Logs(
-        log_dir=torchrun["log_dir"],
-        redirects=torchrun["redirects"],
-        tee=torchrun["tee"],
-        local_ranks_filter=local_ranks_filter,
-        log_line_prefix_template=template,
-        duplicate_stdout_filters=tuple(torchrun["duplicate_stdout_filters"]),
-        duplicate_stderr_filters=tuple(torchrun["duplicate_stderr_filters"]),
-        logs_specs=torchrun["logs_specs"],
-        colour=not env.get(NO_COLOR),
-    )

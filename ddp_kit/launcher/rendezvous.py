@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 
-from ddp_kit.env import agent_serves_store
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits
@@ -43,7 +42,6 @@ _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
 # static_tcp_rendezvous.py.
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
 _POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
-_MAY_BE_ZERO = (_REPLACEMENT,)
 _MAX_SECONDS = 1e9  # 30 years; system calls do not take much more
 _BLANK = "'\" \t\n"
 _YES = ("1", "true", "t", "yes", "y")
@@ -71,8 +69,6 @@ class Rendezvous:
     """Whether this node hosts it; None: only if `host` is an address of this machine."""
     local_addr: str | None = None
     """--local-addr: the address of this node for other nodes."""
-    agent_serves_store: bool = True
-    """Whether the launcher serves the workers' store; else the worker of rank 0 does."""
     place: JobPlace | None = None
     """This node's place in the job, if a cluster's variables set the number of nodes, the node rank or the endpoint."""
 
@@ -99,7 +95,7 @@ class Rendezvous:
         return self.backend == "static" and self.endpoint_source.startswith("--master-addr")
 
 
-def read(torchrun: Mapping[str, Any], env: Mapping[str, str], place: JobPlace | None = None) -> Rendezvous:
+def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
     """Read torchrun's settings, completed with those of `place`. Raises `UsageError` for invalid ones."""
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
@@ -120,7 +116,6 @@ def read(torchrun: Mapping[str, Any], env: Mapping[str, str], place: JobPlace | 
         node_rank=torchrun["node_rank"] if static else None,
         is_host=torchrun["node_rank"] == 0 if static else is_host,
         local_addr=torchrun["local_addr"],
-        agent_serves_store=static or agent_serves_store(env),
         place=place,
     )
 
@@ -284,4 +279,4 @@ def _number(value: str) -> float:
 
 
 def _is_usable(name: str, number: float) -> bool:
-    return 0 < number <= _MAX_SECONDS or (number == 0 and name in _MAY_BE_ZERO)
+    return 0 < number <= _MAX_SECONDS or (number == 0 and name == _REPLACEMENT)

@@ -230,6 +230,15 @@ def test_the_circumstances_are_told(words: str, said: str) -> None:
     assert said in described(f"{words} train.py")
 
 
+def test_the_torchrun_command_does_not_repeat_what_torchrun_reads_from_variables() -> None:
+    text = described("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="40", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${rank}>")
+    above, _, command = text.partition("The equivalent torchrun command")
+    assert "grace       40 s" in above
+    assert "log_line_prefix_template <${rank}>" in above
+    for word in ("40", "shutdown-timeout", "prefix-template"):
+        assert word not in command
+
+
 TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n1:1 --log-dir logs"
 
 

@@ -65,8 +65,22 @@ def test_workers_are_killed_before_kubernetes_kills_the_launcher_unless_another_
     assert planned("train.py").torchrun["shutdown_timeout"] == plan.GRACE_SECONDS < 30
     assert planned("--shutdown-timeout 7 train.py").torchrun["shutdown_timeout"] == 7
     assert planned("--shutdown-timeout 0 train.py").torchrun["shutdown_timeout"] == 0
-    left_to_torch = planned("train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"})
-    assert left_to_torch.torchrun["shutdown_timeout"] is None, "which reads the variable itself"
+    assert planned("train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}).torchrun["shutdown_timeout"] == 40
+
+
+def test_each_of_torchrun_s_settings_is_stored_once() -> None:
+    made = planned("--nnodes 2 --role a --max-restarts 1 --tee 3 train.py --lr 1")
+    changed = {"role": "b", "max_restarts": 2, "tee": "0", "shutdown_timeout": 9, "training_script_args": ["--lr", "2"]}
+    other = replace(made, torchrun={**made.torchrun, **changed})
+    assert (other.role, other.rendezvous.limits.max_restarts, other.logs.tee, other.shutdown_timeout) == (
+        "b",
+        2,
+        "0",
+        9,
+    )
+    program = other.program(0)
+    assert program is not None
+    assert other.command_line(0)[-2:] == program.arguments == ("--lr", "2")
 
 
 def test_free_gpus_come_first_and_stay_in_order() -> None:

@@ -58,7 +58,7 @@ def read(env: dict[str, str], *flags: str, monkeypatch: pytest.MonkeyPatch) -> R
         monkeypatch.setenv(name, value)  # torch's parser reads PET_ variables itself
     spec = completed(parse([*flags, "train.py"], agent.torchrun_parser(), env), env)
     settings: dict[str, Any] = {**spec.torchrun, **rendezvous.single_node_settings(spec.torchrun, "own")}
-    return rendezvous.read(settings, env, spec.place)
+    return rendezvous.read(settings, spec.place)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

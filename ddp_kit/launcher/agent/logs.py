@@ -63,7 +63,7 @@ class RoundLogs:
             self.error_files: dict[int, str] = dest.error_files
             direct = len(envs) == 1 and plan.rendezvous.limits.max_nodes == 1
             ranks = {local_rank: first_rank + local_rank for local_rank in envs}
-            self.output = Output(streams(plan.logs, plan.role, dest, ranks), direct, plan.logs.colour, is_ending)
+            self.output = Output(streams(plan.logs, plan.role, dest, ranks), direct, plan.colour, is_ending)
             shown = (
                 (dest.tee_stdouts, dest.filtered_stdout, plan.logs.duplicate_stdout_filters),
                 (dest.tee_stderrs, dest.filtered_stderr, plan.logs.duplicate_stderr_filters),

@@ -348,7 +348,7 @@ class Agent:
         listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
-        if not self._plan.rendezvous.agent_serves_store:
+        if not self._plan.agent_serves_store:
             listening.close()
             return None
         allow_connections(_CONNECTIONS * assignment.world_size)

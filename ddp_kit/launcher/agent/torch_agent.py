@@ -26,6 +26,7 @@ def config(plan: Plan, folder: str) -> LaunchConfig:
     """torch's own `LaunchConfig` for the plan. Raises `UsageError` if torch rejects the settings."""
     settings = argparse.Namespace(**plan.torchrun)
     settings.log_dir = folder
+    settings.log_line_prefix_template = settings.log_line_prefix_template or ""  # torch's default
     settings.signals_to_handle = ",".join(plan.signals_to_handle)
     settings.node_rank = 0  # not used by these backends; a notice has been printed
     try:
