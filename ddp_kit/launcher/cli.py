@@ -20,7 +20,7 @@ from ddp_kit import __version__
 from ddp_kit.env import PYTHON, QUIET_IMPORT, allocator_defaults
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 from ddp_kit.masking import masked
 
 if TYPE_CHECKING:

@@ -371,7 +371,7 @@ class Job:
         if node.rank is not None:
             self._by_rank[node.rank] = node.number
         if self._phase is _Phase.GATHERING:
-            return self._gather(now)
+            return self._gather()
         return self._advance()
 
     def _mismatch(self, node: Node, predecessor: Node | None) -> str:
@@ -419,7 +419,7 @@ class Job:
                 self._lose(
                     number, f"no heartbeat from {self._nodes[number].name} for {self._limits.heartbeat_timeout:g} s"
                 )
-        return self._gather(now) if self._phase is _Phase.GATHERING else self._advance()
+        return self._gather() if self._phase is _Phase.GATHERING else self._advance()
 
     def _lose(self, number: int, why: str) -> None:
         self._nodes.pop(number)
@@ -429,8 +429,8 @@ class Job:
         for among in (self._round.present, self._round.done, self._round.down):
             among.discard(number)
 
-    def _gather(self, now: float) -> list[Order]:
-        limits, joined = self._limits, len(self._nodes)
+    def _gather(self) -> list[Order]:
+        limits, joined, now = self._limits, len(self._nodes), self._now
         if joined < limits.min_nodes or HOST not in self._nodes:
             self._enough_since = None
             if now - self._began > limits.join_timeout:
@@ -472,7 +472,7 @@ class Job:
         round_ = self._round
         if len(round_.down) < len(round_.present):
             return None
-        self._restarts.round_ended(_combined(round_.steps), self._now - round_.began)
+        self._restarts.round_ended(combined_steps(round_.steps), self._now - round_.began)
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
@@ -572,8 +572,8 @@ class Job:
         return [End(outcome)]
 
 
-def _combined(steps: Sequence[Steps]) -> Steps | None:
-    """Combine the steps that the nodes reported. All ranks that get that far start at the same step."""
+def combined_steps(steps: Sequence[Steps]) -> Steps | None:
+    """Combine the steps of several ranks or nodes. All ranks that get that far start at the same step."""
     if not steps:
         return None
     return Steps(max(each.began for each in steps), max(each.reached for each in steps))

@@ -170,11 +170,8 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
 
 def from_json(text: str) -> tuple[JobReading, ...]:
     """The readings that `ddpkit top --once --json` printed. Raises `ValueError`, `TypeError` or `KeyError`."""
-    return tuple(_job_from(each) for each in json.loads(text))
-
-
-def _job_from(found: dict[str, Any]) -> JobReading:
-    return JobReading(**{**found, "ranks": tuple(_rank_from(each) for each in found["ranks"])})
+    jobs = json.loads(text)
+    return tuple(JobReading(**{**job, "ranks": tuple(_rank_from(rank) for rank in job["ranks"])}) for job in jobs)
 
 
 def _rank_from(found: dict[str, Any]) -> RankReading:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,11 +76,6 @@ class RoundFile:
             os.close(self._descriptor)
             self._descriptor = None
         self._path.unlink(missing_ok=True)
-
-
-def host() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
 
 
 def records() -> Iterator[tuple[int, RoundRecord]]:

@@ -33,6 +33,7 @@ def test_they_are_listed_newest_first(ddpkit: Command, folder: Path) -> None:
     title, newest, other = run.stdout.splitlines()
     assert title.split() == ["step", "age", "size", "files", "state"]
     assert newest.split()[0] == "12"
+    assert newest.split()[4] == other.split()[4] == "bytes"
     assert newest.endswith("  2      whole, the best")
     assert other.split()[0] == "9"
     assert other.endswith("  2      whole")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
-from ddp_kit.launcher.agent.stacks import Stack, read_stacks, state, wait_channel
+from ddp_kit.launcher.agent.stacks import Stack, read_stacks, wait_channel
 from ddp_kit.launcher.output import open_log
 from ddp_kit.launcher.verdict import rank_list
-from ddp_kit.launcher.warm.cleanup import is_stopped
+from ddp_kit.launcher.warm.cleanup import is_stopped, state
 from ddp_kit.masking import masked
 
 # --- Hang rule --------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class HangMonitor:
         """After a collective timed out, return the local rank that did not reach it; None: not known."""
         heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
         seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
-        self.others = self._locations(seen, heartbeats, stacks)
+        self.others = self._locations(seen, heartbeats)
         self._write_stacks(stacks)
         late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
         if len(late) != 1 or _is_ending(pids[late[0]]):
@@ -322,9 +322,10 @@ class HangMonitor:
         return found
 
     def _read_stacks(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
-        return read_stacks(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._interrupted)
+        return read_stacks(pids, native_seconds, {rank: self.stacks_file(rank) for rank in pids}, self._interrupted)
 
-    def _stacks_file(self, local_rank: int) -> str:
+    def stacks_file(self, local_rank: int) -> str:
+        """The path of the file for a worker's own stack; empty: there are no logs."""
         path = self._error_files[local_rank]
         return "" if path == os.devnull else str(Path(path).with_name(STACKS_FILE))
 
@@ -357,7 +358,7 @@ class HangMonitor:
         stack = stacks[local_rank]
         how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
         others = {rank: each for rank, each in stacks.items() if rank != local_rank}
-        self.others = self._locations(others, heartbeats, stacks)
+        self.others = self._locations(others, heartbeats)
         self.found[local_rank] = Hung(
             message=f"{message}; {stack.doing(heartbeats[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
             trace=_trace(self._ranks[local_rank], stack),
@@ -367,13 +368,11 @@ class HangMonitor:
         )
         self._write_stacks(stacks)
 
-    def _locations(
-        self, which: Mapping[int, object], heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]
-    ) -> tuple[str, ...]:
+    def _locations(self, stacks: Mapping[int, Stack], heartbeats: Mapping[int, Heartbeat]) -> tuple[str, ...]:
         """What the ranks are doing, with one line for all ranks at the same location."""
         by_activity: dict[str, list[int]] = {}
-        for local_rank in which:
-            doing = stacks[local_rank].doing(heartbeats[local_rank].phase)
+        for local_rank, stack in stacks.items():
+            doing = stack.doing(heartbeats[local_rank].phase)
             by_activity.setdefault(doing, []).append(self._ranks[local_rank])
         return tuple(
             f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in by_activity.items()
@@ -381,7 +380,7 @@ class HangMonitor:
 
     def remove_empty_files(self) -> None:
         """Remove empty stack files: workers that write their own stacks create them when they start."""
-        for path in filter(None, map(self._stacks_file, self._ranks)):
+        for path in filter(None, map(self.stacks_file, self._ranks)):
             with suppress(OSError):
                 if not os.stat(path).st_size:  # noqa: PTH116
                     os.unlink(path)  # noqa: PTH108
@@ -390,7 +389,7 @@ class HangMonitor:
         """Write the complete stacks next to the logs."""
         for local_rank, stack in stacks.items():
             text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
-            path = self._stacks_file(local_rank)
+            path = self.stacks_file(local_rank)
             if text and path:
                 with suppress(OSError), os.fdopen(open_log(path), "w") as file:
                     file.write(text)

@@ -44,7 +44,7 @@ from ddp_kit.launcher.agent.inbox import (
 )
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.agent.workers import Workers, note_of
-from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop
+from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop, combined_steps
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
@@ -114,9 +114,9 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
     """Range of steps of these workers; None: none has begun a step."""
-    heartbeats = [read_heartbeat(error_file) for error_file in error_files]
-    found = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
-    return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None
+    heartbeats = map(read_heartbeat, error_files)
+    known = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
+    return combined_steps([Steps(began, step) for began, step in known])
 
 
 # --- Event records ----------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Agent:
             if self._workers is not None and self._running:
                 self._workers.stop_after_failure()  # without the others they cannot save
                 self._stop_workers()
-                self._workers.record_end(verdict.record(self._outcome))
+                self._workers.record_end(self._outcome)
         elif isinstance(item, StopSignal):
             self._leave(item)
         elif isinstance(item, WorkerSignal):
@@ -388,7 +388,7 @@ class Agent:
         if self._workers.failures():
             self._report_stopped(State.FAILED)
         else:
-            self._workers.record_end(verdict.record(Outcome()))
+            self._workers.record_end(Outcome())
             self._report(State.DONE, ended_well=self._workers.ended_well())
 
     def _on_stop(self, order: Stop) -> None:
@@ -412,7 +412,7 @@ class Agent:
         assert self._workers is not None
         workers = self._workers
         self._latest, self._store, self._latest_reported = self._failures(workers), None, self._round
-        workers.record_end(verdict.record(Outcome(self._latest, restarts=workers.assignment.restarts)))
+        workers.record_end(Outcome(self._latest, restarts=workers.assignment.restarts))
         ended_well, steps = workers.ended_well(), steps_of(workers.error_files.values())
         self._report(state, self._latest, ended_well=ended_well, steps=steps)
         self._events.wait_begins()
@@ -428,7 +428,7 @@ class Agent:
             failures = self._failures(self._workers) if self._workers.saved() else ()
         self._outcome = Outcome(failures, stopped_by=item.number)
         if self._workers is not None and self._round != self._latest_reported:
-            self._workers.record_end(verdict.record(self._outcome))
+            self._workers.record_end(self._outcome)
 
     # Results ----------------------------------------------------------------------------------------------------------
 

@@ -209,11 +209,6 @@ class Coordinator:
         self._orders = self._store.add(ORDERS, 1)
 
 
-def read_outcome(fields: dict[str, Any]) -> Outcome:
-    """Parse an outcome from its JSON form."""
-    return Outcome(**_read(fields))
-
-
 def _read_report(fields: dict[str, Any]) -> Report:
     steps = Steps(**fields["steps"]) if fields["steps"] else None
     return Report(**{**_read(fields), "state": State[fields["state"]], "steps": steps})
@@ -485,7 +480,7 @@ class MultiNodeLink:
             if "end" in order:
                 self._is_over = True
                 removed = self.number in order["lost"]
-                self._inbox.put(Disconnected(_REMOVED) if removed else End(read_outcome(order["end"])))
+                self._inbox.put(Disconnected(_REMOVED) if removed else End(Outcome(**_read(order["end"]))))
                 return
             if "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["may_save"]))

@@ -177,9 +177,17 @@ def _with_own_stacks(
 def _request_own_stack(pid: int) -> bool:
     """Send STACKS_SIGNAL to the main thread of a process, if it has a handler; return whether it was sent."""
     with suppress(OSError, AttributeError):  # a C library without tgkill
+        return has_handler(pid, STACKS_SIGNAL) and bool(ctypes.CDLL(None).tgkill(pid, pid, STACKS_SIGNAL) == 0)
+    return False
+
+
+def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
+    """Whether a process has a handler for a signal. `or_ignores`: or ignores it, so that it survives the signal."""
+    fields = ("SigCgt:", "SigIgn:") if or_ignores else ("SigCgt:",)
+    with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1:
-                return bool(ctypes.CDLL(None).tgkill(pid, pid, STACKS_SIGNAL) == 0)
+            if line.startswith(fields) and int(line.split()[1], 16) >> (number - 1) & 1:
+                return True
     return False
 
 
@@ -206,13 +214,6 @@ def can_be_inspected(pid: int) -> bool:
 def program() -> str:
     """The path of py-spy; empty: not installed."""
     return shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy") or ""
-
-
-def state(pid: int) -> str:
-    """A process's state letter, see proc(5); empty: no such process."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def wait_channel(pid: int) -> str:

@@ -3,9 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, STACKS_FILE, attempt_id
+from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, attempt_id
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
@@ -22,12 +23,14 @@ from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.hangs import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import RoundLogs
-from ddp_kit.launcher.agent.stacks import can_be_inspected, state
+from ddp_kit.launcher.agent.stacks import can_be_inspected, has_handler
 from ddp_kit.launcher.devices.cpus import oom_kills
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
-from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord, host
+from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord
+from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.warm.cleanup import state
 from ddp_kit.launcher.warm.client import Process, WarmServer
 
 _SIGNAL_CHECK_SECONDS = 0.05
@@ -62,13 +65,8 @@ class Workers:
         Raises `LaunchError` if the log folder cannot be used.
         """
         self.assignment = assignment
-        self._plan, self._warm, self._inbox, self._print_message, self._on_failure = (
-            plan,
-            warm,
-            inbox,
-            print_message,
-            on_failure,
-        )
+        self._plan, self._warm, self._inbox = plan, warm, inbox
+        self._print_message, self._on_failure = print_message, on_failure
         self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.workers))}
         self._logs = RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
@@ -114,7 +112,7 @@ class Workers:
         return RoundRecord(
             run_id=self._plan.rendezvous.run_id,
             script=self._plan.script,
-            host=host(),
+            host=socket.gethostname(),
             node_rank=assignment.group_rank,
             nodes=assignment.group_world_size,
             world_size=assignment.world_size,
@@ -147,10 +145,10 @@ class Workers:
             self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
             self._record_keeper.start()
 
-    def record_end(self, verdict: Mapping[str, Any]) -> None:
+    def record_end(self, outcome: Outcome) -> None:
         """Add how this attempt ended on this node to the run record, if there is one."""
         if self._record_keeper is not None:
-            self._record_keeper.end(attempt_id(self._envs[0]), dict(verdict), self.hang_monitor.stacks)
+            self._record_keeper.end(attempt_id(self._envs[0]), verdict.record(outcome), self.hang_monitor.stacks)
 
     def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
         processes = {rank: self._request_start(warm, rank) for rank in self._envs}
@@ -171,7 +169,7 @@ class Workers:
             self._output.descriptors(local_rank),
             self._cores(local_rank),
             self.hang_monitor.count_interval,
-            "" if can_be_inspected(warm.pid) else self._next_to_error_file(local_rank, STACKS_FILE),
+            "" if can_be_inspected(warm.pid) else self.hang_monitor.stacks_file(local_rank),
         )
 
     def _wait_for_answers(self, processes: Collection[Process], warm: WarmServer) -> bool:
@@ -207,10 +205,6 @@ class Workers:
             raise UsageError(
                 f"--numa-binding is not available on this machine: {error}", "remove the flag, or install numactl"
             ) from None
-
-    def _next_to_error_file(self, local_rank: int, name: str) -> str:
-        path = self.error_files[local_rank]
-        return "" if path == os.devnull else str(Path(path).with_name(name))
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -344,7 +338,7 @@ class Workers:
         without_handler = []
         for rank in sorted(self._running):
             pid = self._processes[rank].pid
-            if not handles(pid, number):
+            if not has_handler(pid, number, or_ignores=True):
                 without_handler.append(str(rank))
                 continue
             with suppress(ProcessLookupError):
@@ -455,15 +449,6 @@ def note_of(failure: ProcessFailure) -> dict[str, Any]:
         return failure.message
     given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file, torch invents a message
     return {"message": failure.message} if given else {}
-
-
-def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process catches or ignores a signal, and so survives it."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("SigCgt:", "SigIgn:")) and int(line.split()[1], 16) >> (number - 1) & 1:
-                return True
-    return False
 
 
 def _is_error_file(path: str) -> bool:

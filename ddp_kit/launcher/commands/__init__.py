@@ -1,1 +1,26 @@
-"""The commands of `ddpkit`, one module each: parse the arguments, do the work, return the exit code."""
+"""The commands of `ddpkit`, one module each, and the argument parser that they share."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from ddp_kit.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` that raises `UsageError`, so that its messages mask secrets and exit with code 2."""
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """All flags and positional arguments, including those of parent parsers."""
+        return self._actions
+
+    def error(self, message: str) -> NoReturn:
+        if ambiguous := re.match(r"ambiguous option: (\S+) could match (.+)", message):
+            flags = sorted({flag.replace("_", "-") for flag in ambiguous[2].split(", ")})
+            name = ambiguous[1].partition("=")[0]
+            hint = f"type one of {', '.join(flags)}; `{self.prog} --help` lists all flags"
+            raise UsageError(f"the flag {name!r} is ambiguous", hint)
+        usage = self.format_usage().strip()
+        # argparse also counts the script's arguments, whose name is `...`, as missing.
+        raise UsageError(message.removesuffix(", ..."), f"{usage}\n  see `{self.prog} --help`")

@@ -18,9 +18,9 @@ from ddp_kit.checkpoint.format import (
     tensor_table,
     verified,
 )
-from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.errors import CheckpointError, UsageError, size_text
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 
 _EPILOG = f"""\
 exit codes:
@@ -107,7 +107,7 @@ def _row(found: Found) -> list[str]:
     return [
         str(manifest.step),
         _age(manifest.created),
-        _size(manifest.bytes),
+        size_text(manifest.bytes),
         str(len(manifest.files)),
         found.problem or whole,
     ]
@@ -122,14 +122,6 @@ def _age(created: str) -> str:
         if seconds >= 2 * length:
             return f"{seconds // length} {unit}"
     return f"{seconds} s"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB" if count < 1000 else f"{count:,.0f} GiB"
 
 
 # --- Differences ------------------------------------------------------------------------------------------------------

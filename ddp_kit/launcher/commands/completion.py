@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import doctor, spec
-from ddp_kit.launcher.commands import checkpoints, devices, env, export, plan, report, schema, submit, top
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser, checkpoints, devices, env, export, plan, report, schema, submit, top
 
 _EPILOG = """\
 examples:

@@ -16,7 +16,7 @@ from ddp_kit.env import reported_variables
 from ddp_kit.errors import DdpKitError, size_text
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters import recognition
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices.cpus import cpu_quota, memory_limit
 from ddp_kit.launcher.doctor import machine
 from ddp_kit.masking import masked_env

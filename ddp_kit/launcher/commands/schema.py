@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 
 
 def parser() -> Parser:

@@ -16,7 +16,7 @@ from typing import Any
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.launcher.clusters.engines import ENGINES, Engine
 from ddp_kit.launcher.clusters.request import Request, hosts_of, seconds_of
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 
 _EXAMPLES = """\
 what follows the flags is given to `ddpkit launch` on every node: its flags, the script, the script's arguments

@@ -20,7 +20,7 @@ from rich.text import Text
 from ddp_kit.errors import GIB, LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.request import hosts_of
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices.gpus import GpuUsage
 from ddp_kit.launcher.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 

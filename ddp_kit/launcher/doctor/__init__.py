@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ddp_kit.env import NO_COLOR
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.doctor import checks
 from ddp_kit.launcher.doctor.checks import CheckResult, Status, fail, warn
 from ddp_kit.launcher.doctor.machine import Machine, detect, started

@@ -52,9 +52,14 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
+def state(pid: int) -> str:
+    """A process's state letter, see proc(5); empty: no such process."""
+    return _read(f"/proc/{pid}/stat").rpartition(b") ")[2][:1].decode()
+
+
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP or another job control signal has stopped a process."""
-    return _read(f"/proc/{pid}/stat").rpartition(b") ")[2][:1] == b"T"
+    return state(pid) == "T"
 
 
 @dataclass(frozen=True)
