@@ -33,8 +33,11 @@ model = torch.nn.Linear(3, 1)
 config = TrainerConfig(global_batch_size=4, log_every_steps=5, max_steps=10**6)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
 for step in trainer.steps(TensorDataset(torch.ones(64, 3))):
-    if step.number % 5 == 0 and Path(sys.argv[1]).exists():
-        trainer.stop()
+    if step.number % 5 == 0:
+        ends = torch.tensor(int(Path(sys.argv[1]).exists()))
+        torch.distributed.broadcast(ends, 0)  # all ranks stop at the same step
+        if ends:
+            trainer.stop()
 """
 
 
