@@ -31,7 +31,7 @@ _HOME = {
     "Loss": "metrics",
     "LossError": "errors",
     "MemoryConfig": "config.settings",
-    "MemoryPlan": "parallel.memory",
+    "MemoryPlan": "memory.estimate",
     "MLflowLogger": "callbacks",
     "ParallelConfig": "config.settings",
     "ProfileConfig": "config.settings",
@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     from ddp_kit.errors import UsageError as UsageError
     from ddp_kit.errors import WorldError as WorldError
     from ddp_kit.function_launch import launch as launch
+    from ddp_kit.memory.estimate import MemoryPlan as MemoryPlan
     from ddp_kit.metrics import Loss as Loss
-    from ddp_kit.parallel.memory import MemoryPlan as MemoryPlan
     from ddp_kit.records import FitResult as FitResult
     from ddp_kit.records import LearningRateSearch as LearningRateSearch
     from ddp_kit.records import LoadedWeights as LoadedWeights

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ddp_kit import ConfigError, MemoryConfig, TrainerConfig
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.float8 import convert_linear_layers
+from ddp_kit.memory.measure import config_to_plan
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
-from ddp_kit.trainer.planning import config_to_plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")

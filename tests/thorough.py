@@ -26,7 +26,7 @@ PARTS = {
     "mistakes": ("end_to_end/test_mistakes.py", "end_to_end/test_agreed.py"),
     "placement": (
         "parallel", "end_to_end/test_placements.py", "end_to_end/test_pipelined.py", "end_to_end/test_staged.py",
-        "end_to_end/test_planned.py", "end_to_end/test_device_map_runs.py", "end_to_end/test_utilised.py",
+        "memory", "end_to_end/test_planned.py", "end_to_end/test_device_map_runs.py", "end_to_end/test_utilised.py",
         "end_to_end/test_activations_at_two_ranks.py", "end_to_end/test_reduced_alike.py", "end_to_end/test_float8.py",
     ),
     "strategy": ("end_to_end/test_third_strategy.py", "end_to_end/test_third_strategy_whole.py"),

@@ -57,7 +57,7 @@ STRATEGIES = {
 }
 """Name -> "module:class" of each strategy; the class is imported when it is used."""
 AUTO = "auto"
-"""The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.parallel.memory`."""
+"""The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.memory.choose`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
 """For type checkers and JSON schemas; a test compares it with STRATEGIES and AUTO."""
 Compression = Literal["bf16", "fp16", "powersgd"]

@@ -8,7 +8,6 @@
     device_map.py    the layers of one model on several devices of each rank
     pipeline.py      the blocks of one model in stages on different ranks; stages.py divides the model and communicates
                      between stages, tensor.py splits the blocks of a stage, fsdp.py shards them
-    memory.py        memory estimates per device, and the placements that `parallel="auto"` tries
     offload.py       the optimizer on the host
     activations.py   activation checkpointing, offload and compression
     shards.py        parts of sharded tensors, for several strategies

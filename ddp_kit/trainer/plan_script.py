@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.memory.choose import PlanPrinted
 from ddp_kit.torch_internals import FakeTensors, is_fake
-from ddp_kit.trainer.planning import PlanPrinted
 from ddp_kit.uncaught import show_without_traceback
 
 

@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +15,13 @@ from ddp_kit.data.sampler import BatchPlan
 from ddp_kit.distributed.world import gathered, host_group
 from ddp_kit.errors import ConfigError, DataError, LossError
 from ddp_kit.log import logger
+from ddp_kit.memory.choose import out_of_memory_hint
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.records import LearningRateSearch
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.logging import Interval
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.planning import what_fits
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
 from ddp_kit.trainer.step import OptimizerStep, StepPasses
 
@@ -73,24 +72,8 @@ def with_hint(error: BaseException, parts: Parts) -> BaseException:
         error.add_note(f"hint: {_BACKWARD_TWICE_HINT}")
     if not is_out_of_memory(error):
         return error
-    config = parts.config
-    path = save_memory_snapshot(config.profile.dir, parts.world.rank)
-    recompute = (
-        ""
-        if config.memory.activation_checkpointing
-        else 'set memory={"activation_checkpointing": "blocks"} in the TrainerConfig, '
-    )
-    if config.micro_batch_size == "auto":
-        hint = f"there is no smaller micro-batch: {recompute}use a lower precision, or an optimizer with less state"
-    else:
-        also = ', or memory={"activation_checkpointing": "blocks"}' if recompute else ""
-        hint = (
-            f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
-            "it is"
-        )
-    with suppress(Exception):  # planning may fail too, for example for lack of host memory
-        if placement := what_fits(parts):
-            hint = f"{hint}; {placement}"
+    path = save_memory_snapshot(parts.config.profile.dir, parts.world.rank)
+    hint = out_of_memory_hint(parts.model, parts.optimizer, parts.config, parts.world)
     error.add_note(f"hint: {hint}" + (f"\nmemory snapshot: {path} (open it at pytorch.org/memory_viz)" if path else ""))
     return error
 

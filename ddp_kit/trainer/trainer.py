@@ -40,10 +40,20 @@ from ddp_kit.distributed.world import random_states_kept, seed_everything
 from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
+from ddp_kit.memory.choose import (
+    PlanPrinted,
+    check_fits,
+    check_weights_fit,
+    described,
+    device_memory,
+    first_that_fits,
+    planned,
+)
+from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
+from ddp_kit.memory.measure import PeakMemory, TrainingPass, config_to_plan, measured
 from ddp_kit.metrics import MetricObject
 from ddp_kit.parallel import Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.activations import Activations
-from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
 from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.precision import Precision
@@ -64,18 +74,6 @@ from ddp_kit.trainer.learning_rates import (
 from ddp_kit.trainer.logging import LogPoints, LogSchedule
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.parts import Logged, LoggedValues, LossFunction, MetricFunction, Parts, SchedulerInterval
-from ddp_kit.trainer.planning import (
-    PeakMemory,
-    PlanPrinted,
-    check_fits,
-    check_weights_fit,
-    config_to_plan,
-    described,
-    device_memory,
-    first_that_fits,
-    measured,
-    planned,
-)
 from ddp_kit.trainer.position import Loop, Position, ProgressPart, RunState, StreamPart, save_when_left
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
@@ -214,7 +212,7 @@ class Trainer:
             settings,
             logged,
         )
-        counted = check_fits(self._parts)
+        counted = check_fits(model, strategy, self.optimizer, device_optimizer)
         self._prepare_loop(settings, schedulers, counted)
         barrier.watch(self.world, self._heartbeat)
         self._checkpoints.resume()
@@ -669,9 +667,13 @@ class Trainer:
             feed = feeds.train_feed(data, 0, self._epoch_to_train)
             feed.begin(self._epoch_to_train, 0)
             feed.next()
-            batch = feed.batch()
-            parallel = self._parts.config.parallel if self._plan_request is None else self.config.parallel
-            return measured(self._parts, batch, parallel, accumulates=self.batch_plan.accumulation > 1), size
+            parts, config = self._parts, self._parts.config
+            if self._plan_request is not None:
+                config = config.model_copy(update={"parallel": self.config.parallel})
+            training = TrainingPass(parts.loss_fn, feed.batch(), parts.precision, config, self.world.device)
+            accumulates = self.batch_plan.accumulation > 1
+            model = measured(parts.model, parts.optimizer, parts.device_optimizer, training, accumulates=accumulates)
+            return model, size
 
     def _print_plan_instead(self, train_data: Data) -> None:
         """Under `ddpkit plan`, print the plan and end the script instead of training."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.trainer import planning
+from ddp_kit.memory import choose
 
 
 class Block(nn.Module):
@@ -47,7 +47,7 @@ def held(tensors: Any) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:  # bytes of each rank's memory, for "auto"
-        planning.device_memory = lambda _device: int(sys.argv[2])  # type: ignore[assignment]
+        choose.device_memory = lambda _device: int(sys.argv[2])  # type: ignore[assignment]
     trainer, data = made(sys.argv[1])
     strategy, gradients = trainer._parts.strategy, [0]
 

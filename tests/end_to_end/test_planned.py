@@ -12,7 +12,7 @@ import pytest
 from launching import DDPKIT, started
 
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
-from ddp_kit.parallel.memory import MemoryPlan
+from ddp_kit.memory.estimate import MemoryPlan
 
 SCRIPT = Path(__file__).with_name("planned.py")
 GPT = """\

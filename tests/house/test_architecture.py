@@ -20,7 +20,8 @@ FLOOR = {
     "distributed": 3,
     "data": 4, "precision": 4, "parallel": 4, "compilation": 4, "metrics": 4, "callbacks": 4,
     "timing": 4, "profile": 4,
-    "checkpoint": 5, "trainer": 6,
+    "checkpoint": 5, "memory": 5,
+    "trainer": 6,
 }  # fmt: skip
 OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
 

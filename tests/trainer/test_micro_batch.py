@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import ConfigError, LossError, MemoryConfig, Trainer, TrainerConfig
 from ddp_kit.log import logger
-from ddp_kit.trainer import planning
+from ddp_kit.memory import choose
 from ddp_kit.trainer.searches import with_hint
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -171,7 +171,7 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mean_loss)
     trainer.optimizer.state[model[0][0].weight]["momentum_buffer"] = torch.zeros(1024, 1024)  # type: ignore[index]
     world = SimpleNamespace(rank=0, world_size=4, local_world_size=4, device=torch.device("cuda"))
-    monkeypatch.setattr(planning, "device_memory", lambda _device: 55 << 20)
+    monkeypatch.setattr(choose, "device_memory", lambda _device: 55 << 20)
     for strategy, expected in (
         ("ddp", 'parallel="zero1" needs 36.00 MiB of 55.00 MiB on each rank'),  # 36 MiB are less than 70 % of 55
         ("zero1", 'parallel="fsdp" needs 28.00 MiB of 55.00 MiB on each rank'),
@@ -196,7 +196,7 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
     def broken(_device: torch.device) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(planning, "device_memory", broken)
+    monkeypatch.setattr(choose, "device_memory", broken)
     assert with_hint(torch.OutOfMemoryError("full"), parts).__notes__[0].startswith("hint: set micro_batch_size")
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.trainer import planning
-from ddp_kit.trainer.planning import first_that_fits
+from ddp_kit.memory import choose as choosing
+from ddp_kit.memory.choose import first_that_fits
 
 MIB = 1 << 20
 RANKS = 4
@@ -39,10 +39,10 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         memory: int, plan: dict[str, str] | None = None, others: int = 0, on_device: bool = False, **settings: Any
     ) -> TrainerConfig:
         """On the second half of the ranks a node has `others` ranks."""
-        monkeypatch.setattr(planning, "device_memory", lambda _device: memory)
+        monkeypatch.setattr(choosing, "device_memory", lambda _device: memory)
         half = RANKS // 2
         monkeypatch.setattr(
-            planning, "gathered", lambda _world, own: [own] * half + [[2 * own[0], others or own[1]]] * half
+            choosing, "gathered", lambda _world, own: [own] * half + [[2 * own[0], others or own[1]]] * half
         )
         world: World = SimpleNamespace(device=None, world_size=RANKS, local_world_size=RANKS)  # type: ignore[assignment]
         if on_device:

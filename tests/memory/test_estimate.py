@@ -10,18 +10,15 @@ import pytest
 from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import GIB, size_text
-from ddp_kit.parallel.memory import (
+from ddp_kit.memory.choose import advice, refuse, report, settings
+from ddp_kit.memory.estimate import (
     CONTEXT_BYTES,
     BlockMemory,
     MemoryPlan,
     ModelMemory,
     ParameterRow,
     PassMemory,
-    advice,
     plan_memory,
-    refuse,
-    report,
-    settings,
     tensor_size,
 )
 

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
-from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
+from ddp_kit.memory import choose, measure
+from ddp_kit.memory.choose import PlanPrinted
+from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
+from ddp_kit.memory.measure import PeakMemory, TrainingPass
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake
-from ddp_kit.trainer import planning
-from ddp_kit.trainer.planning import PeakMemory, PlanPrinted
 
 WIDTH = 32
 
@@ -58,7 +59,9 @@ def of(planner: Trainer, data: Any) -> ModelMemory:
 def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
     planner = trainer()
     model = of(planner, data())
-    real = planning._pass(planner._parts, [planner.model[2], planner.model[3]], next(iter(DataLoader(data(), 16))))  # type: ignore[index]
+    parts, batch = planner._parts, next(iter(DataLoader(data(), 16)))
+    training = TrainingPass(parts.loss_fn, batch, parts.precision, parts.config, parts.world.device)
+    real = measure._pass(planner.model, [planner.model[2], planner.model[3]], training)  # type: ignore[index]
     assert model.problems == ()
     assert model.passed == real
     assert real.kept > 2 * 16 * 4 * WIDTH * 4
@@ -270,7 +273,7 @@ def test_a_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     values = sum(each.numel() for each in network().parameters())
     buffers = 2 * WIDTH * 4 + 8
     for memory, fits in ((values * 16 + buffers, True), (values * 16 + buffers - 1, False), (values * 8 - 1, False)):
-        monkeypatch.setattr(planning, "device_memory", lambda _device, memory=memory: memory)
+        monkeypatch.setattr(choose, "device_memory", lambda _device, memory=memory: memory)
         if fits:
             trainer()
         else:

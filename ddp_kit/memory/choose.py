@@ -1,0 +1,404 @@
+"""Placements that fit: which one `parallel="auto"` takes, what `ddpkit plan` advises, and what cannot fit.
+
+                       counted bytes                                         must fit in
+"auto", OOM hints      all except activations: the batch is not known yet    a part of the memory
+`ddpkit plan`          all, with activations as measured                     the whole memory
+checks at the start    weights, gradients and optimizer state: exact ones    the whole memory
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_kit.config.settings import AUTO, MemoryConfig, ParallelConfig, StrategyName, TrainerConfig
+from ddp_kit.distributed.world import World, gathered
+from ddp_kit.env import PlanRequest
+from ddp_kit.errors import ConfigError, size_text
+from ddp_kit.log import logger
+from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor_size
+from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
+from ddp_kit.parallel import Strategy
+
+_WORTH_IT = 0.98  # the maximum fraction of the bytes of the current placement, or of a cheaper one
+_RANKS_PER_NODE = 8  # assumed, because `ddpkit plan` does not know it
+_RECOMPUTED = {"activation_checkpointing": "blocks"}
+
+
+@cache  # so that it is known after an error, without querying the device
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a GPU; None for the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _memory_of_rank(world: World) -> int:
+    """Bytes of memory of the rank's GPU; on the CPU, its share of the host's memory."""
+    return device_memory(world.device) or int(psutil.virtual_memory().total) // world.local_world_size
+
+
+def _as_written(**settings: Any) -> str:
+    """Settings as written in a script, without the empty ones."""
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items() if value).replace("'", '"')
+
+
+# --- Automatic placement ----------------------------------------------------------------------------------------------
+
+
+STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
+    ("ddp", {}),
+    ("zero1", {}),
+    ("fsdp", {}),
+    ("fsdp", _RECOMPUTED),
+    ("fsdp", _RECOMPUTED | {"offload_optimizer": True}),
+    ("tensor", _RECOMPUTED),
+)
+"""(strategy, changes to `memory`), those that cost the least time first; settings of the user are kept."""
+
+COUNTED_SHARE = 0.7
+"""The fraction of the memory for weights, gradients and optimizer state; the rest is for activations."""
+COUNTED_SHARE_RECOMPUTED = 0.85
+"""The same if all blocks are recomputed: they keep little more than their inputs."""
+_COUNTED = "Counted are weights, gradients and optimizer state; the rest of the memory is for activations"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement, and the memory that it needs on the rank that needs the most."""
+
+    text: str
+    """The configuration as written in a script."""
+    parallel: ParallelConfig
+    memory: MemoryConfig
+    needed: int
+    """Bytes of weights, gradients, optimizer state and communication."""
+    available: int
+    """Bytes that these may take."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the needed bytes are available."""
+        return self.needed <= self.available
+
+    def __str__(self) -> str:
+        return f"{self.text} needs {size_text(self.needed, 2)} of {size_text(self.available, 2)}"
+
+
+def candidates(
+    model: ModelMemory, parallel: ParallelConfig, memory: MemoryConfig, ranks: int, device_memory: int, per_node: int
+) -> Iterator[Candidate]:
+    """Yield the placements to try for these settings, in order, each once.
+
+    `parallel`, `memory`: the other settings in them are kept. `device_memory`: bytes of the smallest device.
+    `per_node`: the number of ranks on each node, or a divisor of all these numbers.
+    """
+    has_blocks = any(row.unit for row in model.rows)
+    tensor = tensor_size(model.rows, math.gcd(ranks, per_node))
+    seen: list[tuple[StrategyName, dict[str, Any]]] = []
+    for strategy, wanted in STEPS:
+        changes = {
+            name: value
+            for name, value in wanted.items()
+            if name not in memory.model_fields_set and (name != "activation_checkpointing" or has_blocks)
+        }
+        placement: StrategyName = "ddp" if ranks == 1 else strategy
+        if (placement, changes) in seen or (strategy == "tensor" and tensor == 1):
+            continue
+        seen.append((placement, changes))
+        sizes = {"shard": ranks // tensor, "tensor": tensor} if placement == "tensor" else {"strategy": placement}
+        implied = ParallelConfig.model_validate(sizes)
+        fields = ("strategy", "replicate", "shard", "tensor", "shard_optimizer")
+        placed = parallel.model_copy(update={field: getattr(implied, field) for field in fields})
+        yield candidate_for(model, placed, memory.model_copy(update=changes), ranks, device_memory, **changes)
+
+
+def candidate_for(
+    model: ModelMemory, parallel: ParallelConfig, memory: MemoryConfig, ranks: int, device_memory: int, **changes: Any
+) -> Candidate:
+    """The candidate for a placement. `changes`: the settings of `memory` to show in its text."""
+    plan = plan_memory(
+        model,
+        parallel,
+        ranks,
+        device_memory=device_memory,
+        offload_optimizer=memory.offload_optimizer,
+        offload_parameters=memory.offload_parameters,
+    )
+    share = COUNTED_SHARE_RECOMPUTED if memory.activation_checkpointing == "blocks" else COUNTED_SHARE
+    sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor", "pipeline")}
+    given = {name: size for name, size in sizes.items() if size not in (1, -1)}
+    text = _as_written(parallel=given or parallel.strategy, memory=changes)
+    return Candidate(text, parallel, memory, plan.exact + plan.communication, int(share * device_memory))
+
+
+def choose(tried: Iterable[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
+    """The first candidate that fits, and those before it; None and all candidates if none fits."""
+    refused: list[Candidate] = []
+    for each in tried:
+        if each.fits:
+            return each, refused
+        refused.append(each)
+    return None, refused
+
+
+def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> TrainerConfig:
+    """Replace ``parallel="auto"`` with the settings of the first candidate that fits. A collective.
+
+    Other configurations are returned unchanged. Two values of optimizer state are counted for each weight, as in Adam.
+    Raises `ConfigError` if none fits.
+    """
+    if config.parallel.strategy != AUTO:
+        return config
+    everyone = gathered(world, [_memory_of_rank(world), world.local_world_size])
+    least, per_node = min(memory for memory, _ in everyone), math.gcd(*(ranks for _, ranks in everyone))
+    whole = measured_without_pass(model, config)
+    chosen, refused = choose(candidates(whole, config.parallel, config.memory, world.world_size, least, per_node))
+    if chosen is None:
+        raise ConfigError(
+            f"parallel='auto' found nothing that fits: {'; '.join(map(str, refused))}. {_COUNTED}",
+            "use more ranks or precision='bf16-true', or set the settings of `parallel` and `memory` yourself",
+        )
+    logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {each}" for each in refused), _COUNTED)
+    return config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
+
+
+# --- `ddpkit plan` ----------------------------------------------------------------------------------------------------
+
+
+class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
+    """Ends the script after `ddpkit plan` has printed the plan."""
+
+
+def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
+    """The full output of `ddpkit plan`."""
+    plan = planned(model, config, asked.ranks, asked.memory)
+    config, lines = _with_auto(model, config, asked.ranks, asked.memory)
+    values = sum(row.numel for row in model.rows)
+    auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
+    title = (
+        f"{values:,} parameters, parallel={config.parallel.strategy!r}, "
+        f"precision={config.precision!r}, micro-batch {micro_batch}{auto}"
+    )
+    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, title=title)])
+
+
+def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
+    """Plan a configuration. For ``parallel="auto"``, plan the choice that it makes, which needs `device_memory`."""
+    chosen, _ = _with_auto(model, config, ranks, device_memory)
+    plan = plan_memory(
+        model,
+        chosen.parallel,
+        ranks,
+        device_memory=device_memory,
+        # The measured pass has recomputed what the configuration says: only a change by "auto" is to be estimated.
+        checkpointing=float(chosen.memory.activation_checkpointing != config.memory.activation_checkpointing),
+        offload_activations=chosen.memory.offload_activations,
+        offload_optimizer=chosen.memory.offload_optimizer,
+        offload_parameters=chosen.memory.offload_parameters,
+    )
+    if config.parallel.strategy == "device_map":
+        problem = "device_map: the plan is for the whole model on one device"
+        return replace(plan, problems=(*plan.problems, problem))
+    return plan
+
+
+def _with_auto(
+    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None
+) -> tuple[TrainerConfig, list[str]]:
+    """Return the choice of ``parallel="auto"``, or its last candidate if none fits; and lines about the choice."""
+    if config.parallel.strategy != AUTO or device_memory is None:
+        return config, []
+    # As in training, where the optimizer has no state yet.
+    rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
+    whole = ModelMemory(tuple(rows), model.buffers)
+    chosen, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, _RANKS_PER_NODE))
+    last = chosen or refused[-1]
+    lines = [f"parallel='auto': {chosen or 'nothing fits'}", *(f"  refused: {each}" for each in refused)]
+    return config.model_copy(update={"parallel": last.parallel, "memory": last.memory}), lines
+
+
+def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, title: str = "") -> str:
+    """A text with the table of the plan, whether it fits, and if not, what to change."""
+    devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
+    lines = [f"{title}; {devices}" if title else devices, str(plan)]
+    lines += [f"  not known: {problem}" for problem in plan.problems]
+    least = "at least " if plan.problems else ""
+    needs, has = f"{least}{size_text(plan.total)}", size_text(device_memory)
+    if plan.total <= device_memory:
+        lines.append(f"fits: {needs} of {has}" + (", as far as is known" if plan.problems else ""))
+        return "\n".join(lines)
+    lines.append(f"does not fit: {needs}, and a device has {has}")
+    if found := advice(model, plan, ranks, device_memory):
+        lines += ["what fits, cheapest first:", *map(str, found)]
+    else:
+        smallest = min(settings(model, ranks, device_memory), key=lambda each: each.plan.total)
+        least_needed = f"{size_text(smallest.plan.total)} with {smallest.text}"
+        lines.append(f"no setting of ddpkit makes it fit; the least is {least_needed}")
+        lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A change of the configuration, and the memory plan with it."""
+
+    text: str
+    """The configuration as written in a script."""
+    plan: MemoryPlan
+    fits: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"  {self.text}: {size_text(self.plan.total)}" + (f" ({self.note})" if self.note else "")
+
+
+def advice(model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int) -> tuple[Setting, ...]:
+    """The settings that fit and need less memory than the current plan, cheapest first."""
+    found: list[Setting] = []
+    least = current.total
+    for setting in settings(model, ranks, device_memory):
+        if setting.fits and setting.plan.total < least * _WORTH_IT:
+            least = setting.plan.total
+            found.append(setting)
+    return tuple(found)
+
+
+def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Setting]:
+    """Yield placements, those that cost the least time first, each with its memory plan."""
+
+    def setting(
+        parallel: str | dict[str, int], memory: dict[str, Any], note: str = "", used: ModelMemory = model, **more: str
+    ) -> Setting:
+        plan = plan_memory(
+            used,
+            ParallelConfig.model_validate({"strategy": parallel} if isinstance(parallel, str) else parallel),
+            ranks,
+            device_memory=device_memory,
+            checkpointing=float("activation_checkpointing" in memory),
+            **{name: True for name in memory if name != "activation_checkpointing"},
+        )
+        if plan.host:
+            note = f"the optimizer steps on the CPU; {size_text(plan.host)} of host memory for each rank"
+        shown = "" if ranks == 1 and (memory or more) else parallel  # a single rank has no choice
+        text = _as_written(parallel=shown, memory=memory, **more)
+        return Setting(text, plan, plan.total <= device_memory, note)
+
+    yield setting("ddp", {})
+    if model.copies_weights:
+        fused = setting("ddp", {}, used=replace(model, copies_weights=False))
+        yield replace(fused, text=f"{fused.text}, and fused=True for the optimizer")
+    if ranks > 1:
+        yield setting("zero1", {})
+        yield setting("fsdp", {})
+    # From here on the optimizer's copies are no longer the reason.
+    most, recomputed = "fsdp" if ranks > 1 else "ddp", _RECOMPUTED if model.passed.blocks else {}
+    if recomputed:
+        yield setting(most, recomputed, "blocks are computed twice: a third more time")
+        offloaded = recomputed | {"offload_activations": True}
+        yield setting(most, offloaded, "activations travel to host memory and back")
+    rounded = "weights are rounded to bfloat16 at each step: it trains differently"
+    yield setting(most, recomputed, rounded, model.in_half(), precision="bf16-true")
+    in_node = math.gcd(ranks, _RANKS_PER_NODE)
+    tensor = tensor_size(model.rows, in_node) if model.splits_known else in_node
+    if tensor > 1:
+        unknown = "" if model.splits_known else "needs a tensor_plan; estimate"
+        yield setting({"shard": ranks // tensor, "tensor": tensor}, recomputed, unknown)
+    for moved in ("offload_optimizer", "offload_parameters") if ranks > 1 else ("offload_optimizer",):
+        yield setting(most, recomputed | {moved: True})
+
+
+# --- Checks at the start ----------------------------------------------------------------------------------------------
+
+
+_EXACT = ("ddp", "zero1", "fsdp", "tensor")  # for other strategies the memory per device is not known in advance
+
+
+def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
+    """Raise `ConfigError` if weights and gradients exceed the memory of the GPU to which the model is to be moved."""
+    memory = _memory_to_fit(strategy)
+    if memory is not None and not strategy.replaces_parameters:
+        trained = sum(bytes_of(each) for each in model.parameters() if each.requires_grad)
+        refuse(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
+
+
+def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer) -> int | None:
+    """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
+
+    Called after `strategy.setup`. `device_optimizer`: `optimizer`, or the one that holds the model's parameters if
+    those of `optimizer` are on the host. Returns the bytes on this rank; None on the CPU, and if they are not known.
+    """
+    memory = _memory_to_fit(strategy)
+    if memory is None:
+        return None
+    held = [each for group in device_optimizer.param_groups for each in group["params"] if each.requires_grad]
+    trained = held if strategy.replaces_parameters else strategy.parameters
+    weights, gradients = (sum(map(bytes_of, each)) for each in (strategy.local_parameters(), trained))
+    if strategy.parameters_on_host:
+        weights = gradients = 0
+    weights += sum(map(bytes_of, model.buffers()))
+    plan = MemoryPlan(weights, gradients, state_to_come(optimizer) if optimizer is device_optimizer else 0)
+    refuse(plan, memory)
+    return plan.exact
+
+
+def _memory_to_fit(strategy: Strategy) -> int | None:
+    return device_memory(strategy.world.device) if strategy.config.strategy in _EXACT else None
+
+
+def refuse(plan: MemoryPlan, device_memory: int) -> None:
+    """Raise `ConfigError` if weights, gradients and optimizer state alone do not fit; estimates are not used."""
+    if plan.exact <= device_memory:
+        return
+    parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
+    shown = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    raise ConfigError(
+        f"this cannot fit: {shown} per device, and it has {size_text(device_memory)}",
+        '`ddpkit plan` says what fits; parallel="fsdp" divides all three by the number of ranks',
+    )
+
+
+# --- After an out-of-memory error -------------------------------------------------------------------------------------
+
+
+def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> str:
+    """Describe the settings to change after an out-of-memory error.
+
+    Not a collective. Does not query the device, because the error may have left it in any state.
+    """
+    recompute = "" if config.memory.activation_checkpointing else _as_written(memory=_RECOMPUTED)
+    if config.micro_batch_size == "auto":
+        first = f"set {recompute} in the TrainerConfig, " if recompute else ""
+        hint = f"there is no smaller micro-batch: {first}use a lower precision, or an optimizer with less state"
+    else:
+        also = f", or {recompute}" if recompute else ""
+        hint = (
+            f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
+            "it is"
+        )
+    with suppress(Exception):  # planning may fail too, for example for lack of host memory
+        if placement := _smaller_placement(model, optimizer, config, world):
+            hint = f"{hint}; {placement}"
+    return hint
+
+
+def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> str:
+    """Describe a placement that, by arithmetic, needs less memory than the current one and fits; "" if none."""
+    if config.parallel.strategy == "device_map" or world.world_size == 1:
+        return ""
+    ranks, memory = world.world_size, _memory_of_rank(world)
+    whole = measured_without_pass(model, config, optimizer)
+    now = candidate_for(whole, config.parallel, config.memory, ranks, memory)
+    tried = candidates(whole, config.parallel, config.memory, ranks, memory, world.local_world_size)
+    found, _ = choose(each for each in tried if each.needed < now.needed * _WORTH_IT)
+    if found is None:
+        return ""
+    return (
+        f"by arithmetic, {found.text} needs {size_text(found.needed, 2)} of {size_text(memory, 2)} on each rank for "
+        f"weights, gradients and optimizer state, and {now.text} needs {size_text(now.needed, 2)}"
+    )

@@ -1,0 +1,342 @@
+"""Memory estimates: the bytes that a model needs on each device, before anything is allocated.
+
+    weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the placement; but
+                                           estimates for `tensor` without a plan of the layers, and for `pipeline` if
+                                           it is unknown which stages use which weights
+    activations, temporaries               estimates, measured in a pass without data (measure.py)
+    communication, fixed                   estimates
+
+The total includes activations or the optimizer's temporary copies, whichever is larger, because they do not exist at
+the same time. Estimates were not verified on a GPU. Activations are not divided by `tensor`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.errors import GIB, size_text
+from ddp_kit.parallel.strategy import Sizes, sizes_of, whole_gradients_fit
+
+MIB = 1024**2
+CONTEXT_BYTES = GIB // 2
+"""Approximate memory of the CUDA context; NCCL's buffers take the same amount again."""
+
+
+# --- A model, its optimizer, and one pass -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter of the model; tied ones count once."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of one value."""
+    trained: bool
+    unit: str = ""
+    """The block that contains it; "": none or several."""
+    state_per_value: int = 0
+    """Bytes of optimizer state per value."""
+    state_besides: int = 0
+    """Bytes of optimizer state of constant size, such as a step count."""
+    split: int | None = None
+    """The dimension that tensor parallelism splits; None: it stays whole."""
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parameter."""
+        return self.numel * self.itemsize
+
+    @property
+    def state(self) -> int:
+        """Bytes of its optimizer state."""
+        return self.numel * self.state_per_value + self.state_besides
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one repeated block in one pass."""
+
+    kept: int
+    """Bytes saved for the backward pass."""
+    input: int
+    """Bytes of the block's input, which is about all that activation checkpointing keeps."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes of one forward and backward pass of one micro-batch, without weights and gradients."""
+
+    batch: int = 0
+    """The micro-batch and prefetched ones."""
+    kept: int = 0
+    """Activations at the end of the forward pass."""
+    peak: int = 0
+    """The maximum at any time, including activations."""
+    blocks: tuple[BlockMemory, ...] = ()
+    casts: int = 0
+    """Copies of the blocks' weights in another dtype, which autocast keeps until the end of the forward pass."""
+
+    def with_less(self, *, checkpointing: float, offload: bool) -> "PassMemory":
+        """An estimate with a fraction of the blocks recomputed (`checkpointing`), or activations on the host."""
+        kept, temporary = self.kept, self.peak - self.kept
+        if not self.blocks or not (checkpointing or offload):
+            return self
+        largest = max(block.kept - block.input for block in self.blocks)
+        recomputed = round(checkpointing * len(self.blocks))
+        left = [block.input if n < recomputed else block.kept for n, block in enumerate(self.blocks)]
+        kept += sum(left) - sum(block.kept for block in self.blocks)
+        if offload:  # one block is computed while the next one is copied
+            kept += 2 * max(left) - sum(left) if len(left) > 1 else 0
+        if recomputed:  # one block exists again in its backward pass; casts exist at the end of the forward pass
+            temporary = max(temporary + largest, self.casts)
+        return replace(self, kept=kept, peak=kept + temporary, blocks=())
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The input of a memory plan: a model, its optimizer, and one pass."""
+
+    rows: tuple[ParameterRow, ...]
+    buffers: int
+    """Bytes of buffers."""
+    passed: PassMemory = PassMemory()
+    copies_weights: bool = False
+    """Whether `optimizer.step()` allocates a copy of the weights, as torch's foreach optimizers do."""
+    accumulates: bool = False
+    """Whether an optimizer step has several passes."""
+    stages: tuple[frozenset[str], ...] = ()
+    """The names of the parameters on each rank of the configured pipeline; empty if unknown."""
+    problems: tuple[str, ...] = ()
+    """What is unknown and counted as 0 bytes."""
+
+    @property
+    def splits_known(self) -> bool:
+        """Whether a plan says which parameters tensor parallelism splits."""
+        return any(row.split is not None for row in self.rows)
+
+    def in_half(self) -> "ModelMemory":
+        """The same model with weights of two bytes. Activations stay as measured, which is an upper bound."""
+        rows = tuple(
+            replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
+            for row in self.rows
+        )
+        return replace(self, rows=rows, passed=replace(self.passed, casts=0))
+
+
+def tensor_size(rows: Sequence[ParameterRow], most: int) -> int:
+    """The number of ranks that the layers of the tensor plan can be split over; 1 without a plan.
+
+    It is the largest divisor of `most` that divides the widths of all these layers.
+    """
+    widths = [row.shape[row.split] for row in rows if row.split is not None]
+    return math.gcd(most, *widths) if widths else 1
+
+
+# --- Memory plan ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device that needs the most, by purpose; see `ddp_kit.memory.estimate`."""
+
+    weights: int
+    """Weights and buffers."""
+    gradients: int
+    """Gradients of the trained parameters."""
+    optimizer_state: int
+    """The optimizer's state."""
+    activations: int = 0
+    """Activations saved for the backward pass, and batches. An estimate."""
+    temporaries: int = 0
+    """Other tensors of the forward and backward pass. An estimate."""
+    optimizer_temporaries: int = 0
+    """Temporary copies in `optimizer.step()`, at which time there are no activations."""
+    communication: int = 0
+    """Gathered weights, and buffers of reductions. An estimate."""
+    fixed: int = 0
+    """The CUDA context and NCCL. An estimate."""
+    problems: tuple[str, ...] = ()
+    """What is unknown and counted as 0 bytes."""
+    host: int = 0
+    """Bytes of host memory per rank: optimizer state, weights and gradients that are offloaded."""
+    certain: bool = True
+    """Whether weights, gradients and optimizer state are exact."""
+
+    @property
+    def exact(self) -> int:
+        """Bytes of weights, gradients and optimizer state; exact if `certain`."""
+        return self.weights + self.gradients + self.optimizer_state
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak: the largest sum at any time."""
+        step = max(self.activations + self.temporaries, self.optimizer_temporaries)
+        return self.exact + step + self.communication + self.fixed
+
+    def __str__(self) -> str:
+        """A table of the plan."""
+        known = "exact" if self.certain else "estimate"
+        passes, copies = "estimate", "estimate; fused=True needs none"
+        if self.activations + self.temporaries > self.optimizer_temporaries:
+            copies = "not counted: less than activations"
+        else:
+            passes = "not counted: less than the optimizer's copies"
+        rows = [
+            ("weights", self.weights, known),
+            ("gradients", self.gradients, known),
+            ("optimizer state", self.optimizer_state, known),
+            ("activations", self.activations, passes),
+            ("temporary tensors", self.temporaries, passes),
+            ("optimizer's copies", self.optimizer_temporaries, copies),
+            ("communication", self.communication, "estimate"),
+            ("CUDA context, NCCL", self.fixed, "estimate"),
+            ("total", self.total, ""),
+        ]
+        if self.host:
+            rows.append(("in host memory", self.host, "for each rank"))
+        return "\n".join(f"  {name:<20}{size_text(size):>12}  {note}".rstrip() for name, size, note in rows)
+
+
+def plan_memory(
+    model: ModelMemory,
+    parallel: ParallelConfig,
+    ranks: int,
+    *,
+    device_memory: int | None = None,
+    checkpointing: float = 0.0,
+    offload_activations: bool = False,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+) -> MemoryPlan:
+    """Compute the bytes on the device that needs the most.
+
+    `device_memory`: bytes of a device, which determine what FSDP keeps whole. `checkpointing`: the fraction of the
+    blocks that are recomputed. `offload_*`: as in the configuration.
+    Raises `ConfigError` if the sizes of `parallel` do not match the number of ranks.
+    """
+    sizes = sizes_of(parallel, ranks)
+
+    def fit_whole(rows: Sequence[ParameterRow]) -> bool:
+        return device_memory is None or whole_gradients_fit(_size(rows), device_memory)
+
+    staged = _stage(model, sizes.pipeline)
+    sharded = [row for row in staged if row.unit or sizes.pipeline == 1]  # a pipeline shards only its blocks
+    rows = [_split(row, sizes.tensor, known=model.splits_known) for row in staged]
+    local = [_part(row, 0, sizes.shard) if row.unit or sizes.pipeline == 1 else row for row in rows]
+    weights = _size(local)
+    gradients, whole = (_size(row for row in each if row.trained) for each in (local, rows))
+    state, copies = sum(row.state for row in local), gradients if model.copies_weights else 0
+    if parallel.shard_optimizer and ranks > 1:
+        state, padding = _flat_state(rows, sizes.data)
+        weights, copies = weights + padding, -(-copies // sizes.data)
+    accumulates_whole = sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained])
+    gathered = sizes.pipeline > 1 and fit_whole(sharded)
+    communication = _communication(rows, parallel, sizes, gradients, gathered=gathered)
+
+    held, host = whole if accumulates_whole else gradients, 0
+    if offload_parameters and sizes.data > 1:
+        host = weights + gradients + state
+        weights, held, state, copies = 0, whole if accumulates_whole else 0, 0, 0
+    elif offload_optimizer or offload_parameters:
+        updated = -(-gradients // sizes.data) if parallel.shard_optimizer else gradients
+        host, state, copies = 2 * updated + state, 0, 0
+
+    passed = model.passed.with_less(checkpointing=checkpointing, offload=offload_activations)
+    return MemoryPlan(
+        weights=weights + model.buffers,
+        gradients=held,
+        optimizer_state=state,
+        activations=passed.batch + passed.kept,
+        temporaries=passed.peak - passed.kept,
+        optimizer_temporaries=copies,
+        communication=communication,
+        fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),
+        problems=model.problems,
+        host=host,
+        certain=(sizes.tensor == 1 or model.splits_known)
+        and (sizes.pipeline == 1 or len(model.stages) == sizes.pipeline),
+    )
+
+
+def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
+    """The parameters of the largest pipeline stage.
+
+    If the stages are unknown: an equal number of blocks, and the largest parameter outside of the blocks.
+    With 1F1B, the first stage keeps the activations of as many micro-batches as there are stages, each for its share of
+    the layers: about as much as one device without a pipeline keeps for one micro-batch.
+    """
+    rows = model.rows
+    if stages == 1:
+        return list(rows)
+    if len(model.stages) == stages:
+        each_stage = ([row for row in rows if row.name in names] for names in model.stages)
+        return max(each_stage, key=lambda own: sum(row.size * (1 + row.trained) + row.state for row in own))
+    units = [unit for unit in dict.fromkeys(row.unit for row in rows) if unit]
+    first = set(units[: -(-len(units) // stages)])
+    outside = sorted((row for row in rows if not row.unit), key=lambda row: row.size)
+    return [row for row in rows if row.unit in first] + outside[-1:]
+
+
+def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
+    """A rank's part of a parameter with tensor parallelism; without a plan (`known`), matrices are split."""
+    dimension = row.split if known else 0 if len(row.shape) == 2 else None
+    return row if dimension is None else _part(row, dimension, tensor)
+
+
+def _part(row: ParameterRow, dimension: int, parts: int) -> ParameterRow:
+    """The first part of a parameter, which is the largest: a dimension is divided as torch.chunk does."""
+    if parts == 1 or not row.shape:
+        return row
+    shape = list(row.shape)
+    shape[dimension] = -(-shape[dimension] // parts)
+    return replace(row, shape=tuple(shape))
+
+
+def _size(rows: Iterable[ParameterRow]) -> int:
+    return sum(row.size for row in rows)
+
+
+def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
+    """With ZeRO-1: bytes of optimizer state on the rank with the most, and of the padding that makes ranges equal."""
+    state, padding = [0] * ranks, 0
+    for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
+        flat = [row for row in rows if row.trained and row.itemsize == itemsize]
+        values = sum(row.numel for row in flat)
+        share = -(-values // ranks)
+        padding += (share * ranks - values) * itemsize
+        for row, end in zip(flat, accumulate(row.numel for row in flat), strict=True):
+            begin = end - row.numel
+            for rank in range(begin // share, -(-end // share)):
+                state[rank] += (min(end, (rank + 1) * share) - max(begin, rank * share)) * row.state_per_value
+    return max(state) + sum(row.state_besides for row in rows), padding
+
+
+def _communication(
+    rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int, *, gathered: bool
+) -> int:
+    """Bytes for communication. DDP's buckets share memory with gradients; FSDP gathers a unit while it uses another.
+
+    `gathered`: whether all units stay gathered with `reshard_after_forward="auto"`.
+    """
+    if sizes.shard == 1:
+        half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
+        return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps its compression errors
+    weights, trained = Counter({"": 0}), Counter({"": 0})
+    for row in rows:
+        if row.unit or sizes.pipeline == 1:  # in a pipeline, weights outside of the blocks are not sharded
+            weights[row.unit] += row.size
+            trained[row.unit] += row.size * row.trained
+    root, blocks = weights.pop(""), sorted(weights.values())
+    stay = gathered if parallel.reshard_after_forward == "auto" else not parallel.reshard_after_forward
+    held = root + sum(blocks if stay else blocks[-2:])
+    return held + 2 * max(trained.values())  # whole gradients of one unit, and the send buffer

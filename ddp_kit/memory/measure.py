@@ -1,0 +1,329 @@
+"""Measurement of a model, its optimizer and one pass without allocating memory; and the measured peak of a real run.
+
+The model is copied to fake tensors, or was built from them: see `ddp_kit.trainer.plan_script`. Then
+
+    optimizer.step() once, with gradients of the weights' shapes      -> optimizer state of each parameter
+    loss_fn(model, batch).backward() once, with a real first batch    -> activations, the peak, the share of each block
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.config.settings import CheckpointConfig, ParallelConfig, TrainerConfig
+from ddp_kit.distributed.world import World
+from ddp_kit.errors import ConfigError, DdpKitError, first_line, size_text
+from ddp_kit.log import logger
+from ddp_kit.memory.estimate import BlockMemory, MemoryPlan, ModelMemory, ParameterRow, PassMemory
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.parallel.activations import Activations
+from ddp_kit.parallel.shards import settings_of
+from ddp_kit.parallel.tensor_plan import split_dimensions
+from ddp_kit.precision import Precision
+from ddp_kit.structures import repeated_blocks
+from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
+
+# --- Measurement on fake tensors --------------------------------------------------------------------------------------
+
+
+def config_to_plan(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration of the same run in one process, without checkpoints, compilation or micro-batch search.
+
+    fp8 is planned as bf16, which needs no GPU: weights are the same, and there are no copies in 8 bits.
+    """
+    changes: dict[str, Any] = {
+        "parallel": ParallelConfig(),
+        "checkpoint": CheckpointConfig(),
+        "compile": None,
+        "mfu": False,
+        "memory": config.memory.model_copy(update={"offload_optimizer": False, "offload_parameters": False}),
+        "data": config.data.model_copy(update={"num_workers": 0, "seed_samples": False, "compare_items": 0}),
+    }
+    if config.micro_batch_size == "auto":
+        changes["micro_batch_size"] = 1
+    if config.precision == "fp8":
+        changes |= {"precision": "bf16", "fp8_layers": "auto"}
+    return config.model_copy(update=changes)
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """A forward and backward pass of one micro-batch."""
+
+    loss_fn: Callable[[Any, Any], Tensor | Loss]
+    batch: Any
+    precision: Precision
+    config: TrainerConfig
+    """`parallel` is the placement to plan for; the pass runs without it."""
+    device: torch.device
+
+
+def measured(
+    model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer, training: TrainingPass, *, accumulates: bool
+) -> ModelMemory:
+    """Measure a model, its optimizer and a pass for a plan. Changes nothing, and allocates little.
+
+    `device_optimizer`: `optimizer`, or the one that holds the model's parameters if those of `optimizer` are copies on
+    the host. `accumulates`: an optimizer step has several passes.
+    """
+    if not any(map(is_fake, model.parameters())):
+        model, optimizer = _without_memory(model, optimizer, device_optimizer)
+    parallel, blocks = training.config.parallel, repeated_blocks(model)
+    problems: list[str] = []
+    states: dict[nn.Parameter, tuple[int, int]] = {}
+    stages: tuple[frozenset[str], ...] = ()
+    passed, units = PassMemory(), _units(blocks)
+    try:
+        states = _states(optimizer)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problems.append(f"optimizer state: {type(optimizer).__name__} cannot step without values: {error}")
+    try:
+        passed = _pass(model, [*blocks.values()], training)
+    except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+        problems.append(f"activations: the loss function cannot run without values: {first_line(error)}")
+    splits, problem = _splits(model, parallel)
+    if parallel.tensor > 1 and problem:
+        problems.append(f"which layers are split: {problem}")
+    if parallel.pipeline > 1:
+        try:
+            stages, units = _stages(model, training)
+        except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+            problems.append(f"what each stage holds: {first_line(error)}")
+    return ModelMemory(
+        rows=_rows(model, units, states, splits),
+        buffers=sum(map(bytes_of, model.buffers())),
+        passed=passed,
+        # On a GPU, torch updates all parameters of a group in one foreach kernel, unless it is told otherwise.
+        copies_weights=any(
+            group.get("foreach", False) is not False and not group.get("fused") for group in optimizer.param_groups
+        ),
+        accumulates=accumulates,
+        stages=stages,
+        problems=tuple(problems),
+    )
+
+
+def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None = None) -> ModelMemory:
+    """Memory of a model without activations, of which only the shapes are read.
+
+    Each weight has as many values of optimizer state as any has in `optimizer`; two, as in Adam, before the first step.
+    """
+    found = [
+        sum(bytes_of(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
+        / max(1, bytes_of(parameter))
+        for parameter, state in (optimizer.state.items() if optimizer is not None else ())
+        if isinstance(state, dict)
+    ]
+    kept = max(found, default=2.0)
+    states = {each: (round(kept * each.element_size()), 0) for each in model.parameters() if each.requires_grad}
+    splits, _ = _splits(model, config.parallel)
+    rows = _rows(model, _units(repeated_blocks(model)), states, splits)
+    whole = ModelMemory(rows, buffers=sum(map(bytes_of, model.buffers())))
+    return whole.in_half() if config.precision == "bf16-true" else whole
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _without_memory(model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Copies of the model and the optimizer with fake parameters, and without optimizer state."""
+    fakes = FakeTensors()
+    # deepcopy takes these from the memo instead of copying.
+    memo: dict[int, Any] = {id(each): fakes.parameter(each) for each in model.parameters()}
+    for held, copies in zip(device_optimizer.param_groups, optimizer.param_groups, strict=True):
+        memo |= {id(copy): memo[id(each)] for each, copy in zip(held["params"], copies["params"], strict=True)}
+    memo[id(optimizer.state)] = defaultdict(dict)
+    try:
+        return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model {type(model).__name__} cannot be copied, which a plan needs: {error}",
+            "run `ddpkit plan` on the script: it makes the model without memory from the beginning",
+        ) from None
+
+
+def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass) -> PassMemory:
+    """Run the pass, and count the bytes that are alive."""
+    # Offloading has no effect on the CPU: `plan_memory` subtracts offloaded activations.
+    activations = Activations(model, training.config.memory.model_copy(update={"offload_activations": False}))
+    arrived = [leaf for leaf in pytree.tree_leaves(training.batch) if isinstance(leaf, Tensor)]
+    live = LiveBytes([*model.parameters(), *model.buffers(), *arrived])
+    began: dict[nn.Module, tuple[int, int]] = {}  # bytes before the block, and of its input
+    found: dict[nn.Module, BlockMemory] = {}
+
+    def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        began[block] = live.now, sum(bytes_of(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+    def leave(block: nn.Module, _inputs: Any, _output: Any) -> None:
+        before, given = began[block]
+        found[block] = BlockMemory(max(0, live.now - before), given)
+
+    def drop_gradient(parameter: Tensor) -> None:  # as it is computed: gradients are counted elsewhere
+        parameter.grad = None
+
+    with _left_as_it_was(model), ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        for each in model.parameters():
+            if each.requires_grad:
+                hooks.enter_context(each.register_post_accumulate_grad_hook(drop_gradient))  # type: ignore[no-untyped-call]
+        with live:
+            with training.precision.forward(), activations.forward_context():
+                value = checked(training.loss_fn(model, training.batch), "the loss function")
+            total = value.loss if isinstance(value, Loss) else value
+            kept = live.now
+            total.sum().backward()  # type: ignore[no-untyped-call]
+    ahead = training.config.data.prefetch_batches if training.device.type == "cuda" else 0
+    # autocast makes 16-bit copies of matrices
+    casts = {each for block in blocks for each in block.parameters() if each.ndim > 1 and each.dtype == torch.float32}
+    return PassMemory(
+        batch=sum(map(bytes_of, arrived)) * (1 + ahead),
+        kept=kept,
+        peak=live.peak,
+        blocks=tuple(found[block] for block in blocks if block in found),
+        casts=sum(2 * each.numel() for each in casts) if training.config.precision in ("bf16", "fp16") else 0,
+    )
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Set training mode; restore random states and each module's mode on exit."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """Optimizer state of each parameter, measured by a step: bytes per value, and other bytes."""
+    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    for parameter in held:
+        with torch.no_grad():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = {}
+    for parameter in held:
+        parameter.grad = None
+        state = [leaf for leaf in pytree.tree_leaves(optimizer.state.get(parameter, {})) if isinstance(leaf, Tensor)]
+        per_value = sum(each.element_size() for each in state if each.shape == parameter.shape)
+        found[parameter] = per_value, sum(bytes_of(each) for each in state if each.shape != parameter.shape)
+    return found
+
+
+def state_to_come(optimizer: Optimizer) -> int:
+    """Bytes of the state that a torch.optim optimizer will allocate; 0 for others. Fast: runs at every start.
+
+    Measured by a step of the same optimizer on the CPU with a few values.
+    """
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        trained = [each for each in group["params"] if each.requires_grad]
+        for dtype in {each.dtype for each in trained}:
+            values = sum(each.numel() for each in trained if each.dtype == dtype)
+            with suppress(RuntimeError, TypeError, ValueError):  # this check must not end a run by its own error
+                tried = nn.Parameter(torch.ones(8, dtype=dtype))
+                per_value, _ = _states(kind([tried], **settings_of(kind, group)))[tried]
+                total += values * per_value
+    return total
+
+
+def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
+    """Dimension along which tensor parallelism splits each parameter, and the reason if it is not known."""
+    try:
+        return split_dimensions(model, parallel), ""
+    except ConfigError as error:
+        return {}, error.message
+
+
+def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[str], ...], dict[nn.Parameter, str]]:
+    """Names of the parameters on each rank of the pipeline, and the block of each parameter that can be sharded."""
+    # A local import, because the module imports torch.distributed.pipelining.
+    from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
+
+    parallel = training.config.parallel
+    with _left_as_it_was(model), training.precision.forward():
+        holders = holders_after_first_pass(model, parallel, training.loss_fn, training.batch)
+    names = tuple(
+        frozenset(name for name, each in model.named_parameters() if place in holders[each])
+        for place in range(parallel.pipeline)
+    )
+    return names, sharded_parameters(model, chain_of(model, parallel))
+
+
+def _units(blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
+
+
+def _rows(
+    model: nn.Module,
+    units: Mapping[nn.Parameter, str],
+    states: Mapping[nn.Parameter, tuple[int, int]],
+    splits: Mapping[nn.Parameter, int],
+) -> tuple[ParameterRow, ...]:
+    found = []
+    for name, each in model.named_parameters():
+        row = ParameterRow(name, tuple(each.shape), each.element_size(), each.requires_grad, units.get(each, ""))
+        per_value, besides = states.get(each, (0, 0))
+        found.append(replace(row, state_per_value=per_value, state_besides=besides, split=splits.get(each)))
+    return tuple(found)
+
+
+# --- Measured peak ----------------------------------------------------------------------------------------------------
+
+
+_STEPS_TO_PEAK = 3
+"""Steps until memory has peaked: the optimizer allocates its state in the first, DDP rebuilds buckets in the second."""
+
+
+class PeakMemory:
+    """Logs the measured peak of GPU memory once, after the first steps, next to the plan if there is one."""
+
+    def __init__(self, world: World, counted: int | None) -> None:
+        """`counted`: bytes of weights, gradients and optimizer state; None: unknown."""
+        self._world = world
+        self._counted = counted
+        self._steps = 0
+        self._predicted: MemoryPlan | None = None
+
+    def compare_with(self, plan: MemoryPlan) -> None:
+        """Compare the peak of the next steps with this plan."""
+        self._predicted, self._steps = plan, 0
+
+    @property
+    def planned(self) -> int | None:
+        """Planned bytes per device; None without a plan."""
+        return None if self._predicted is None else self._predicted.total
+
+    def after_step(self) -> None:
+        if self._world.device.type != "cuda" or self._steps == _STEPS_TO_PEAK:
+            return
+        self._steps += 1
+        if self._steps < _STEPS_TO_PEAK:
+            return
+        peak = size_text(torch.cuda.max_memory_allocated(self._world.device))
+        if self._predicted is not None:
+            predicted = self._predicted.total - self._predicted.fixed  # torch's allocator does not count `fixed`
+            logger.info("memory: planned {}, measured peak {}", size_text(predicted), peak)
+        elif self._counted is not None:
+            logger.info(
+                "memory: {} calculated for weights, gradients and optimizer state, measured peak {} with activations",
+                size_text(self._counted),
+                peak,
+            )
