@@ -23,7 +23,7 @@ class Callback:
     """Whether checkpoints hold the state of every rank. If False, they hold rank 0's, and all ranks load that."""
 
     metrics_needed: tuple[str, ...] = ()
-    """The metrics that this callback reads from evaluations; `fit` checks that they exist before the first step."""
+    """The metrics that this callback reads from evaluations. The sanity check of `fit` fails if one does not exist."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint: numbers, strings and tensors, in any nested containers."""

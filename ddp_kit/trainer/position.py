@@ -289,8 +289,8 @@ class RunState:
         """Raise `DataError` if another loop has started since."""
         if self._loop is not loop:
             raise DataError(
-                "another loop over steps() was started while this one was not finished",
-                "finish or leave a loop before starting the next one",
+                "another loop over steps() was started, or a checkpoint was loaded, while this one was not finished",
+                "finish or leave a loop before starting the next one, and before trainer.resume(path)",
             )
 
     def resumed(self) -> None:
