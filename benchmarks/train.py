@@ -1,6 +1,6 @@
 """The cost of a training loop per optimizer step: ddpkit's Trainer and its peers, compared with a loop by hand.
 
-    python benchmarks/train.py [--quick] [--only mlp|own|batches|conv|gpt] [--rounds 4] [--peers by_hand,ddpkit]
+    python benchmarks/train.py [--quick] [--only mlp|own|batches|small|conv|gpt] [--rounds 4] [--peers by_hand,ddpkit]
 
 A whole run writes its table to RESULTS.md; with --quick, --only or --peers it is printed alone. Every peer trains the
 same model on the same samples with the same optimizer. Rounds are interleaved: in each, every peer has its turn at

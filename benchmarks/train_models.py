@@ -65,6 +65,10 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
+def small_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
 def conv_net() -> nn.Module:
     layers: list[nn.Module] = []
     for fewer, more in ((3, 16), (16, 32), (32, 64)):
@@ -89,6 +93,10 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def vectors(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 16), torch.randint(4, (count,))
+
+
+def wider_vectors(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 64), torch.randint(10, (count,))
 
 
 def images(count: int) -> tuple[Tensor, Tensor]:
@@ -148,6 +156,7 @@ CASES = {
     "mlp": Case("tiny MLP", mlp, vectors, batch=8, steps=3000),
     "own": Case("tiny MLP, own Dataset", mlp, vectors, batch=8, steps=3000, dataset=Samples, accumulations=[1]),
     "batches": Case("tiny MLP, whole batches", mlp, vectors, batch=8, steps=3000, dataset=Batches, accumulations=[1]),
+    "small": Case("small MLP", small_mlp, wider_vectors, batch=32, steps=1500, optimizer=adamw, accumulations=[1]),
     "conv": Case("conv net", conv_net, images, batch=8, steps=500, turns=2),
     "gpt": Case(
         "GPT",
