@@ -272,7 +272,7 @@ class _Launcher:
         self.close()
 
     def close(self) -> None:
-        """Close its pipes and wait until it has ended, with its job if it runs one."""
+        """Close the launcher's pipes, and wait until the launcher and any job that it runs have ended."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with suppress(OSError):

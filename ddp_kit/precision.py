@@ -167,7 +167,7 @@ class Precision:
             raise LossError(
                 f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are bfloat16"
                 + (f", and {' and '.join(kept)} keep their dtype" if kept else ""),
-                "convert what the model computes from others, as in x + self.table.to(x.dtype)"
+                "where the model computes with tensors of other dtypes, convert them, as in x + self.table.to(x.dtype)"
                 + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else ""),
             ).with_traceback(error.__traceback__) from error
 

@@ -377,7 +377,8 @@ class ParallelConfig(_Part):
             raise ValueError(f"strategy = {self.strategy!r} contradicts the other settings, which need {needed!r}")
         if self.device_map is not None and self.strategy != "device_map":
             raise ValueError(
-                f"device_map contradicts the other settings, which need {self.strategy!r}: leave one of them out"
+                f"device_map contradicts the other settings, which need strategy = {self.strategy!r}: leave out either "
+                "device_map or those settings"
             )
         return self
 
@@ -591,7 +592,7 @@ class TrainerConfig(_Part):
             )
         if self.memory.offload_parameters and self.parallel.shard == 1:
             raise ValueError(
-                "memory.offload_parameters needs sharded weights, and parallel.strategy is "
+                "memory.offload_parameters needs sharded weights, but parallel.strategy is "
                 f"{self.parallel.strategy!r}: set parallel='fsdp', or use offload_optimizer instead"
             )
         for moved in ("offload_optimizer", "offload_parameters"):

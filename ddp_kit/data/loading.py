@@ -72,7 +72,7 @@ class WholeBatches(Dataset[Any]):
 
 
 class Samples(Dataset[Any]):
-    """A wrapper of a dataset whose errors name the sample."""
+    """A wrapper around a dataset that adds to each error which sample was being read."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -380,8 +380,8 @@ class UserTrainBatches(_Steps):
 
     def _no_step(self, length: int, where: str) -> DataError:
         return DataError(
-            f"the batch sampler yields {length} batches, fewer than the {self.per_step} of one step: "
-            f"there is no complete step{where}",
+            f"the batch sampler yields {length} batches, but one step needs {self.per_step}: there is no complete "
+            f"step{where}",
             "use fewer accumulation_steps, or data.drop_last=False",
         )
 

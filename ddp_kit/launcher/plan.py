@@ -392,7 +392,7 @@ def _worker_resources(processes: str, chosen: Chosen, each: int, cpus: Cpus, bin
 
 
 def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
-    """The usable cores near any of these GPUs; empty if they are unknown for one of them."""
+    """The usable cores near any of these GPUs; empty if the near cores of even one GPU are unknown."""
     if not all(gpu.near for gpu in gpus):
         return ()
     return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))

@@ -257,7 +257,10 @@ def _nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
-    """The numbers in --rdzv-conf. Raises `UsageError` for what torchrun rejects; `ignored_settings` names the rest."""
+    """The usable numbers in --rdzv-conf. Raises `UsageError` for those that torchrun rejects.
+
+    Other unusable ones are left out; `ignored_settings` names them.
+    """
     found = {}
     for name in filter(conf.__contains__, _CONF_NUMBERS):
         number = _number(conf[name])

@@ -201,7 +201,7 @@ def _seconds(text: str) -> float:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of GPUs: use a whole number of at least 1")
     return int(text)
 
 

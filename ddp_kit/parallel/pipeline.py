@@ -348,7 +348,7 @@ class PipelineStrategy(Strategy):
         return self._shards.of.get(parameter, parameter)
 
     def _model_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The model's parameters for those that an optimizer holds."""
+        """The model's parameters that correspond to the parameters that an optimizer holds."""
         return [self._whole.get(each, each) for group in optimizer.param_groups for each in group["params"]]
 
     def _forget_state(self) -> None:

@@ -201,8 +201,8 @@ class Links:
         if tensor.dtype not in _DTYPES or tensor.ndim > _DIMENSIONS:
             raise LossError(
                 f"a pipeline stage cannot send a tensor of dtype {tensor.dtype} with {tensor.ndim} dimensions",
-                f"let blocks return float32, float64, bfloat16, float16, int64 or int32 with at most {_DIMENSIONS} "
-                "dimensions",
+                "make the blocks return tensors of dtype float32, float64, bfloat16, float16, int64 or int32, with at "
+                f"most {_DIMENSIONS} dimensions",
             )
         self._send([items, int(tensor.requires_grad), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
 

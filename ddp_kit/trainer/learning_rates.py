@@ -291,9 +291,9 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
         left = _ticks_left(scheduler.scheduler)
         if epochs is not None and left < epochs:
             raise ConfigError(
-                f"the scheduler allows {left:g} more steps, but the run ends {epochs} more epochs, with a step at the "
-                "end of each",
-                f"create it for all of them: total_steps={max(0, scheduler.scheduler.last_epoch) + epochs}",
+                f"the scheduler allows {left:g} more steps, but the run will complete {epochs} more epochs, and steps "
+                "the scheduler at the end of each",
+                f"create the scheduler for all epochs: total_steps={max(0, scheduler.scheduler.last_epoch) + epochs}",
             )
         return
     if scheduler is None or total is None:

@@ -382,9 +382,9 @@ class Reading:
         )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """The first optimizer step with a non-finite loss (or weight), and the lowest such rank; None: there is none.
+        """(step, rank) of the first non-finite loss (or weight); None if all are finite. A collective.
 
-        A collective.
+        If several ranks have one in that optimizer step, the lowest of them.
         """
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 

@@ -220,7 +220,7 @@ class ModelFlops:
                     value = checked(parts.loss_fn(model, batch), "the loss function")
                 loss = value.loss if isinstance(value, Loss) else value
                 if not all(map(is_fake, _leaves(loss))):  # real gradients, and the hooks of DDP, must not be touched
-                    raise NotCountedError("parameters that are not the model's")
+                    raise NotCountedError("a loss that uses parameters from outside the model")
                 count.goes_backward = True
                 loss.sum().backward()  # type: ignore[no-untyped-call]
         finally:

@@ -145,7 +145,8 @@ def _check_name(name: object) -> None:
         raise ConfigError(f"trainer.log got the name {name!r}", "use strings as names, such as 'accuracy'")
     if name in _RESERVED:
         raise ConfigError(
-            f"trainer.log got {name!r}, a name that ddpkit logs itself", f"use another name, such as 'my_{name}'"
+            f"trainer.log got the name {name!r}, which is reserved for a value that ddpkit logs",
+            f"use another name, such as 'my_{name}'",
         )
 
 

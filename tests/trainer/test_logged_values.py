@@ -71,7 +71,7 @@ def test_a_repeated_or_skipped_step_does_not_count() -> None:
     ("values", "words"),
     [
         (3.0, "trainer.log got a float"),
-        ({"loss": 1.0}, "a name that ddpkit logs itself"),
+        ({"loss": 1.0}, "reserved for a value that ddpkit logs"),
         ({"": 1.0}, "got the name ''"),
         ({"two": torch.ones(2)}, "a tensor of shape (2,) for 'two', not a single number"),
         ({"text": "high"}, "a str for 'text'"),

@@ -338,7 +338,11 @@ def of_another(model: nn.Module, batch: Any) -> Tensor:
         (nn.Bilinear(WIDTH, WIDTH, 2), lambda m, b: m(b[0], b[0]).mean(), "the FLOPs of aten._trilinear.default"),
         (Projecting(), squares, "the FLOPs of aten.mv.default are not known"),
         (nn.Linear(WIDTH, 1), waiting, "the loss function cannot run without values: DataDependentOutputException"),
-        (nn.Linear(WIDTH, 1), of_another, "the FLOPs of parameters that are not the model's are not known"),
+        (
+            nn.Linear(WIDTH, 1),
+            of_another,
+            "the FLOPs of a loss that uses parameters from outside the model are not known",
+        ),
         (nn.LayerNorm(WIDTH), squares, "the model has no matrix products or convolutions"),
         (nn.Linear(WIDTH, 1).double(), lambda m, b: m(b[0].double()).mean(), "the peak rate of cpu in float64"),
     ],

@@ -181,7 +181,7 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
 
 
 def all_wait_for_ranks(stacks: Collection[Stack]) -> bool:
-    """Whether each of them only waits for other ranks, so that the cause is elsewhere."""
+    """Whether all these processes only wait for other ranks, which means that the cause of the hang is elsewhere."""
     return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
 
 

@@ -17,7 +17,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def read(env: Mapping[str, str]) -> JobPlace | None:
     """This node's place; None if the variables are absent, or belong to a worker or to a single machine.
 
-    Raises `UsageError` if they contradict each other, as when an image or a shell has left some behind.
+    Raises `UsageError` if the variables contradict each other, for example because some of them are left over from a
+    container image or a shell.
     """
     names = (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
     if not all(env.get(name) for name in names) or LOCAL_RANK in env or env[WORLD_SIZE] == "1":

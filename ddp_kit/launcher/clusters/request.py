@@ -1,4 +1,4 @@
-"""The place of this node in a job, from a cluster's variables, and the request for a job that `ddpkit submit` makes."""
+"""This node's place in a job, read from the cluster's variables; and `ddpkit submit`'s request for a job."""
 
 import re
 from collections.abc import Mapping
@@ -46,8 +46,8 @@ def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) 
         found = f"is {text!r}" if name in env else "is not set"
         raise UsageError(
             f"this looks like {environment}, but its variable {name} {found}",
-            "unset its variables to run on this machine alone (--nnodes 1 does so too), or type --nnodes, --node-rank, "
-            "--master-addr and --master-port",
+            f"to run on this machine alone, unset all variables of {environment} or pass --nnodes 1; otherwise pass "
+            "--nnodes, --node-rank, --master-addr and --master-port",
         )
     return int(text)
 

@@ -31,8 +31,8 @@ _RETRY_SECONDS = 0.005
 def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
     """Make a plan, and hold its GPUs until the end of the block.
 
-    `make` gets the GPUs that other launches hold: UUID -> holder. Launches choose one at a time, so that if two want
-    the same GPUs, one of them gets all. `hold`: False if the plan is only printed.
+    `make` gets the GPUs that other launches hold: UUID -> holder. Only one launch chooses at a time, so that if two
+    want the same GPUs, one launch gets them all. `hold`: False if the plan is only printed.
     """
     if sys.platform != "linux":
         yield make({})

@@ -84,7 +84,7 @@ def _text(found: dict[str, Any], name: str) -> str:
 def _number(found: dict[str, Any], name: str) -> int:
     value = found.get(name)
     if not _is_count(value):
-        raise _UnexpectedError(f"`{name}` is not a whole number from 0 on")
+        raise _UnexpectedError(f"`{name}` is not a whole number of at least 0")
     return int(value)  # type: ignore[arg-type]
 
 

@@ -101,10 +101,10 @@ class WarmServer:
         count_interval: float = 0.0,
         stacks: str = "",
     ) -> "Process":
-        """Request a worker; then call `pump` until it has `answered`.
+        """Request a worker. The caller must then call `pump` until the worker's `answered` is true.
 
-        `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for its stdout and
-        stderr; empty: those of this process. `count_interval`, `stacks`: see `Start`.
+        `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for the worker's
+        stdout and stderr; if empty, it uses those of this process. `count_interval`, `stacks`: see `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
