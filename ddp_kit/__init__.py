@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # the next look-up does not come here
+    globals()[name] = value  # the next look-up finds it without calling this function
     return value
 
 

@@ -8,7 +8,7 @@ from ddp_kit.torch_internals import compile_like, compile_module, compiled_modul
 
 
 def compile_in_place(model: nn.Module, what: str) -> None:
-    """Compile the whole model (`what`: "model") or each of its repeated blocks ("blocks"); modules remain the same.
+    """Compile the model (`what`: "model") or each of its repeated blocks ("blocks"); modules stay the same objects.
 
     Blocks of the same class share compiled code, so compilation takes less time, and graphs end where DDP's hooks must
     run. Raises `ConfigError` if there are no repeated blocks.
@@ -33,8 +33,8 @@ def compile_in_place(model: nn.Module, what: str) -> None:
 def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:
     """Remove the wrappers that `torch.compile` has put around a model or its submodules, and return the plain model.
 
-    Weights then have their plain names. The modules inside the wrappers are compiled in place with the same settings.
-    `compiled`: if False, nothing is compiled. Models without wrappers are returned as they are.
+    Weights then have their plain names. The modules inside the wrappers are compiled in place, with the wrappers'
+    settings. `compiled`: if False, nothing is compiled. Models without wrappers are returned as they are.
     """
     for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
         plain = compiled_module(module)

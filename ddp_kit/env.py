@@ -1,7 +1,7 @@
 """The contract between the launcher and its workers: environment variables and files. Exit codes: exit_codes.py.
 
-Only this module names them. The variables are torchrun's, so that scripts for torchrun run unchanged, and a `Trainer`
-also works under torchrun or plain `python`.
+Only this module contains their names. The variables are torchrun's, so that scripts for torchrun run unchanged, and a
+`Trainer` also works under torchrun or plain `python`.
 """
 
 import os
@@ -32,17 +32,17 @@ USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-PYTHON = "PYTHON_EXEC"  # the workers' interpreter, instead of the launcher's
+PYTHON = "PYTHON_EXEC"  # the workers' interpreter, in place of the launcher's interpreter
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 # --gpus-per-process: the number of GPUs of each process, 1 if unset. Local rank r uses the visible GPUs that start at
-# index r times this number. Under torchrun, users set it themselves.
+# index r times this number. Under torchrun, users set the variable themselves.
 GPUS_PER_PROCESS = "DDPKIT_GPUS_PER_PROCESS"
 THREADS = "OMP_NUM_THREADS"
-BLAS_THREADS = "OPENBLAS_NUM_THREADS"  # of NumPy's BLAS, instead of OMP_NUM_THREADS
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"  # threads of NumPy's BLAS; takes precedence over OMP_NUM_THREADS
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-ALLOCATOR = "PYTORCH_ALLOC_CONF"  # of torch's CUDA allocator; its older names:
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # settings of torch's CUDA allocator; older names of the variable:
 ALLOCATOR_OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 NO_COLOR = "NO_COLOR"  # see https://no-color.org
 # torchrun's variables for the defaults of flags.
@@ -51,24 +51,25 @@ NODES_DEFAULT = "PET_NNODES"
 NODE_RANK_DEFAULT = "PET_NODE_RANK"
 MASTER_ADDR_DEFAULT = "PET_MASTER_ADDR"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
-FLAG_DEFAULT = "PET_{name}"  # of any flag
+FLAG_DEFAULT = "PET_{name}"  # the default of any flag
 GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # --shutdown-timeout
 LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # --log-line-prefix-template
-# Set by the manifests of `ddpkit submit`: the seconds that the cluster leaves the launcher from SIGTERM to SIGKILL.
+# Set by the manifests of `ddpkit submit`: the seconds that the cluster gives the launcher from SIGTERM to SIGKILL.
 GRACE = "DDPKIT_GRACE_SECONDS"
 END_TIME = "SLURM_JOB_END_TIME"  # when the job ends, in seconds since 1970
-# Settings of torch's agent without a flag.
+# Settings of torch's agent that have no flag.
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds; not a number: no limit
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
-# Set by `ddpkit plan`, so that the script's Trainer plans instead of training: number of ranks, bytes of each device.
+# Set by `ddpkit plan`, to let the script's Trainer plan instead of train: number of ranks, bytes of each device.
 PLAN_RANKS = "DDPKIT_PLAN_RANKS"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
 # 1: precision="fp8" computes its float8 products in float32, on any device; for tests.
 EMULATE_FP8 = "DDPKIT_EMULATE_FP8"
 
-# Prefixes of variables that libraries read at import, and of those that the interpreter or the loader reads at start.
+# Prefixes of variables that libraries read when they are imported, and prefixes of variables that the interpreter or
+# the dynamic loader reads at start.
 IMPORT_TIME_VARIABLES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_TRACE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTORCH_JIT",
@@ -90,11 +91,11 @@ HIDDEN_FROM_WORKERS = {BLAS_THREADS: "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 RUN_FOLDER_PREFIX = "ddpkit-"
-# Files in a run folder, in addition to torch's: per rank, and VERDICT_FILE for the job.
+# Files in a run folder, in addition to torch's: one of each per rank, but one VERDICT_FILE for the whole job.
 OUTPUT_LOG = "output.log"
 HEARTBEAT_FILE = "heartbeat"  # see heartbeat.py
 STACKS_FILE = "stacks.txt"  # the stack of a rank when a hang was detected
-# Makes a forked worker write its stacks, on machines where py-spy cannot read them.
+# The signal that makes a forked worker write its stacks, on machines where py-spy cannot read them.
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 GRACE_FILE = "shutdown-timeout"  # in an attempt's folder: the seconds of --shutdown-timeout
@@ -103,7 +104,7 @@ ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see la
 RECORD_FOLDER = "record"
 RECORD_ATTEMPTS, RECORD_ROWS = "attempts.jsonl", "rows.jsonl"
 RECORD_NOTE = "ddpkit-record"
-ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: one of its ranks has printed the error that ends it
+ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: a rank has printed the error that ends the attempt
 
 # Keys in the `extraInfo` of an error file that was written by ddpkit, not by the script.
 NOTE_MARK = "ddpkit"
@@ -123,7 +124,7 @@ class WorkerEnv:
     local_world_size: int = 1
     node_rank: int = 0
     gpus_per_process: int | None = None
-    """None: all visible GPUs for a single process, else one."""
+    """GPUs of each process; None: all visible GPUs for a single process, one GPU each for several processes."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,11 @@ class PlanRequest:
 
     ranks: int
     memory: int
-    """Bytes of each device."""
+    """Bytes of memory of each device."""
 
 
 def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
-    """The request of `ddpkit plan`; None in a process that should train."""
+    """The request of `ddpkit plan`; None in a process that is to train."""
     env = os.environ if env is None else env
     return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
 
@@ -147,12 +148,12 @@ def emulates_fp8() -> bool:
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:
-    """Whether the launcher serves the workers' store; if not, rank 0 does. The variable is torchrun's."""
+    """Whether the launcher serves the workers' store; if not, rank 0 serves it. The variable is torchrun's."""
     return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
-    """Read a worker's ranks from its environment; without RANK and WORLD_SIZE: a single process.
+    """Read a worker's ranks from its environment; without RANK and WORLD_SIZE, the worker is a single process.
 
     Raises `WorldError` if the variables are incomplete or contradict each other.
     """
@@ -184,9 +185,9 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
 
 
 def job_start_time() -> float | None:
-    """When the launcher started this job's first workers on this node, as `time.time`; None without a launcher.
+    """When the launcher started this job's first workers on this node, as from `time.time`; None without a launcher.
 
-    It is the modification time of the oldest attempt folder, which restarts do not change.
+    This is the modification time of the oldest attempt folder, which restarts do not change.
     """
     folder = attempt_folder()
     if folder is None:
@@ -197,7 +198,7 @@ def job_start_time() -> float | None:
 
 
 def job_end_time(env: Mapping[str, str] | None = None) -> float | None:
-    """When the scheduler ends this job, as `time.time`; None: unknown."""
+    """When the scheduler ends this job, as from `time.time`; None: unknown."""
     text = (os.environ if env is None else env).get(END_TIME, "")
     return float(text) if text.isdecimal() else None
 
@@ -217,13 +218,13 @@ def shutdown_timeout() -> float | None:
 
 
 def error_file() -> Path | None:
-    """The file in which this worker reports a failure to its launcher; None: no launcher, or it keeps no files."""
+    """The file in which this worker reports a failure to its launcher; None: no launcher, or one that keeps no file."""
     path = os.environ.get(ERROR_FILE)
     return Path(path) if path and path != os.devnull else None
 
 
 def attempt_folder() -> Path | None:
-    """The launcher's folder of this attempt on this node; None: none, or not in torch's layout."""
+    """The launcher's folder for this attempt on this node; None: there is no folder, or its layout is not torch's."""
     path = error_file()
     folder = path.parent.parent if path is not None else Path()  # run folder / attempt_0 / local rank / file
     return folder if folder.name.startswith("attempt_") else None
@@ -242,7 +243,7 @@ def attempt_id(env: Mapping[str, str] | None = None) -> str:
 
 
 def noted_record_folder() -> Path | None:
-    """The folder for the record of this run, as noted in the attempt's folder; None: none."""
+    """The folder for the record of this run, as noted in the attempt's folder; None: no folder is noted."""
     folder = attempt_folder()
     with suppress(OSError):
         noted = "" if folder is None else (folder / RECORD_NOTE).read_text()
@@ -275,7 +276,7 @@ def rank_for_messages() -> int:
 
 
 def make_cublas_deterministic() -> None:
-    """Make cuBLAS deterministic, unless the user set the variable; it is read when CUDA is initialised.
+    """Set the variable that makes cuBLAS deterministic, unless the user set it; it is read when CUDA is initialised.
 
     Source: NVIDIA cuBLAS documentation, "Results reproducibility".
     """
@@ -283,10 +284,10 @@ def make_cublas_deterministic() -> None:
 
 
 def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's setting of torch's CUDA allocator: expandable segments, which reduce fragmentation.
+    """The launcher's setting for torch's CUDA allocator: expandable segments, which reduce fragmentation.
 
-    Empty if the user set the variable, by any of its names, or if there is no NVIDIA driver. torch reads it when its
-    CUDA library is loaded, so the warm server needs it too.
+    Empty if the user set the variable, under any of its names, or if there is no NVIDIA driver. torch reads the
+    variable when torch's CUDA library is loaded, so the warm server needs it too.
     """
     if not Path("/dev/nvidiactl").exists() or not env.keys().isdisjoint((ALLOCATOR, *ALLOCATOR_OLDER)):
         return {}

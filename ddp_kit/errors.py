@@ -1,4 +1,4 @@
-"""The exceptions of ddpkit. Each message says what was requested, what was found, and what to do.
+"""The exceptions of ddpkit. Each message states what was requested, what was found, and what to do.
 
 DdpKitError
 ├── ConfigError   an invalid TrainerConfig or combination of settings; also a ValueError
@@ -9,7 +9,7 @@ DdpKitError
 ├── UsageError    an invalid command line: exit code 2
 └── LaunchError   the launcher could not start the job
 
-Uncaught, they are printed without a traceback: see uncaught.py.
+Uncaught exceptions of these classes are printed without a traceback: see uncaught.py.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class DdpKitError(Exception):
     """
 
     reported_elsewhere = False
-    """Whether another rank reports the same error: then only that one prints it and is named by the verdict."""
+    """Whether another rank reports the same error; only that rank then prints it and is named in the verdict."""
     only_this_rank = False
-    """Whether only this rank has the error, such as the end of its DataLoader worker: then the verdict repeats it."""
+    """Whether only this rank has the error, such as the end of its DataLoader worker; the verdict then repeats it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -45,7 +45,7 @@ class ConfigError(DdpKitError, ValueError):
     Args:
         message: What was requested and what was found.
         hint: What to do.
-        problems: One sentence for each mistake; empty if `message` says everything.
+        problems: One sentence for each mistake; empty if `message` alone describes the mistake.
     """
 
     def __init__(self, message: str, hint: str, problems: tuple[str, ...] = ()) -> None:
@@ -71,7 +71,7 @@ class LossError(DdpKitError):
     Args:
         message: What was requested and what was found.
         hint: What to do.
-        step: The first optimizer step with the problem, if it is detected later.
+        step: The first optimizer step with the problem, if the problem is detected only in a later step.
     """
 
     def __init__(self, message: str, hint: str, step: int | None = None) -> None:
@@ -85,7 +85,7 @@ class CheckpointError(DdpKitError):
     Args:
         message: What was requested and what was found.
         hint: What to do.
-        transient: Whether the next save may succeed, as after a full disk. The run then continues and retries.
+        transient: Whether the next save may succeed, as when a disk was full. The run then continues and tries again.
     """
 
     def __init__(self, message: str, hint: str, *, transient: bool = False) -> None:
@@ -102,7 +102,7 @@ class LaunchError(DdpKitError):
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """The known name closest in spelling; None: none is close."""
+    """The known name that is closest in spelling; None: no known name is close."""
     found = get_close_matches(name, known, n=1, cutoff=0.6)
     return found[0] if found else None
 
@@ -113,13 +113,13 @@ def first_line(error: Exception) -> str:
 
 
 def kind_of(value: object) -> str:
-    """A value by its type, for a message: `None`, `the class Linear`, `a list` or `an OrderedDict`."""
+    """A description of a value by its type, for a message: `None`, `the class Linear`, `a list`, `an OrderedDict`."""
     if value is None:
         return "None"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
-    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou"  # an SGD, by its letters
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou"  # "an SGD", because its letters are spelled out
     return f"a{'n' * name.startswith(tuple(vowels))} {name}"
 
 

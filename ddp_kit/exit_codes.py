@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `ddpkit`, which otherwise returns the failed worker's own code, or 128 + signal."""
+    """Exit codes of `ddpkit`; in all other cases, it returns the failed worker's own code, or 128 + signal number."""
 
     OK = 0
     BROKEN = 1
@@ -13,11 +13,11 @@ class ExitCode(IntEnum):
     LAUNCH_FAILED = 3
     NODE_LOST = 4
     REQUEUE = 75
-    """The workers saved a checkpoint and ask for another run; also a worker's code. EX_TEMPFAIL in sysexits.h."""
+    """The workers saved a checkpoint and ask for another run; workers exit with it too. EX_TEMPFAIL in sysexits.h."""
     HUNG = 124
-    """The launcher killed a worker that hung. Same as coreutils' `timeout`."""
+    """The launcher killed a worker that hung. The code is the same as that of coreutils' `timeout`."""
 
     @staticmethod
     def of_signal(number: int) -> int:
-        """The shell's convention for a process killed by a signal."""
+        """The exit code for a process killed by a signal, as in shells."""
         return 128 + number

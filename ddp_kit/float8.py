@@ -24,15 +24,15 @@ from ddp_kit.log import logger
 from ddp_kit.structures import repeated_blocks
 
 _CAPABILITY = (8, 9)  # the compute capability of the first GPUs with float8 products
-_MULTIPLE = 16  # float8 products need sizes that are multiples of this
-# Layers with at most these sizes are slower in float8. These are torchao's limits, measured on an H100.
+_MULTIPLE = 16  # float8 products need sizes that are multiples of this number
+# Layers of at most these sizes are slower in float8. The limits are torchao's, measured on an H100.
 _SMALL_INPUT, _SMALL_OUTPUT = 4096, 1024
 
 
 def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device: torch.device) -> None:
     """Replace linear layers of a model by torchao's float8 layers, which hold the same parameter objects.
 
-    `layers`: names or patterns of linear layers; "auto": those of the repeated blocks that are large enough to become
+    `layers`: names or patterns of linear layers; "auto": the layers in repeated blocks that are large enough to become
     faster. Layers with a size that is not a multiple of 16 are not converted.
 
     Raises `ConfigError` if the device has no float8 products, torchao is missing, or no layer can be converted.
@@ -56,7 +56,7 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     float8.convert_to_float8_training(
         model,
         module_filter_fn=lambda module, _name: module in chosen,
-        # The gradient of a weight is a product over all rows of a batch. Pad them, because their number is arbitrary.
+        # A weight's gradient is a product over all rows of a batch. Rows are padded, because their number is arbitrary.
         config=float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
     )
     logger.info("fp8: {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left))
@@ -79,7 +79,7 @@ def _check_device(device: torch.device) -> None:
 def _torchao() -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchao warns about its own source, which ddpkit's users cannot change
+            warnings.simplefilter("ignore")  # torchao warns about its own source code, which users cannot change
             import torchao.float8
     except ImportError as error:
         raise ConfigError(
@@ -122,11 +122,11 @@ def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> s
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    """Whether it has hooks, such as those of torch's older weight_norm; a converted layer would lose them."""
+    """Whether a layer has hooks, such as those of torch's older weight_norm; a converted layer would lose its hooks."""
     return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
 
 
 def _by_reason(refused: dict[str, str]) -> Iterator[str]:
-    """One line per reason, with the names of the layers."""
+    """Yield one line per reason, with the names of the layers that were refused for that reason."""
     for reason, names in groupby(sorted(refused, key=refused.__getitem__), key=refused.__getitem__):
         yield f"{some([name or 'the model' for name in names])}: {reason}"

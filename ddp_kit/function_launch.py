@@ -7,7 +7,7 @@
         return rank 0's result, or raise the exception of the rank that failed first
 
 In an interactive session, the launcher for the next call is started as soon as a call ends, and waits with torch
-already imported. It exits with this process, because its standard input is a pipe from here.
+already imported. It exits when this process exits, because its standard input is a pipe from this process.
 """
 
 import atexit
@@ -48,12 +48,12 @@ main({folder!r}, {path!r})
 def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None, processes: int | None = None) -> R:
     """Call `function(*args)` in one process per GPU, and return its result on rank 0.
 
-    Without `gpus` and `processes`, there is one process per visible GPU, or one process if there is no GPU. They are
-    new processes, not forks, so this one may have initialised CUDA.
+    Without `gpus` and `processes`, there is one process per visible GPU, or one process if there is no GPU. The
+    processes are not forks of this one, so this process may have initialised CUDA.
 
     Args:
         function: Any function. It may be defined in a notebook cell and may use variables of other cells; the processes
-            get copies.
+            get copies of these variables.
         *args: The function's arguments; the processes get copies.
         gpus: The GPUs to use, as for `ddpkit launch --gpus`: a number, "all", "0,2", "free:2", ...
         processes: The number of processes, as for `--nproc-per-node`; GPUs are not required.
@@ -104,7 +104,7 @@ def _flags(gpus: int | str | None, processes: int | None) -> list[str]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Refuses GPU tensors: every rank would unpickle them on the same GPU."""
+    """A pickler that rejects GPU tensors, because every rank would unpickle them on the same GPU."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -141,7 +141,7 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of all that is pickled with a function: arguments, closure variables, and used globals."""
+    """Yield (name, value) for everything that is pickled in a call: arguments, closure variables, and used globals."""
     yield from ((f"argument {position}", value) for position, value in enumerate(args, 1))
     if isinstance(function, FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -151,7 +151,7 @@ def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tup
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals used by a function and by functions of its module that it calls; these functions come last."""
+    """Yield the globals used by a function and by functions that it calls in its module; these functions come last."""
     found: dict[str, FunctionType] = {}
     waiting, seen = [function], set[str]()
     while waiting:
@@ -173,7 +173,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The modules that a function's globals come from; the next launcher imports them in advance."""
+    """The modules from which a function's globals come; the next launcher imports these modules in advance."""
     found = {"ddp_kit.function_worker"}
     if isinstance(function, FunctionType):
         for _, value in _globals(function):
@@ -203,7 +203,7 @@ class _Surroundings:
 
 
 class _Launcher:
-    """A launcher that waits for its command line on standard input. Its job ends when this process does."""
+    """A launcher that waits for its command line on standard input. Its job ends when this process ends."""
 
     def __init__(self, surroundings: _Surroundings) -> None:
         self.surroundings = surroundings
@@ -217,14 +217,14 @@ class _Launcher:
             stderr=output,
             start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
         )
-        # A read may end within a character. Kept in the object, because `_show` starts again after an interrupt.
+        # A read may end within a character. The decoders are kept here, because an interrupt makes `_show` start again.
         self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a job, show its output, and return its exit code. After Ctrl-C, raises KeyboardInterrupt at its end."""
+        """Run a job, show its output, and return its exit code. After Ctrl-C, raise KeyboardInterrupt when it ends."""
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; its output says why
+        with suppress(BrokenPipeError):  # the launcher has ended; its output shows why
             stdin.write(f"{json.dumps({'words': list(words), 'env': dict(os.environ)})}\n".encode())
             stdin.flush()
         interrupted: KeyboardInterrupt | None = None
@@ -243,7 +243,7 @@ class _Launcher:
         return code
 
     def _show(self) -> None:
-        """Copy the launcher's output to this process's `sys.stdout` and `sys.stderr` until it ends."""
+        """Copy the launcher's output to `sys.stdout` and `sys.stderr` of this process, until the output ends."""
         if not self._copies:
             return
         with selectors.DefaultSelector() as selector:
@@ -261,13 +261,13 @@ class _Launcher:
                         selector.unregister(key.fileobj)
 
     def is_ready(self, surroundings: _Surroundings) -> bool:
-        """Whether it is still waiting, and would run a job exactly as a new launcher would."""
+        """Whether the launcher is still waiting, and would run a job exactly as a new launcher would."""
         inherited = self.surroundings
         same = inherited.folder == surroundings.folder and inherited.variables == surroundings.variables
         return same and self._process.poll() is None and self._copies == (sys.stdout is not sys.__stdout__)
 
     def discard(self) -> None:
-        """Terminate it while it is waiting."""
+        """Terminate the launcher while it is waiting."""
         self._process.terminate()
         self.close()
 
@@ -285,7 +285,7 @@ _next: _Launcher | None = None
 
 
 def _take(modules: tuple[str, ...]) -> _Launcher:
-    """The waiting launcher if it can run this call, or a new one."""
+    """The waiting launcher, if it can run this call, else a new one."""
     global _next
     ready, _next = _next, None
     surroundings = _Surroundings.now(modules)

@@ -17,7 +17,7 @@ from ddp_kit.uncaught import folded_traceback, leave_note
 
 
 def main(folder: str, path: Sequence[str]) -> None:
-    """Run the call in `folder`. `path`: sys.path of the calling process. The exit code is 1 if it raises."""
+    """Run the call in `folder`. `path`: sys.path of the calling process. If the call raises, the exit code is 1."""
     place = Path(folder)
     sys.path[:] = path
     try:
@@ -53,7 +53,7 @@ def _pickled_error(error: Exception, text: str) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Create the file atomically unless it exists: only the first rank that fails is reported."""
+    """Create the file atomically, unless it exists: only the first error is reported if several ranks fail."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     with suppress(FileExistsError):

@@ -31,7 +31,7 @@ class Phase(IntEnum):
 
     @property
     def in_user_code(self) -> bool:
-        """Whether the script's own code is running, which may take any time."""
+        """Whether the script's own code is running, which may take any amount of time."""
         return self in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.FAILED)
 
     @property
@@ -51,11 +51,12 @@ class Phase(IntEnum):
 class HeartbeatField(IntEnum):
     """The fields of a heartbeat file, in their order: 64-bit integers in this machine's byte order.
 
-    Each is written atomically, but not all at once: a reader may see a new value of one with an old value of another.
+    Each field is written atomically, but not all fields at once: a reader may see a new value of one field together
+    with an old value of another field.
     """
 
     STEP = 0
-    """The last completed optimizer step, plus 1; 0: there is no Trainer."""
+    """The number of the last completed optimizer step, plus 1; 0: there is no Trainer."""
     PHASE = 1
     BEATS = 2
     """Incremented by every action of the Trainer."""
@@ -66,25 +67,25 @@ class HeartbeatField(IntEnum):
     ALL_COLLECTIVES = 5
     """Collectives started in all groups."""
     BEGAN = 6
-    """The step that the run started from (0, or that of a checkpoint), plus 1; 0: it has not started."""
+    """The step from which the run started (0, or the step of a checkpoint), plus 1; 0: the run has not started."""
     CHANGED_AT = 7
     """When the phase was last set, in nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share."""
     STEP_NANOSECONDS = 8
     """The time of one step, as a moving average; 0: fewer than two steps are done."""
     DATA_SHARE = 9
-    """The share of the time that went to waiting for data, in thousandths, as of the last log point."""
+    """The share of time spent waiting for data, in thousandths, as of the last log point."""
     COMMUNICATION_SHARE = 10
-    """The share of the time that went to waiting for other ranks and the network, in thousandths."""
+    """The share of time spent waiting for other ranks and the network, in thousandths."""
     MFU = 11
     """Model FLOPs utilisation, in thousandths, as of the last log point; 0: not known."""
     COUNTED_AT = 12
-    """When collectives were last counted, in nanoseconds of CLOCK_MONOTONIC: only while other threads can run."""
+    """When collectives were last counted, in nanoseconds of CLOCK_MONOTONIC. Counted by a thread when it can run."""
     PYTHON_AT = 13
     """When the main thread was last known to execute Python code, by the same clock; 0: not observed."""
 
 
 ADVICE_WORDS = 64
-"""The fields are followed by this many 8-byte words for the last line of advice: UTF-8, padded with zeros."""
+"""The number of 8-byte words, after the fields, for the last line of advice: UTF-8, padded with zeros."""
 
 
 @dataclass(frozen=True)
@@ -99,22 +100,22 @@ class Heartbeat:
     collectives: int = 0
     all_collectives: int = 0
     began: int | None = None
-    """The step that the run started from; None: it has not started."""
+    """The step from which the run started; None: the run has not started."""
     changed_at: int = 0
-    """Nanoseconds of CLOCK_MONOTONIC; 0: never."""
+    """When the phase was last set, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     step_seconds: float = 0.0
-    """A moving average; 0: not known yet."""
+    """The time of one step, as a moving average; 0: not known yet."""
     data_share: float = 0.0
-    """0 to 1, as of the last log point."""
+    """The share of time spent waiting for data, 0 to 1, as of the last log point."""
     communication_share: float = 0.0
     mfu: float = 0.0
     """Model FLOPs utilisation, 0 to 1; 0: not known."""
-    counted_at: int = field(default=0, compare=False)  # a change of one of these two times is not progress
+    counted_at: int = field(default=0, compare=False)  # a change of only this time or `python_at` is not progress
     """When the collectives were last counted, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     python_at: int = field(default=0, compare=False)
     """When the main thread was last known to execute Python code; 0: not observed."""
     advice: str = ""
-    """The last line of advice; "": there was none."""
+    """The last line of advice; "": there has been no advice."""
 
 
 _heartbeats: "dict[str, memoryview[int]]" = {}
@@ -122,7 +123,7 @@ _heartbeats: "dict[str, memoryview[int]]" = {}
 
 
 def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] | None":
-    """This worker's heartbeat file as shared memory; None: no launcher started it."""
+    """This worker's heartbeat file as shared memory; None: the worker was not started by a launcher."""
     error_file = (os.environ if env is None else env).get(ERROR_FILE)
     if not error_file or error_file == os.devnull:
         return None
@@ -144,7 +145,7 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
 
 
 def read_heartbeat(error_file: str) -> Heartbeat:
-    """Read the heartbeat file next to this error file; the default `Heartbeat` if there is none."""
+    """Read the heartbeat file next to this error file; without such a file, return the default `Heartbeat`."""
     with suppress(OSError, ValueError, TypeError, IndexError):
         content, fields = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes(), 8 * len(HeartbeatField)
         found = memoryview(content[:fields]).cast("q").tolist()

@@ -1,4 +1,4 @@
-"""Log lines through loguru: from rank 0 only, with the time, above a progress bar if there is one."""
+"""Log lines through loguru: only from rank 0, with the time, above the progress bar if there is one."""
 
 import inspect
 import os
@@ -18,7 +18,7 @@ _INDENT, _NARROW = len("12:34:56 INFO    "), 60
 _NO_BREAK = "\u00a0"
 _DEFAULT_HANDLER = 0  # the id of loguru's own handler, which exists until the user configures loguru
 
-# Modules that may log on any rank, because rank 0 may be one of the ranks that they report.
+# Modules that may log on any rank, because rank 0 may be one of the ranks whose problem they report.
 _ANY_RANK = ("ddp_kit.distributed.barrier", "ddp_kit.parallel.fsdp")
 
 __all__ = ["logger", "start"]
@@ -27,8 +27,8 @@ __all__ = ["logger", "start"]
 def start(rank: int, world_size: int) -> None:
     """Enable ddpkit's log lines on the main rank only, and set their format.
 
-    If the user has configured loguru, their handlers receive the lines. Otherwise ddpkit's lines get a handler with a
-    short format, and loguru's default handler, with the rank if there are several, gets all others.
+    If the user has configured loguru, the user's handlers receive ddpkit's lines. Otherwise, ddpkit's lines get a
+    handler with a short format. All other lines keep loguru's default format, with the rank if there are several ranks.
     """
     (logger.enable if rank == 0 else logger.disable)("ddp_kit")
     for module in _ANY_RANK:
@@ -38,7 +38,7 @@ def start(rank: int, world_size: int) -> None:
     except ValueError:
         return
     name, colour = f"rank {rank} | " if world_size > 1 else "", sys.stderr.isatty()
-    label = len(f"[rank {rank}] ") if world_size > 1 else 0  # the launcher may write this before each line
+    label = len(f"[rank {rank}] ") if world_size > 1 else 0  # the launcher may write this label before each line
 
     def write(message: "Message") -> None:
         _write(_wrapped(message, label))

@@ -1,4 +1,4 @@
-"""Masks secrets in output as `****`. They are recognised by name, by position in a URL, or by value.
+"""Masks secrets in output as `****`. Secrets are recognised by name, by position in a URL, or by value.
 
 Doubtful cases are masked: masking a harmless word does less damage than printing a password.
 """
@@ -13,9 +13,10 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _SHORTEST = 6
 """Shorter values of secret variables are not replaced in other text, where they may occur by chance."""
 
-# Secret anywhere in a name.
+# Words that mark a secret anywhere in a name.
 _ALWAYS = re.compile("SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTHORIZATION|SIGNATURE|WEBHOOK|CREDS", re.IGNORECASE)
-# Secret as a word of a name, or at the end of a word, as in `authtoken`; but not `tokenizer`, `keyboard`, `author`.
+# Words that mark a secret as a word of a name, or (first group) at the end of a word, as in `authtoken`; but not in
+# `tokenizer`, `keyboard` or `author`.
 _WORD = re.compile(r"\w*(TOKEN|KEY|AUTH|PASS)|PRIVATE|DSN|PAT|PWD|JWT|SIG|BEARER", re.IGNORECASE)
 _PLURAL = re.compile(r"\w*(TOKEN|KEY)S", re.IGNORECASE)
 _WORDS_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # HF_TOKEN, hf-token, hfToken, HFToken
@@ -34,7 +35,7 @@ _VALUE = re.compile(
     re.DOTALL,
 )
 _BEARER = re.compile(r"\b(Bearer[ ]+)\S+", re.IGNORECASE)
-# A URL's user and password, up to the last @; the password may contain a slash, but a port and a path do not count.
+# A URL's user and password, up to the last @; the password may contain a slash, but a port and a path do not match.
 _URL = re.compile(r"(?<=://)(?:[^\s/:@]*:(?!\d{0,5}/)\S{0,4096}|[^\s/?#]*)@")
 _ONE_NAME = re.compile(r"[+-]*[\w.-]+")
 # A flag without a value, such as `--use-auth-token`, is followed by the next flag, which is not a secret.
@@ -42,12 +43,12 @@ _FLAG = re.compile(r"-[A-Za-z]|--[a-z][\w-]*(=.*)?", re.DOTALL)
 
 
 def masked_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with the values of secret ones and secrets inside other values replaced."""
+    """The variables, with the values of secret variables masked, and also secrets inside other values."""
     return {name: MASK if value and _secret(name, value) else masked(value, env) for name, value in env.items()}
 
 
 def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
-    """Text, such as a message or a command line, with secrets and the values of secret variables of `env` replaced."""
+    """Text, such as a message or a command line, with secrets and the values of secret variables in `env` masked."""
     values = {value for name, value in env.items() if len(value) >= _SHORTEST and _secret(name, value)}
     values |= {repr(value)[1:-1] for value in values}
     for value in sorted(values, key=len, reverse=True):
@@ -92,7 +93,7 @@ def _is_followed_by_secret(name: str, between: str) -> bool:
 def _secret(name: str, value: str) -> bool:
     """Whether a variable, flag or key of this name holds a secret.
 
-    A number is not secret unless the last word of the name marks a secret: `max_tokens`, `--num-key-value-heads`.
+    A number, as in `max_tokens` or `--num-key-value-heads`, is secret only if the last word of the name marks a secret.
     """
     if name.lstrip("-") in _FOLDERS:
         return False

@@ -22,7 +22,7 @@ _WEIGHT_HINT = "pass a number of at least 0, such as the number of tokens or sam
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss or metric as a sum and its weight, such as the number of tokens in the sum.
+    """A loss or metric, as a sum and the weight of that sum, such as its number of tokens.
 
     An optimizer step minimises (sum of all losses) / (sum of all weights) over its global batch.
 
@@ -36,9 +36,9 @@ class Loss:
 
 
 def checked(value: object, source: str) -> "Tensor | Loss":
-    """Return the value if it is a scalar tensor or a `Loss` with one; else raise `LossError`.
+    """Return the value if it is a scalar tensor, or a `Loss` of a scalar tensor; else raise `LossError`.
 
-    `source`: the function that returned it, for the message.
+    `source`: the function that returned the value, for the message.
     """
     if isinstance(value, Loss):
         total, weight = value.loss, value.weight
@@ -62,7 +62,7 @@ def checked(value: object, source: str) -> "Tensor | Loss":
 
 
 def exact_weight(weight: Tensor | float) -> Tensor | float:
-    """The weight of a `Loss`, in float64. An invalid tensor becomes NaN, without a device synchronisation."""
+    """The weight of a `Loss`; a tensor becomes float64, and NaN if it is invalid, without a device synchronisation."""
     if not isinstance(weight, Tensor):
         return weight
     own = weight.detach().reshape(()).double()
@@ -70,7 +70,10 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
-    """The error for an invalid weight on a device, which is only detected later. `rank`: the first rank with one."""
+    """The error for an invalid weight on a device, which is detected only later.
+
+    `rank`: the first rank with an invalid weight.
+    """
     where = "" if rank is None else f", first on rank {rank}"
     return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
 
@@ -99,7 +102,7 @@ class Mean:
 def reduced(means: Sequence[Mean]) -> list[float]:
     """Reduce the means over all ranks with one small all-reduce; the host waits for the result.
 
-    Collective: every rank calls it with the same means. A mean with weight 0 is NaN.
+    A collective: every rank calls this function with the same means. A mean with weight 0 is NaN.
     """
     table = torch.stack([mean.pair() for mean in means])
     if dist.is_initialized():
@@ -129,7 +132,7 @@ def _hint_for(value: object) -> str:
 
 
 # --- Metric objects ---------------------------------------------------------------------------------------------------
-# They hold their own state and reduce it over the ranks themselves.
+# Metric objects hold their own state, and reduce it over the ranks themselves.
 
 
 _DTYPES = (
@@ -151,7 +154,7 @@ class MetricObject:
         self._select = select
 
     def start(self, device: torch.device) -> None:
-        """Reset the metric, on this device."""
+        """Reset the metric, and move it to this device."""
         self._device = device
         if hasattr(self._metric, "to"):
             self._metric.to(device)
@@ -171,7 +174,7 @@ class MetricObject:
         self._metric.update(*arguments)
 
     def values(self) -> dict[str, float]:
-        """The values over all ranks, by name: `name`, or `name.0`, `name.key`, ... for several. A collective.
+        """The values over all ranks, by name: `name`, or for several values `name.0`, `name.key`, ... A collective.
 
         Raises `LossError` if `compute` does not return numbers.
         """
@@ -183,7 +186,7 @@ class MetricObject:
 
 
 def is_metric_object(value: object) -> bool:
-    """Whether it has the methods of a metric object."""
+    """Whether a value has the methods of a metric object."""
     return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
 
 
@@ -239,9 +242,9 @@ def _list_states(metric: Any) -> Iterator[tuple[Any, str, list[Any]]]:
 
 
 def _layout(state: list[Any]) -> list[int]:
-    """The number of dimensions, dtype index and sizes after the first dimension of a list state's first tensor.
+    """The layout of a list state's first tensor: number of dimensions, dtype index, sizes after the first dimension.
 
-    Zeros if the list is empty, or the tensor is of an unknown kind.
+    All zeros if the list is empty, or the tensor is of an unknown kind.
     """
     first = state[0] if state else None
     if not isinstance(first, Tensor) or first.dtype not in _DTYPES or first.dim() > _MOST_DIMENSIONS:

@@ -22,7 +22,7 @@ class Piece:
     """Whether this rank writes the piece to checkpoints; of several ranks that hold the same piece, only one does."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
-        """This piece's values, from a saved whole tensor or the same saved `Piece`. Raises `ValueError` for others."""
+        """This piece's values, from the whole tensor or the same piece. Raises `ValueError` if `saved` is neither."""
         if isinstance(saved, Piece):
             same = saved.shape == self.shape and saved.offsets == self.offsets and saved.flat == self.flat
             if not same or saved.tensor.shape != self.tensor.shape:

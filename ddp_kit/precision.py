@@ -5,7 +5,7 @@ fp32       float32   float32                 no                 anything
 tf32       float32   TensorFloat-32          no                 NVIDIA GPU, Ampere or newer
 bf16       float32   bfloat16 by autocast    no                 CPU, or a GPU with bfloat16
 fp16       float32   float16 by autocast     yes                CPU or GPU
-bf16-true  bfloat16  bfloat16                no                 as bf16; the batch's floats are converted too, but
+bf16-true  bfloat16  bfloat16                no                 as bf16; floats in the batch are converted too, but
                                                                 not the model's buffers
 fp8        float32   float8 in linear        no                 NVIDIA GPU of compute capability 8.9, torchao
                      layers, else as bf16
@@ -28,7 +28,7 @@ from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_EXACT = 256  # bfloat16 represents all whole numbers up to this one, and above it every second, fourth, ...
+_EXACT = 256  # bfloat16 represents all whole numbers up to this one; then only every second, fourth, ... number
 # Norms whose statistics must have the dtype of the weights, also in subclasses.
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -39,8 +39,8 @@ _NORMS = (
 class Precision:
     """One of the six precisions, on one device.
 
-    `sharded`: each rank has the gradients of its own shards only, so the ranks must agree on whether a step overflowed.
-    `gathered`: weights are gathered anew for each forward pass.
+    `sharded`: whether each rank has only the gradients of its own shards, so the ranks must agree whether a step
+    overflowed. `gathered`: whether weights are gathered anew for each forward pass.
     `fp8_layers`, `bf16_buffers`, `bf16_inputs`: as in `TrainerConfig`. Raises `ConfigError` if the device does not
     support the precision.
     """
@@ -65,11 +65,11 @@ class Precision:
         self._kept_buffers: tuple[str, ...] = ()
         self._warned_about_batch = False
         self._autocast_dtype = _AUTOCAST.get(name)
-        # With FSDP, the backward pass would reach a cast that an earlier forward pass (such as one under no_grad) has
-        # cached only after the gradients of its module were reduced.
+        # Autocast may use a cast that it cached in an earlier forward pass (such as one under no_grad). With FSDP, the
+        # backward pass would reach such a cast too late, after the gradients of its module were reduced.
         self._caches_casts = not gathered and _cached_casts_have_gradients()
         self.scales = name == "fp16"
-        """Whether the loss is scaled, so that steps with non-finite gradients are expected, and skipped."""
+        """Whether the loss is scaled; steps with non-finite gradients are then expected, and skipped."""
         self._device = device
         self._fp8_layers = fp8_layers if name == "fp8" else None
         self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
@@ -82,7 +82,7 @@ class Precision:
     def prepare(self, model: nn.Module) -> None:
         """Convert the model's weights (bf16-true) or linear layers (fp8); parameters remain the same objects.
 
-        Raises `ConfigError` if fp8 is not available or the model has no layer for it, or for unknown buffers.
+        Raises `ConfigError` if fp8 is not available, if the model has no layer for fp8, or for unknown buffers.
         """
         if self.weights_dtype is not None:
             kept = self.kept_buffers(model)
@@ -119,7 +119,8 @@ class Precision:
     def check_batch(self, batch: object) -> None:
         """Log a warning if the conversion changes whole numbers in a batch, such as positions; the first time only.
 
-        `batch`: before it is moved to the device. Reads only tensors on the host, so that nothing waits for a GPU.
+        `batch`: a batch that has not been moved to the device. Only tensors on the host are read, so that nothing waits
+        for a GPU.
         """
         if self.batch_dtype is not None and not self._warned_about_batch:
             each_leaf(self._check_leaf, batch)
@@ -155,7 +156,7 @@ class Precision:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Explain torch's error for tensors of two dtypes, which bf16-true may cause."""
+        """A context that explains torch's error about tensors of two dtypes, which bf16-true may cause."""
         try:
             yield
         except RuntimeError as error:
@@ -185,16 +186,16 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
-        if self._scaler is not None and state:  # empty if the run had another precision
+        """Load a state that `state` returned."""
+        if self._scaler is not None and state:  # the state is empty if the saved run had another precision
             self._scaler.load_state_dict(state)
 
     def apply(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
         """Do the optimizer step. Returns False if fp16 overflowed: the step is then skipped and the scale lowered.
 
-        Only the device knows whether it overflowed. `wait`: let the host wait for the answer. If False, the result is
-        always True, and `take_skipped_steps` counts skipped steps; the host then waits only if the optimizer is not
-        fused, because a fused kernel skips the step itself.
+        Only the device knows whether the step overflowed. `wait`: let the host wait for the answer. If False, the
+        result is always True, and `take_skipped_steps` counts skipped steps; the host then waits only if the optimizer
+        is not fused, because a fused kernel skips the step itself.
         """
         if self._scaler is None:
             optimizer.step()
@@ -212,7 +213,7 @@ class Precision:
         return True
 
     def take_skipped_steps(self) -> int:
-        """The number of steps that `apply` has skipped without `wait` since the last call. Waits for the device."""
+        """The number of steps that `apply` without `wait` has skipped since the last call. Waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
 
@@ -223,7 +224,7 @@ def _follows_weights(module: nn.Module) -> bool:
 
 
 def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor on the host with values that bfloat16 may not be able to represent."""
+    """Whether `leaf` is a tensor on the host whose dtype has whole numbers that bfloat16 cannot represent."""
     return (
         isinstance(leaf, Tensor)
         and leaf.is_cpu
@@ -236,10 +237,10 @@ def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
 
 @cache
 def _cached_casts_have_gradients() -> bool:
-    """Whether a cast that autocast caches under no_grad has gradients where it is used later.
+    """Whether a cast that autocast caches under no_grad has gradients when it is used again outside of no_grad.
 
-    Before https://github.com/pytorch/pytorch/pull/165068 it has none: a loss function that first calls the model under
-    no_grad would not train it.
+    Before https://github.com/pytorch/pytorch/pull/165068 it has no gradients: if a loss function first called the model
+    under no_grad, the model would not be trained.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -274,7 +275,7 @@ def _unavailable(name: str, device: str, instead: str) -> ConfigError:
 def _choose_float32(tf32: bool) -> None:
     """Allow or forbid TF32 for float32 matrix products and convolutions; cuDNN's default allows it.
 
-    Uses torch's older switches, because torch.compile reads them, which raises an error if the newer ones were set.
+    Uses torch's older switches, because torch.compile reads these, and that raises an error if newer ones were set.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

@@ -23,7 +23,7 @@ from ddp_kit.torch_internals import memory_snapshot, profiler_runs, record_alloc
 
 _FORMAT = 1
 _MOST_ALLOCATIONS = 1_000_000
-"""Maximum number of recorded events, each of up to some KiB of host memory; of more, the earliest are dropped."""
+"""Maximum number of recorded events; older ones are dropped. Each event takes up to a few KiB of host memory."""
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
@@ -57,7 +57,7 @@ class Recorder:
         self.close()
 
     def before_step(self, number: int) -> None:
-        """Start recording at the first step to record; a resumed run may begin after it. `number`: counted from 1."""
+        """Start recording at the first step to record; a resumed run may begin after that step. `number`: from 1."""
         if self._armed and self._first <= number <= self._last:
             self._armed = False
             self._begin(number)
@@ -138,7 +138,7 @@ class Recorder:
             logger.warning("profile: step {} is not recorded: another torch profiler is running", number)
             return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        # Stacks name modules and lines. They add 0.1 ms to a step of a tiny model, 2% to one of a small GPT.
+        # Stacks name modules and lines. They add 0.1 ms to a step of a tiny model, and 2% to a step of a small GPT.
         running = profile(activities=activities, record_shapes=True, with_stack=True)
         try:
             with warnings.catch_warnings():
@@ -150,14 +150,14 @@ class Recorder:
             return
         self._running, self._begun = running, number
         self._record_memory()
-        with suppress(RuntimeError):  # torch raises it if its newer TF32 switches were set
+        with suppress(RuntimeError):  # torch raises this error if its newer TF32 switches were set
             running.add_metadata("float32_matmul_precision", torch.get_float32_matmul_precision())
 
 
 def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
-    """Write a snapshot of the GPU's memory for pytorch.org/memory_viz, with its history if that was recorded.
+    """Write a snapshot of the GPU's memory for pytorch.org/memory_viz, with the memory's history if it was recorded.
 
-    Called after an out-of-memory error. Returns None without a GPU and if the file cannot be written; never raises.
+    Called after an out-of-memory error. Returns None if there is no GPU or the file cannot be written; never raises.
     """
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is None or not uses_gpu():
@@ -173,7 +173,7 @@ def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
 
 
 def _from_here(file: str) -> str:
-    """The path, relative to the current folder if it is inside it."""
+    """The path of a file; relative to the current folder if the file is inside that folder."""
     return os.path.relpath(file) if file and Path(file).is_relative_to(Path.cwd()) else file
 
 
@@ -193,14 +193,14 @@ def _check_folder(folder: Path, *, speaks: bool) -> None:
             "choose a folder that this process may write to, or leave out profile.steps",
         )
         if speaks:
-            found.only_this_rank = True  # rank 0 may not be among those that record
+            found.only_this_rank = True  # rank 0 may not be one of the ranks that record
         raise found from None
 
 
 # --- Memory peak ------------------------------------------------------------------------------------------------------
 # Allocations at the memory peak of a GPU, by source line, from a snapshot of torch's allocator. The docstring of
-# `torch.cuda.memory._snapshot` documents the structure of a snapshot. Sizes are those that were requested, as in
-# `torch.cuda.memory_stats()["requested_bytes.all.peak"]`; the allocator rounds them up.
+# `torch.cuda.memory._snapshot` documents the structure of a snapshot. Sizes are the requested sizes, as in
+# `torch.cuda.memory_stats()["requested_bytes.all.peak"]`; the allocator rounds these up.
 
 
 _MOST_LINES = 20
@@ -208,10 +208,10 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class LineMemory:
-    """Memory that one line of Python had allocated at the peak."""
+    """Memory that one line of Python code had allocated and not freed at the peak."""
 
     file: str
-    """"" for allocations without Python code on the stack, such as those of the backward pass."""
+    """The file with the line; "" for allocations without Python code on the stack, as in the backward pass."""
     line: int
     function: str
     bytes: int
@@ -221,7 +221,7 @@ class LineMemory:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment at which most memory was allocated on one GPU."""
+    """The moment at which the most memory was allocated on one GPU."""
 
     bytes: int
     earlier: int
@@ -233,7 +233,7 @@ class MemoryPeak:
 def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> MemoryPeak | None:
     """The peak of the GPU with the highest peak; None if no allocation was recorded.
 
-    `libraries`: folders whose frames are skipped: an allocation counts for the innermost line outside of them.
+    `libraries`: folders whose frames are skipped: an allocation counts for the innermost line outside of these folders.
     """
     devices = [_Device(number, events, snapshot) for number, events in enumerate(snapshot["device_traces"]) if events]
     if not devices:
@@ -253,7 +253,7 @@ def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> Memor
 class _Device:
     """The recorded allocations of one GPU.
 
-    Earlier allocations are known only from a free without a recorded allocation, or because they exist at the end.
+    Allocations from before the recording are found in two ways: they are freed during it, or they exist at its end.
     """
 
     def __init__(self, number: int, events: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:

@@ -26,11 +26,11 @@ class _TimeLeft(TimeRemainingColumn):
         return Text.assemble(shown, (" left", shown.style)) if shown.plain else shown
 
 
-_running: list[Progress] = []  # the progress bar of the run; evaluations show theirs in its place
+_running: list[Progress] = []  # the progress bar of the run; evaluations show their own bar in its place
 
 
 class ProgressReport:
-    """Shows the steps of a run as they complete; nothing if `shown` is False. A context manager.
+    """Shows the steps of a run as they complete; shows nothing if `shown` is False. A context manager.
 
     `total`: optimizer steps of the whole run; None: not known in advance. `done`: steps that are already completed.
     """
@@ -56,13 +56,13 @@ class ProgressReport:
             self._bar.stop()
 
     def step(self, done: int, total: int | None) -> None:
-        """Update the bar after a step; it redraws itself a few times a second, regardless of the number of steps."""
+        """Update the bar after a step. The bar is redrawn a few times a second, regardless of the number of steps."""
         self._total = total
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
 
     def log(self, done: int, values: str) -> None:
-        """Show the values of a log point: next to the bar, as many as fit there, or as a line."""
+        """Show the values of a log point: as many as fit next to the bar, or, without a bar, all values in one line."""
         if self._bar is not None:
             room = (
                 self._bar.console.width - len(f"{self._total} / {self._total} ") - _BAR_COLUMNS - len(" 0:00:00 left ")
@@ -73,7 +73,7 @@ class ProgressReport:
 
 
 def _fitting(values: str, room: int) -> str:
-    """The first values, separated by two spaces, that fit into `room` columns."""
+    """As many of the first values as fit into `room` columns; values are separated by two spaces."""
     shown = ""
     for value in values.split("  "):
         longer = f"{shown}  {value}" if shown else value
@@ -84,7 +84,7 @@ def _fitting(values: str, room: int) -> str:
 
 
 def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, shown: bool) -> Iterable[T]:
-    """The same batches, counted by a progress bar on a terminal. `count`: returns their number; None: not known."""
+    """The same batches, counted by a progress bar on a terminal. `count`: returns the total; None: not known."""
     return _with_bar(batches, title, count) if shown and sys.stderr.isatty() else batches
 
 
@@ -190,7 +190,7 @@ class HeartbeatWriter:
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
-        """A context for training: records the initial step, and after a `LossError` the last step before the error."""
+        """A context for training: records the initial step, and after a `LossError` the last step before that error."""
         self.set_step(step)
         self._stepped_at = 0
         if not self._memory[_BEGAN]:

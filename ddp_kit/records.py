@@ -33,7 +33,7 @@ class LogRow:
     slowest_rank: int
     """The rank with the largest `StepTimes.own`; the others wait for it."""
     slowest_factor: float
-    """The slowest rank's `StepTimes.own`, divided by the median of the other ranks'."""
+    """The slowest rank's `StepTimes.own`, divided by the median `StepTimes.own` of the other ranks."""
     values: dict[str, float] = field(default_factory=dict)
     """The values passed to `trainer.log`, averaged over the interval and all ranks."""
     learning_rates: tuple[float, ...] = ()
@@ -41,13 +41,13 @@ class LogRow:
     rank_seconds: tuple[float, ...] = ()
     """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks."""
     rank_memory: tuple[int, ...] = ()
-    """Peak bytes allocated by torch on each rank's GPU so far; empty on a CPU."""
+    """The peak number of bytes that torch has allocated so far on each rank's GPU; empty on a CPU."""
     mfu: float | None = None
     """Model FLOPs utilisation over all ranks, from 0 to 1; None: not known, see `TrainerConfig.mfu`."""
 
     @property
     def data_seconds(self) -> float:
-        """Seconds per step in which this rank waited for a batch."""
+        """Seconds per step that this rank spent waiting for batches."""
         return self.times.data
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class StepTimes:
 
     @property
     def own(self) -> float:
-        """The wall time of a step without `communication`: ranks wait for the one with the largest value."""
+        """The wall time of a step without `communication`: the other ranks wait for the rank with the largest value."""
         return self.data + self.transfer + self.forward + self.backward + self.optimizer + self.other
 
 
@@ -128,7 +128,7 @@ class FitResult:
     steps: int
     """Optimizer steps done."""
     samples: int
-    """Samples trained on over all ranks, counted once per epoch."""
+    """Number of samples that all ranks together have trained on; a sample counts once in each epoch."""
     loss: float
     """The mean loss of the last log row; NaN if there is none."""
     history: tuple[LogRow, ...]
@@ -144,7 +144,7 @@ class LearningRateSearch:
     """The result of a learning-rate range test; the same on every rank."""
 
     rates: tuple[float, ...]
-    """The learning rates tried, ascending, of the optimizer's first parameter group."""
+    """The learning rates of the optimizer's first parameter group that were tried, in ascending order."""
     losses: tuple[float, ...]
     """The smoothed loss at each rate."""
     suggestion: float | None
@@ -162,11 +162,11 @@ class LoadedWeights:
     loaded: tuple[str, ...]
     """The names that were loaded, as in the model's state_dict."""
     missing: tuple[str, ...] = ()
-    """Names that only the model has; these keep their values."""
+    """Names that only the model has; their values remain unchanged."""
     unexpected: tuple[str, ...] = ()
     """Names that only the checkpoint has."""
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Name -> (shape in the checkpoint, shape in the model), where these differ; the model keeps its values."""
+    """Name -> (shape in the checkpoint, shape in the model), if the shapes differ; the model keeps its values."""
 
     @property
     def matches(self) -> bool:

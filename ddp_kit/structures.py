@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def with_copied_containers(batch: T) -> T:
-    """The batch with the same leaves in copied containers, because loss functions may modify dicts and lists."""
+    """The batch, with the same leaves in copies of its containers: loss functions may modify dicts and lists."""
     copied: T = each_leaf(_own, batch)
     return copied
 
@@ -27,7 +27,7 @@ def with_copied_containers(batch: T) -> T:
 def _own(leaf: Any) -> Any:
     if not isinstance(leaf, UserDict):
         return leaf
-    copied = copy(leaf)  # it has a `to` method, as Hugging Face's BatchEncoding has
+    copied = copy(leaf)  # a container with a `to` method, such as Hugging Face's BatchEncoding
     copied.data = with_copied_containers(leaf.data)
     return copied
 
@@ -55,7 +55,7 @@ def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         filled = copy(batch)
         for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
-            object.__setattr__(filled, name, each_leaf(function, getattr(batch, name)))  # frozen ones too
+            object.__setattr__(filled, name, each_leaf(function, getattr(batch, name)))  # works for frozen classes too
         return filled
     return function(batch)
 
@@ -66,8 +66,8 @@ def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> module of the model's repeated blocks, in registration order; empty if there are none.
 
-    A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. Of
-    nested blocks only the outermost count, except that a ModuleList or Sequential that contains blocks is not a block.
+    A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. If
+    blocks are nested, only the outermost counts, but a ModuleList or Sequential that contains blocks is not a block.
     """
     found: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
@@ -91,7 +91,7 @@ def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
 def work_of(module: nn.Module, *, recurse: bool = True) -> float:
     """An estimate of a module's computation: multiplications per position of its input.
 
-    Each weight counts as one multiplication, except those of embeddings, which are lookups. `recurse`: include
+    Each weight counts as one multiplication, except the weights of embeddings, which do lookups. `recurse`: include
     submodules.
     """
     parts = module.modules() if recurse else [module]
@@ -143,7 +143,10 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
 def _best(
     blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The smallest combined cost of all stages, and the end of each. `cost` gets a stage's index, begin and end."""
+    """The smallest combined cost of all stages, and the end of each stage.
+
+    `cost`: gets the index, begin and end of a stage.
+    """
     best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
     begins: list[list[int]] = [[0] * (blocks + 1)]
     for stage in range(1, stages):

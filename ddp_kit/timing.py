@@ -19,7 +19,7 @@ _EXPOSED = 6  # communication after the gradients are computed, in the steps tha
 _PHASES = 7
 
 _SECONDS_BETWEEN_WATCHED = 0.003  # watching costs some 12 microseconds: at most 0.4 % of the time
-_MOST_WAITING = 2048  # events; a step that begins while more wait for the device is not measured
+_MOST_WAITING = 2048  # events; if at least this many wait for the device when a step begins, the step is not measured
 
 COLUMNS = len(fields(StepTimes))
 
@@ -39,8 +39,8 @@ class StepClock:
     def __init__(self) -> None:
         self._last = self._watched_at = 0.0
         self.idle = 0.0
-        """Share of the steps of the last reading in which a GPU ran out of work: when the step began or a forward pass
-        ended, it had finished everything that was queued, as it does if the host waits for it in each step."""
+        """Share of the steps, in the last reading, in which a GPU ran out of work: when the step began or a forward
+        pass ended, the GPU had finished all queued work, as is the case if the host waits for the GPU in each step."""
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -63,12 +63,12 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: Tensor) -> int:
-        """Measure when the gradients of `loss` are computed; returns the phase to mark after its `backward()`.
+        """Measure when the gradients of `loss` are computed; returns the phase to mark after `loss.backward()`.
 
         DDP waits for its reductions in a callback at the end of the backward pass. Such callbacks run in the order in
-        which they were queued, so one that is queued when the pass begins runs just before that one, on the caller's
-        stream. DDP's own timers measure the same, but reading them makes the host wait for the device. If steps are
-        short, only a sample of them is watched.
+        which they were queued, so a callback that is queued when the pass begins runs just before DDP's, on the
+        caller's stream. DDP's own timers measure the same time, but reading them makes the host wait for the device. If
+        steps are short, only a sample of the steps is watched.
         """
         now = perf_counter()
         if now - self._watched_at < _SECONDS_BETWEEN_WATCHED or not loss.requires_grad:
@@ -87,8 +87,8 @@ class StepClock:
     def read(self, step_seconds: float) -> StepTimes:
         """Seconds per step and phase since the last reading; `step_seconds`: the wall time per step since then.
 
-        On a GPU these are the steps that it has finished by now: the last ones before a log point count for the next
-        interval. As long as it has not finished any, all time is `other`.
+        On a GPU, only the steps that the GPU has finished by now are included: the last steps before a log point count
+        for the next interval. As long as the GPU has not finished any step, all time is `other`.
         """
         steps, watched = max(1, self._steps), max(1, self._watched)
         data, transfer, forward, computed, communication, optimizer, exposed = (total / steps for total in self._sums)
@@ -115,7 +115,7 @@ class Event(Protocol):
 class DeviceClock(StepClock):
     """Measures phases with events on the device, which runs behind the host. Does not make the host wait.
 
-    `new_event`: makes an event that is recorded on the stream that the computation uses. `has_finished`: whether that
+    `new_event`: makes an event that records on the stream of the computation. `has_finished`: returns whether that
     stream has nothing left to do.
     """
 
@@ -125,7 +125,7 @@ class DeviceClock(StepClock):
         self._made = 0
         self._free: list[Event] = []
         self._has_finished = has_finished
-        self._begun = self._idled = 0  # steps; those in which the device ran out of work
+        self._begun = self._idled = 0  # numbers of steps: all steps; steps in which the device ran out of work
         self._idle_in_step = False
         self._open: list[tuple[int, Event]] | None = None  # the marks of the current step, if it is measured
         self._waiting: deque[list[tuple[int, Event]]] = deque()  # steps that the device may not have finished
@@ -206,16 +206,16 @@ def step_clock(device: torch.device) -> StepClock:
 
 
 # --- Times of all ranks -----------------------------------------------------------------------------------------------
-# They are exchanged in one all-reduce.
+# The ranks exchange their times in one all-reduce.
 
 
 def table_of(times: StepTimes, rank: int, world_size: int, device: torch.device) -> Tensor:
-    """A float64 tensor of shape [world_size, 7], zero except for this rank's row: the sum over ranks has all rows."""
+    """A float64 tensor of shape [world_size, 7], zero except for this rank's row; its sum over ranks has all rows."""
     rows = [0.0] * (world_size * COLUMNS)
     rows[rank * COLUMNS : (rank + 1) * COLUMNS] = times.figures
     return torch.tensor(rows, dtype=torch.float64).view(world_size, COLUMNS).to(device, non_blocking=True)
 
 
 def by_rank(numbers: Sequence[float]) -> tuple[StepTimes, ...]:
-    """The times of each rank, from the numbers of the summed table in row-major order."""
+    """The times of each rank, from the numbers in the summed table, in row-major order."""
     return tuple(StepTimes(*numbers[first : first + COLUMNS]) for first in range(0, len(numbers), COLUMNS))

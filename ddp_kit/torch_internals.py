@@ -1,6 +1,6 @@
 """All private torch APIs that a worker uses: check these first when torch changes.
 
-Written against the sources of torch 2.10, 2.13 and 2.15; uses that differ between versions say so.
+Written against the sources of torch 2.10, 2.13 and 2.15. Where these versions differ, a comment describes how.
 """
 
 import sys
@@ -77,7 +77,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 
 def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
-    """A context in which Dynamo also compiles torch's own code, which it skips if it is the outermost frame."""
+    """A context in which Dynamo does not skip torch's own code, as it usually does if that is the outermost frame."""
     from torch._dynamo import config  # imported only if needed, because it takes a second
 
     context: AbstractContextManager[object] = config.patch(
@@ -99,7 +99,7 @@ def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
 
 
 def memory_of(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor, as the object whose `data` can be exchanged; any other tensor itself.
+    """The local tensor of a DTensor, as the object whose `data` can be exchanged; any other tensor as it is.
 
     In torch 2.13, `to_local` instead returns a new tensor with the same memory if the DTensor is a parameter.
     """
@@ -151,7 +151,7 @@ def profiler_runs() -> bool:
 
 
 def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
-    """The schedulers inside a SequentialLR or ChainedScheduler."""
+    """The schedulers inside a SequentialLR or a ChainedScheduler."""
     return list(scheduler._schedulers)  # type: ignore[attr-defined]
 
 
@@ -161,7 +161,7 @@ def milestones(scheduler: LRScheduler) -> list[int]:
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
-# Used without calling its wrapper: see parallel/ddp.py.
+# DDP is used without calling its wrapper: see parallel/ddp.py.
 
 
 class DdpReducer:
@@ -169,17 +169,17 @@ class DdpReducer:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        # Not passed as an argument: torch 2.13 renamed it and deprecated the old name.
+        # Not passed as an argument, because torch 2.13 renamed the argument and deprecated the old name.
         name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
         setattr(wrapper, name, False)
 
     def without_log(self) -> None:
-        """Turn off DDP's runtime statistics, for which it waits for the device in every 100th step."""
+        """Turn off DDP's runtime statistics, for which DDP waits for the device in every 100th step."""
         if hasattr(self._wrapper, "_set_ddp_runtime_logging_sample_rate"):
             self._wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """The same loss, but its backward pass also reduces the gradients."""
+        """The same loss, but with a backward pass that also reduces the gradients."""
         self._wrapper._pre_forward()
         found: Tensor = self._wrapper._post_forward(loss)
         return found
@@ -199,8 +199,8 @@ class DdpReducer:
         if reducer._rebuild_buckets():
             self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
         if self._wrapper.static_graph:
-            # With a static graph, DDP counts the backward passes of its first iteration, which ends when the next one
-            # is prepared. Without this call, passes of the next step and of user code would be counted too.
+            # With a static graph, DDP counts the backward passes of its first iteration, which ends when the next
+            # iteration is prepared. Without this call, passes of the next step and of user code would be counted too.
             reducer.prepare_for_forward()
 
     def settled_order(self) -> list[Tensor] | None:
@@ -252,10 +252,10 @@ def version_of(tensor: Tensor) -> int:
 
 
 def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
-    """A predicate: whether a module's own code decides how a name of a state_dict is loaded.
+    """A predicate: whether a module's own code decides how the value with a name in a state_dict is loaded.
 
-    Such code may accept other shapes and names: the `_load_from_state_dict` or a load pre-hook of a module that
-    contains the name, or the model's `load_state_dict`. The code of torch's norms does not.
+    Such code is the `_load_from_state_dict` or a load pre-hook of a module that contains the name, or the model's
+    `load_state_dict`. It may accept other shapes and names; the code of torch's norms does not.
     """
     usual = {_loader_of(kind) for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)}
     own = [
@@ -279,9 +279,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class FakeTensors:
-    """Creates fake parameters: with shape, dtype and device, but without memory. Results computed from them are fake.
+    """Creates fake tensors, which have a shape, dtype and device, but no memory. Results computed from them are fake.
 
-    They may be mixed with real tensors. An operation that needs a value, such as `.item()`, raises a `RuntimeError`.
+    Fake and real tensors may be mixed. An operation that needs a value, such as `.item()`, raises a `RuntimeError`.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class FakeTensors:
         return made
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context in which operations compute no values, also those on real tensors: only shapes and dtypes."""
+        """A context in which operations, even on real tensors, compute only shapes and dtypes, but no values."""
         return self._mode
 
     def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -317,9 +317,9 @@ class FakeTensors:
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
 
     def _prepare(self, like: Tensor) -> None:
-        """Run once the operations whose results `Module.to` will swap, so that it gets them from the mode's cache.
+        """Run the operations whose results `Module.to` will swap, so that it gets its results from the mode's cache.
 
-        `Module.to` uses `swap_tensors`, which refuses tensors that have weak references. The mode keeps a weak
+        `Module.to` uses `swap_tensors`, which rejects tensors that have weak references. The mode keeps a weak
         reference to the first result of each operation, but not to results from its cache.
         """
         for dtype in dict.fromkeys((like.dtype, *_FLOATS)):
@@ -331,7 +331,7 @@ class FakeTensors:
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether it is a fake tensor."""
+    """Whether a value is a fake tensor."""
     return getattr(tensor, "fake_mode", None) is not None
 
 
@@ -342,7 +342,8 @@ class NotCountedError(Exception):
     """An operation whose FLOPs are not known; the message names it."""
 
 
-# Operations on weights without matrix products, besides views and element-wise operations. Their FLOPs do not count.
+# Operations on weights that contain no matrix product, besides views and element-wise operations. Their FLOPs do not
+# count.
 _NO_PRODUCTS = {
     "embedding", "_embedding_bag", "embedding_renorm", "index", "index_select", "index_put", "gather", "scatter", "cat",
     "stack", "clone", "copy", "fill", "zero", "_to_copy", "_unsafe_view", "slice_scatter", "select_scatter", "repeat",
@@ -358,7 +359,10 @@ _NO_PRODUCTS = {
 
 @cache
 def _has_no_products(operation: Any) -> bool:
-    """Whether an operation is cheap. One tagged variant is enough: torch does not tag each, such as in-place ones."""
+    """Whether an operation is cheap.
+
+    One tagged variant is enough, because torch does not tag every variant; in-place variants are an example.
+    """
     name = operation.__name__.rstrip("_")
     variants = getattr(torch.ops.aten, name, operation)
     return name in _NO_PRODUCTS or any(
@@ -375,7 +379,7 @@ def _convolution_backward(
     *settings: Any,
     out_val: object = None,  # noqa: ARG001
 ) -> int:
-    """FLOPs of a convolution's backward pass: those of the forward pass, for each of the two gradients if requested.
+    """FLOPs of a convolution's backward pass: as many as in the forward pass for each of two gradients, if requested.
 
     torch's own formula multiplies the FLOPs of the weight's gradient by the number of groups.
     """
@@ -388,8 +392,8 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs of matrix products and convolutions in this context, by the formulas of torch.utils.flop_counter.
 
     Operations that recompute activations during the backward pass do not count. Raises `NotCountedError` at the first
-    operation that has no formula and may need one: a custom operation, or one that takes a matrix of `weights`
-    (parameters and buffers) and is not known to be cheap, as copies, lookups and element-wise operations are.
+    operation that has no formula and may need one: a custom operation, or an operation that takes a matrix in `weights`
+    (parameters and buffers) and is not known to be cheap; copies, lookups and element-wise operations are cheap.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -401,7 +405,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in weights:
             self._weights[each.untyped_storage()] = True
         self.flops: Counter[torch.dtype] = Counter()
-        """FLOPs by dtype of the first factor."""
+        """The number of FLOPs, by the dtype of the first factor."""
         self.goes_backward = False
         """To be set when the backward pass begins: gradients are then enabled only while activations are recomputed."""
 
@@ -441,7 +445,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the bytes of live tensors that are created in this context, fake ones included.
+    """Measures the bytes of live tensors that were created in this context, including fake tensors.
 
     `given`: tensors whose memory does not count. `now`: bytes that are alive; `peak`: their maximum so far.
     """

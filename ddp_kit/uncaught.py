@@ -5,7 +5,7 @@
     all                         write their error files, for the launcher's verdict
 
 Without a launcher, each process prints its own message. Tracebacks of other exceptions are shortened: frames of ddpkit,
-and of torch's DataLoader and module calls, that only lead to the user's code are folded.
+and of torch's DataLoader and module calls, are folded if they only lead to the user's code.
 """
 
 import json
@@ -46,7 +46,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 def show_without_traceback(rank: int | None = None) -> None:
     """Install an excepthook that prints only the message of a `DdpKitError`.
 
-    Other exceptions go to the previous hook; if that is Python's own, `folded_traceback` prints them instead.
+    Other exceptions go to the previous hook; if that is Python's own hook, their `folded_traceback` is printed instead.
     `rank`: printed with the message unless it is 0.
     """
     if not isinstance(sys.excepthook, _MessageHook):
@@ -84,7 +84,7 @@ class _MessageHook:
 def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
     """The traceback as Python prints it, with consecutive frames of ddpkit and torch folded into one line.
 
-    If the innermost frame is ddpkit's own, these frames are shown, because the error is probably in ddpkit.
+    If the innermost frame is in ddpkit, the frames that lead to it are shown, because the error is probably in ddpkit.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     found: list[str] = []
@@ -109,13 +109,13 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:
     """Report the failure to the launcher, in the format of torch's error files, unless the script wrote that file.
 
-    `message`: one line. `marks`: by the NOTE_ names of env.py.
+    `message`: one line. `marks`: the keys are the NOTE_ constants of env.py.
     """
     path = error_file()
     if path is None:
         return
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), NOTE_MARK: True, **marks}
-    whole = Path(f"{path}.{os.getpid()}")  # written first and then linked: the process may be killed at any moment
+    whole = Path(f"{path}.{os.getpid()}")  # written before it is linked: the process may be killed at any moment
     with suppress(OSError):
         whole.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         os.link(whole, path)  # fails if the file exists
@@ -124,7 +124,7 @@ def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> 
 
 
 def _should_print(error: DdpKitError) -> bool:
-    """Whether to print this error: no other rank reports it, and none of this node has printed one in this attempt."""
+    """Whether to print this error: no other rank reports it, and no rank of this node printed one in this attempt."""
     folder = attempt_folder()
     if folder is None:
         return True

@@ -19,7 +19,7 @@ _NAME = "BestModel"
 
 
 class BestModel(Callback):
-    """Keeps a copy of the weights and buffers of the best evaluation in host memory, to restore them after training.
+    """Keeps the weights and buffers of the best evaluation, as a copy in host memory, to restore them after training.
 
     To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
@@ -30,10 +30,10 @@ class BestModel(Callback):
     If `checkpoint.best_metric` is set, `metric` and `mode` must agree with it and with `best_mode`.
 
     Args:
-        metric: "loss" or the name of one of the Trainer's metrics. None: that of `checkpoint.best_metric` if `mode` is
-            None too, or else the loss.
-        mode: "min" or "max", whether lower or higher is better. None: that of `checkpoint.best_mode` if `metric` is
-            None too, or else "min".
+        metric: "loss" or the name of one of the Trainer's metrics. None: `checkpoint.best_metric` if that is set and
+            `mode` is None too, otherwise the loss.
+        mode: "min" or "max", whether lower or higher is better. None: `checkpoint.best_mode` if `metric` is None
+            too, otherwise "min".
         path: A file that the main rank replaces atomically at each improvement. Read it with
             `safetensors.torch.load_model(model, path)`, which also restores tied weights. None: no file.
         restore_at_end: Whether to load the best weights into the model at the end of `fit`. The optimizer's state does
@@ -116,7 +116,7 @@ class BestModel(Callback):
         """Load the best weights into the model, in place.
 
         Raises:
-            ConfigError: If there are none yet.
+            ConfigError: If there are no best weights yet.
         """
         if self._load is None:
             raise ConfigError(
@@ -179,7 +179,7 @@ def _loads_into(trainer: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def _frozen(trainer: Any) -> set[str]:
-    """The names of weights that `checkpoint.trainable_only` leaves out of checkpoints, which hold this state too."""
+    """Names of weights that `checkpoint.trainable_only` leaves out of checkpoints, and of this callback's state."""
     if not trainer.config.checkpoint.trainable_only:
         return set()
     named = trainer.model.named_parameters(remove_duplicate=False)

@@ -20,10 +20,10 @@ class Callback:
     """
 
     state_per_rank = False
-    """Whether checkpoints hold the state of every rank. If False, they hold rank 0's, and all ranks load that."""
+    """Whether checkpoints hold the state of every rank. If False, they hold rank 0's state, and all ranks load it."""
 
     metrics_needed: tuple[str, ...] = ()
-    """The metrics that this callback reads from evaluations. The sanity check of `fit` fails if one does not exist."""
+    """The metrics that this callback reads from evaluations. The sanity check of `fit` fails if any is missing."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save in a checkpoint: numbers, strings and tensors, in any nested containers."""
@@ -124,7 +124,7 @@ class BestValue:
         self._min_delta = min_delta
 
     def improved(self, metrics: dict[str, float]) -> bool:
-        """Record the value if it is the best so far; NaN never is. Raises `ConfigError` for an unknown name."""
+        """Record the value if it is the best so far; NaN never counts. Raises `ConfigError` for an unknown metric."""
         check_metric(self._owner, self.metric, metrics)
         value = metrics[self.metric]
         if math.isnan(value):
@@ -139,7 +139,7 @@ class BestValue:
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value. If it is that of another metric or mode, log a warning and return False."""
+        """Load the best value and return True; if it is of another metric or mode, log a warning and return False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(

@@ -12,14 +12,14 @@ class EarlyStopping(Callback):
     """Stops the run after `patience` consecutive evaluations without improvement.
 
     All ranks have the same metrics, so they stop at the same step. A new call of `fit` resets the count. A run that
-    resumes from a checkpoint restores it, and stops at once if it had already reached `patience`.
+    resumes from a checkpoint restores the count, and stops at once if it had already reached `patience`.
 
     Args:
         metric: "loss" or the name of one of the Trainer's metrics.
         patience: The number of evaluations, at least 1.
         mode: "min" or "max", whether lower or higher is better.
         min_delta: A value is an improvement only if it is better than the best by more than this, in the metric's unit.
-            NaN never is.
+            NaN is never an improvement.
 
     Raises:
         ConfigError: For an invalid argument; at the first evaluation, if the metric is unknown.
@@ -43,7 +43,7 @@ class EarlyStopping(Callback):
         return self._best_value.best
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and the number of evaluations since it."""
+        """The best value, and the number of evaluations since the best one."""
         return {"watched": self._best_value.state_dict(), "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ class EMA(Callback):
     for the device. 16-bit weights are averaged in float32, because small changes would be rounded away. Buffers, such
     as BatchNorm's statistics, are not averaged.
 
-    The average needs as much device memory as the weights; during an evaluation, the copy of the trained weights needs
-    the same again.
+    The average needs as much device memory as the weights have in float32; during an evaluation, the copy of the
+    trained weights needs the same amount again.
 
     To get the averaged weights: `apply_to(trainer.model)` after training, `ddp_kit.load_model(path, model, ema=True)`
     or `ddpkit export --ema` from a checkpoint.
@@ -133,7 +133,7 @@ class EMA(Callback):
         ]
 
     def _take_weights(self, trainer: Any) -> None:
-        """Refer to the weights that this rank holds; drop the averages of those that it no longer holds."""
+        """Refer to the weights that this rank holds now; drop the averages of weights that it no longer holds."""
         held = trainer.model_state()
         self._places = [held[name] if isinstance(held[name], Piece) else None for name in self._names]
         self._parameters = [_tensor(held[name]) for name in self._names]
@@ -189,7 +189,7 @@ def _with_dtypes_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[Tensor
 
 
 def _tensor(held: Any) -> Tensor:
-    """The local tensor of a value of `model_state`."""
+    """The local tensor in a value from `model_state`."""
     found: Tensor = held.tensor if isinstance(held, Piece) else held
     return found
 

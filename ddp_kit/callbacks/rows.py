@@ -69,14 +69,14 @@ class RowLogger(Callback):
 
 
 class RunLogger(RowLogger):
-    """The base class of loggers for a service that keeps runs, on the main rank only.
+    """The base class of loggers that log runs to a service, on the main rank only.
 
-    A run starts with `fit` and is finished at its end. Later evaluations, and a Trainer that resumes from a checkpoint,
-    continue it.
+    A run is started and finished by `fit`. Later evaluations, and a Trainer that resumes from a checkpoint, continue
+    the same run.
     """
 
     id_field = "id"
-    """The name of a run's identifier, both as its attribute and as an argument for starting it."""
+    """The name of a run's identifier, both as an attribute of the run and as an argument for starting the run."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -87,7 +87,7 @@ class RunLogger(RowLogger):
 
         Args:
             trainer: The `Trainer` that logs.
-            continued: `{id_field: id}` of the run to continue; empty: a new one.
+            continued: `{id_field: id}` of the run to continue; empty: start a new run.
 
         Returns:
             The run, as `log` and `finish` get it.
@@ -198,7 +198,7 @@ class FileLogger(RowLogger):
 
 
 def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a file that holds both kinds. Metrics have the prefix `eval_`, because log points have a loss too."""
+    """A row of a file for both kinds of rows. Metrics have the prefix `eval_`, because log points have a loss too."""
     prefix = "eval_" if kind == "eval" else ""
     return {"event": kind, "step": step} | {f"{prefix}{name}": value for name, value in values.items()}
 
@@ -228,7 +228,7 @@ def drop_torn_row(path: Path) -> None:
 def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
     """(name, value) of a row's columns: fields, learning rates of several parameter groups, and logged values.
 
-    Fields with a value per rank are left out, because a run may have thousands of ranks; so is `mfu` if unknown.
+    Fields with a value per rank are left out, because a run may have thousands of ranks; `mfu` is left out if unknown.
     """
     fields = dict(vars(row))  # dataclasses.asdict takes five times as long
     for name in ("rank_seconds", "rank_memory"):

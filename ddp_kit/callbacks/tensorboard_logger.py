@@ -39,7 +39,7 @@ class TensorBoardLogger(RowLogger):
         writer.flush()
 
     def take_back(self, step: int) -> None:
-        """Let TensorBoard hide the points of later steps that the files already contain."""
+        """Make TensorBoard hide the points of later steps that the files already contain."""
         self.on_fit_end(None, None)
         self._purge_step = step + 1
 

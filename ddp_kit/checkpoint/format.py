@@ -40,17 +40,17 @@ TENSORS = ".safetensors"
 INDEX = f"{TENSORS}.index.json"
 """The suffix of the file that maps tensors to files if a part has several, as in Hugging Face's sharded models."""
 WRITING, REMOVED = ".writing-", ".removed-"
-"""Name prefixes of folders that are being written or removed, or were when the writer was killed."""
+"""Name prefixes of folders that are being written or removed, or whose writer was killed meanwhile."""
 ASIDE = "set-aside-"
 """Name prefix of folders with the checkpoints of a branch that the run has left."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
-_HASH = "sha256"  # the key of the manifest's hash of itself
+_HASH = "sha256"  # the manifest's key for the hash of its other content
 HASHES: Mapping[str, Callable[[], Any]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""Hash functions by name, for reading files. New files use the first: SHA-256 takes ten times as long, about as long as
-writing the file. They detect damage, not attacks: whoever can change a file can also change its hash."""
+"""Hash functions by name, for reading files. New files use the first one: SHA-256 takes ten times as long, about as
+long as writing the file. Hashes detect damage, not attacks: whoever can change a file can also change its hash."""
 NEW_HASH = next(iter(HASHES))
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _LONGEST_MANIFEST = 1 << 20  # enough for thousands of files
@@ -68,10 +68,10 @@ class FileRecord:
     name: str
     bytes: int
     hash: str
-    """The kind and the value, such as `xxh3:00c0ffee...`."""
+    """The kind of hash and its value, such as `xxh3:00c0ffee...`."""
 
     def hasher(self) -> "Hasher":
-        """A hasher of the same kind."""
+        """A hasher of the same kind as `hash`."""
         return Hasher(self.hash.partition(":")[0])
 
 
@@ -96,9 +96,9 @@ class Manifest:
 
     step: int
     created: str
-    """When it was written, in UTC, as ISO 8601."""
+    """When the checkpoint was written, in UTC, as ISO 8601."""
     best: bool
-    """Whether it was the best so far when it was saved; the newest such checkpoint is the best of all."""
+    """Whether the checkpoint was the best so far when it was saved; the newest such checkpoint is the best of all."""
     versions: Mapping[str, str]
     """The versions of ddpkit, torch and python."""
     files: tuple[FileRecord, ...]
@@ -109,7 +109,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def text(self) -> str:
-        """The content of the file: JSON that includes its own hash."""
+        """The content of manifest.json, which includes a hash of its other content."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, _HASH: _hash_of(content)}, indent=2) + "\n"
 
@@ -121,18 +121,18 @@ class Found:
     path: Path
     step: int
     manifest: Manifest | None
-    """None if it cannot be read."""
+    """The content of manifest.json; None if it cannot be read."""
     problem: str | None
-    """What is wrong; None: no problem was found."""
+    """What is wrong with the checkpoint; None if no problem was found."""
 
     @property
     def whole(self) -> bool:
-        """Whether it is complete and undamaged, as far as it was checked."""
+        """Whether the checkpoint is complete and undamaged, as far as it was checked."""
         return self.problem is None
 
     @property
     def newer(self) -> bool:
-        """Whether it is not damaged, but written by a later version of ddpkit."""
+        """Whether the checkpoint is not damaged, but was written by a later version of ddpkit."""
         return self.problem is not None and self.problem.startswith(_NEWER)
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
 def best(folder: Path) -> Found:
     """The best checkpoint in `folder`: the newest one that was the best when it was saved. File sizes are checked.
 
-    Raises `CheckpointError` if there is none, or the folder cannot be read.
+    Raises `CheckpointError` if no checkpoint was the best, or the folder cannot be read.
     """
     for found in checkpoints(folder):
         if found.manifest is not None and found.manifest.best:
@@ -193,7 +193,7 @@ def best(folder: Path) -> Found:
 
 
 def leftovers(folder: Path) -> tuple[Path, ...]:
-    """Folders that are being written or removed, or were when their writer was killed. Raises `CheckpointError`."""
+    """Folders that are being written or removed, or whose writer was killed meanwhile. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
 
 
@@ -219,7 +219,7 @@ def examine(path: Path) -> Found:
 
 
 def verified(found: Found) -> Found:
-    """The checkpoint after reading every byte; has a problem if a hash differs."""
+    """The checkpoint after a check of every byte; its `problem` is set if a hash differs."""
     if found.manifest is None or found.problem is not None:
         return found
     with ThreadPoolExecutor(_READERS) as pool:
@@ -396,7 +396,7 @@ def wrong_hash(name: str) -> str:
 
 
 PIECES = "ddpkit.pieces"
-"""Metadata key of a file; its value is JSON: name -> shape of the whole tensor and offsets of the piece in it."""
+"""A key in a file's metadata. Its value is JSON: name -> shape of the whole tensor, and offsets of the piece in it."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
@@ -423,7 +423,7 @@ class Box(NamedTuple):
         return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
 
     def intersection(self, other: "Box") -> "Box | None":
-        """The values in both boxes; None if there are none."""
+        """The box of the values that are in both boxes; None if the boxes do not intersect."""
         begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
         return Box(begin, end) if all(map(int.__lt__, begin, end)) else None
 
@@ -431,8 +431,8 @@ class Box(NamedTuple):
 def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[Box]:
     """The boxes that form a piece of a tensor of shape `whole`, in the order in which the piece stores their values.
 
-    `shape`, `offsets`: of the piece. `flat`: whether it is a range of the tensor's values in row-major order; in n
-    dimensions that is up to 2n - 1 boxes. An empty piece has no boxes.
+    `shape`, `offsets`: those of the piece. `flat`: whether the piece is a range of the tensor's values in row-major
+    order, which in n dimensions consists of up to 2n - 1 boxes. An empty piece has no boxes.
     """
     if flat:
         return _range(offsets[0], offsets[0] + shape[0], whole)
@@ -497,9 +497,9 @@ class TensorRecord:
     whole: Shape
     """The shape of the whole tensor; the header has the shape of the piece."""
     boxes: tuple[Box, ...]
-    """The values of the tensor that the file holds, in the order in which it stores them."""
+    """The boxes of the tensor that the file holds, in the order in which the file stores their values."""
     bytes: int
-    """The size in the file."""
+    """The size of the values in the file."""
     is_piece: bool = False
 
     def __str__(self) -> str:
@@ -513,7 +513,7 @@ def tensor_table(path: Path) -> dict[str, TensorRecord]:
 
 
 def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
-    """Read a safetensors header; return the tensors and the header's raw bytes. `size`: of the file, in bytes.
+    """Read a safetensors header; return the tensors and the header's raw bytes. `size`: the file's size in bytes.
 
     Raises `ValueError` if the header is invalid, or the tensors do not fill the file without gaps.
     """

@@ -22,19 +22,23 @@ from ddp_kit.records import LoadedWeights
 from ddp_kit.torch_internals import is_fake, loaded_by_own_code
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
-# They identify frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints. A fingerprint is the sum of
-# a tensor's values, reinterpreted as integers, each times a factor that depends on its index in the whole tensor. The
-# fingerprints of a tensor's pieces add up to that of the tensor, so the result is the same for every parallel strategy.
+# Fingerprints identify frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints. A fingerprint is
+# the sum of a tensor's values, reinterpreted as integers, each times a factor that depends on its index in the whole
+# tensor. The fingerprints of a tensor's pieces add up to the fingerprint of the tensor, so the result is the same for
+# every parallel strategy.
 
 
-_CHUNK = 1 << 20  # values at a time, because each needs several temporary 8-byte numbers
+_CHUNK = 1 << 20  # values processed at a time, because each value needs several temporary 8-byte numbers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # constants of SplitMix64
 
 
 @torch.no_grad()
 def fingerprint(value: Tensor | Piece) -> Tensor:
-    """Fingerprint of a tensor, or a piece's contribution to it: an int64 scalar on its device. Does not wait for it."""
+    """The fingerprint of a tensor, or a piece's contribution to the fingerprint of its tensor.
+
+    Returns an int64 scalar on the device of `value`, without waiting for the device.
+    """
     piece = value if isinstance(value, Piece) else None
     tensor = value.tensor if isinstance(value, Piece) else value
     tensor = tensor.detach()
@@ -69,7 +73,7 @@ def is_entry(value: Any) -> bool:
 
 
 def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
-    """The error for a model whose frozen weights differ from those that a checkpoint left out. `names`: which ones."""
+    """The error for frozen weights that differ from those a checkpoint left out. `names`: the weights that differ."""
     return CheckpointError(
         "the checkpoint was saved without frozen weights (checkpoint.trainable_only), and the model does not have the "
         f"frozen weights that its run started with: {some(names)} differ in value, dtype or shape, or are not frozen",
@@ -78,7 +82,7 @@ def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
 
 
 def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The index of the first value in the whole tensor, and the offsets from it of each contiguous run of values."""
+    """The index of the first value in the whole tensor, and the offset from there of each contiguous run of values."""
     one = torch.zeros(1, dtype=torch.int64)
     if piece is None or not piece.offsets:
         return 0, one
@@ -253,9 +257,9 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
-    """Load the weights that match. `own_code`: whether code of modules may load buffers whose shapes differ."""
+    """Load the weights that match. `own_code`: whether modules' own code may load buffers whose shapes differ."""
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
-    names = {plain_name(name): name for name in state}  # it may be what torch.compile returned
+    names = {plain_name(name): name for name in state}  # the model may be what torch.compile returned
     with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
     own = {name: with_vars[names[name]] for name in names}
     decides = loaded_by_own_code(model)

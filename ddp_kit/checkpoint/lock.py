@@ -2,9 +2,9 @@
 
     <dir>/.lock       locked with flock; contains its current or last holder: host, process, job, and since when
 
-A second run would resume from the checkpoints of the first one, or remove them. `flock` also conflicts within one
-process, and works over NFS, where Linux maps it to a POSIX lock on the whole file. A file system without locks gives no
-protection.
+Without the lock, a second run would resume from the checkpoints of the first, or remove them. `flock` also conflicts
+within one process, and works over NFS, where Linux maps it to a POSIX lock on the whole file. A file system without
+locks gives no protection.
 """
 
 import errno
@@ -27,7 +27,7 @@ NAME = ".lock"
 _OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about to exit
 _SAME_JOB_SECONDS = 30.0  # the same for this job's previous attempt: NFS takes time to notice that a host is gone
 _POLL_SECONDS = 0.1
-_LONGEST = 4096  # bytes of a lock file
+_LONGEST = 4096  # the maximum size of a lock file, in bytes
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 _open: set[int] = set()  # the descriptors of this process's lock files
 
@@ -46,7 +46,7 @@ class FolderLock:
     def acquire(self, *, resuming: bool) -> None:
         """Lock the folder. `resuming`: the run will resume from the folder, so any run may have written to it.
 
-        Raises `CheckpointError` if another run holds the lock, or has written to the folder since this one resumed.
+        Raises `CheckpointError` if another run holds the lock, or has written to the folder since this run resumed.
         """
         with suppress(OSError):  # the file system has no locks
             self._descriptor = os.open(
@@ -107,7 +107,7 @@ class FolderLock:
         return True
 
     def _write_holder(self, wrote: Any) -> None:
-        """Write this process into the lock file. `wrote`: the run that has written to the folder last."""
+        """Write this process into the lock file. `wrote`: the run that wrote to the folder last."""
         if self._descriptor is None:
             return
         since = datetime.now(UTC).isoformat(timespec="seconds")

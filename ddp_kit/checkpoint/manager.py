@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when it saves, which checkpoint it resumes from, and the exclusive use of their folder."""
+"""Checkpoints of a run: when to save, which checkpoint to resume from, and the exclusive use of the folder."""
 
 import json
 import secrets
@@ -43,7 +43,7 @@ from ddp_kit.pieces import Piece
 
 
 class FolderUse:
-    """Exclusive use of a checkpoint folder by one run: one rank per folder locks it; if it cannot, all ranks raise."""
+    """Exclusive use of a checkpoint folder by one run: one rank per folder locks it; if that fails, all ranks raise."""
 
     def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
         self._world = world
@@ -53,7 +53,7 @@ class FolderUse:
 
     @contextmanager
     def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
-        """A context in which no other run writes to the folder. Entering the outermost one is a collective.
+        """A context in which no other run writes to the folder. Entering the outermost context is a collective.
 
         `resuming`: the run resumes from the folder's checkpoints, no matter which run wrote them.
         Raises `CheckpointError`.
@@ -69,7 +69,7 @@ class FolderUse:
                 self._lock.release()
 
     def end(self) -> None:
-        """Unlock the folder for other runs, within the context."""
+        """Unlock the folder for other runs before the context ends."""
         if self._lock is not None:
             self._lock.release()
 
@@ -153,7 +153,7 @@ def copy_finisher(saver: Saver) -> Callable[..., None]:
 # --- Saving and resuming ----------------------------------------------------------------------------------------------
 
 
-_COMPARED = 32  # how many of the newest checkpoints nodes with separate folders compare, to find a common one
+_COMPARED = 32  # nodes with separate folders compare this many of their newest checkpoints, to find a common one
 
 _WRITER_SECONDS = 30.0  # how long to wait for a save of the previous run, whose writer process may outlive it
 _CONFIG = "trainer-config.yaml"
@@ -180,19 +180,19 @@ class LineagePart(SavedPart):
 
 
 class LoopState(Protocol):
-    """Says what of a Trainer is running."""
+    """The part of a Trainer's state that shows what is running."""
 
     @property
     def may_save(self) -> bool:
-        """Whether to save at once: no step is incomplete, and no loop is running that would save itself."""
+        """Whether to save at once: no step is incomplete, and no loop is running that would do the save."""
 
     @property
     def is_in_callback(self) -> bool:
-        """Whether callbacks or an evaluation are running: a checkpoint would contain half of their changes."""
+        """Whether callbacks or an evaluation are running: a checkpoint would contain only a part of their changes."""
 
 
 class Checkpoints:
-    """Saves and resumes a run, as `config.checkpoint` says. Methods are collectives unless they say otherwise."""
+    """Saves and resumes a run, as set in `config.checkpoint`. Methods are collectives unless documented otherwise."""
 
     def __init__(
         self,
@@ -209,8 +209,8 @@ class Checkpoints:
     ) -> None:
         """`saved_parts`: all parts of the run's state, in the order in which they are loaded.
 
-        `random`, `best`: those of them that are used between saves. `check_state()`: raises an error if the state is
-        not fit to be saved; a collective.
+        `random`, `best`: the two of these parts that are also used between saves. `check_state()`: a collective that
+        raises an error if the state is not fit to be saved.
         """
         self._world = world
         self._trainer_config = config
@@ -227,11 +227,11 @@ class Checkpoints:
         self._random = random
         self._best = best
         self._saved_parts = [*saved_parts, self._lineage]
-        self._newest_kept: int | None = None  # the next save moves checkpoints after this step away; None: none
+        self._newest_kept: int | None = None  # the next save moves checkpoints after this step away; None: it does not
         self.saved_at = time.monotonic()
-        """Start of the last save, as `time.monotonic`; before the first save, the start of this run."""
+        """When the last save started, by `time.monotonic`; before the first save, when this run started."""
         self.save_seconds: float | None = None
-        """Seconds from the start of the last save until it was on disk, to within a step; None: none has ended yet."""
+        """Seconds from the start of the last save until it was on disk, to within a step; None before a save ends."""
         self._saving, self._save_began = False, 0.0
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
@@ -287,13 +287,13 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint in the run's folder that this run has saved or loaded; None: there is none."""
+        """The last checkpoint in the run's folder that this run has saved or loaded; None if it does not exist."""
         path = None if self._folder is None else self._folder / name_of(max(0, self._saved_step))
         return path if path is not None and path.is_dir() else None
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The metric of `checkpoint.best_metric` and its best value so far; None if there is none."""
+        """The metric of `checkpoint.best_metric` and its best value so far; None if there is no value yet."""
         return self._best.value
 
     def save_once(self) -> None:
@@ -345,7 +345,7 @@ class Checkpoints:
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """The context in which steps are done; `after_step` is called after each."""
+        """The context in which steps are done; `after_step` is called after each step."""
         with self._folder_use.exclusive():
             self._write_config()
             yield
@@ -372,7 +372,7 @@ class Checkpoints:
         self._check_state()
         self.restore_random()
         assert self._saver is not None, "there is a folder"
-        self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any starts the next save
+        self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
         self._save_began = time.monotonic()
         own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved_parts)]
         everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._world)]
@@ -411,7 +411,7 @@ class Checkpoints:
         return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
-        """After a resume from an earlier step, move later checkpoints away: a restart would resume from them."""
+        """After a resume from an earlier step, move later checkpoints away: a restart must not resume from them."""
         if self._newest_kept is None:
             return
         moved = set_aside(folder, self._newest_kept)
@@ -434,7 +434,10 @@ class Checkpoints:
         return state
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
-        """The ranks that share this rank's folder: those that see the folder of rank 0, or those of the same node."""
+        """The ranks that share this rank's folder.
+
+        These are all ranks that see the folder of rank 0, or, if this rank does not see it, the ranks of its node.
+        """
         world = self._world
         names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
         mark = folder / f"{_MARK}{names[0].decode()}"
@@ -486,7 +489,7 @@ class Checkpoints:
         return next((each.piece_of(tensor) for each in self._saved_parts if each.name == part), None)
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
-        """The device to load a tensor to, because a model may be on several devices."""
+        """The device to load a tensor to. A model may be on several devices."""
         found = next((each.device_of(tensor) for each in self._saved_parts if each.name == part), None)
         return self._world.device if found is None else found
 
@@ -495,7 +498,7 @@ class Checkpoints:
         self._lineage.lineage, self._newest_kept = lineage, kept
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, after checking that each of them matches. A collective, because of the strategy's part."""
+        """Load all parts, after checking that each part matches. A collective, because of the strategy's part."""
         if self._saver is not None:
             self._saver.finish_copy()
         with explained_load_errors(path):
@@ -517,7 +520,7 @@ class Checkpoints:
     def _load_newest(self, folder: Path, lineage: Lineage | None = None) -> bool:
         """Resume from the newest checkpoint that is complete on every node. Returns False if there is none.
 
-        `lineage`: the lineage that the checkpoint must have; None: any.
+        `lineage`: the lineage that the checkpoint must have; None: any lineage.
         """
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
@@ -539,8 +542,8 @@ class Checkpoints:
     def _common_steps(self, folder: Path, own: list[int]) -> list[int]:
         """The steps whose checkpoints all ranks see, newest first.
 
-        `own`: those that this rank sees. Raises `CheckpointError` if there are checkpoints, but none that all ranks
-        see.
+        `own`: the steps whose checkpoints this rank sees. Raises `CheckpointError` if there are checkpoints, but none
+        that all ranks see.
         """
         table = gathered(self._world, own + [-1] * (_COMPARED - len(own)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
@@ -572,7 +575,7 @@ class Checkpoints:
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:
-    """The lineage of a run that `job` started from the checkpoint `path`, or, if None, from step 0."""
+    """The lineage of a run that `job` started from the checkpoint `path`, or from step 0 if `path` is None."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
 
 

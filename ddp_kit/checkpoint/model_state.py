@@ -22,11 +22,11 @@ from ddp_kit.state_values import check_same_kind
 from ddp_kit.torch_internals import loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
-# `checkpoint.trainable_only` leaves them out of checkpoints, which then hold only their fingerprints.
+# `checkpoint.trainable_only` leaves frozen weights out of checkpoints, which then hold only their fingerprints.
 
 
 class FrozenWeights:
-    """The parameters that do not require gradients, by name. Methods are collectives unless they say otherwise.
+    """The parameters that do not require gradients, by name. Methods are collectives unless documented otherwise.
 
     Their fingerprints are computed once; at each save, a faster checksum of this rank's part detects changes.
     """
@@ -42,7 +42,7 @@ class FrozenWeights:
         self._entries = None
 
     def unchanged(self) -> str | None:
-        """The name of a weight that has changed on this rank since its fingerprint was computed; None if none has."""
+        """A weight that has changed on this rank since its fingerprint was computed, by name; None if no weight has."""
         if self._entries is None:
             self.entries()
             return None
@@ -147,8 +147,8 @@ class ModelPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
         left_out = {name: value for name, value in state.items() if is_entry(value)}
-        # A module's own loading code may accept buffers with other names and shapes, but not other parameters: the
-        # optimizer holds those of this run.
+        # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
+        # because the optimizer holds the parameters of this run.
         compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
         problems = [f"{name} is missing in the checkpoint" for name in own if name not in state and name in compared]
         problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
@@ -178,7 +178,7 @@ class ModelPart(SavedPart):
 
 
 # --- Optimizer state --------------------------------------------------------------------------------------------------
-# Loaded with its own dtypes; torch's `load_state_dict` casts it to the dtype of the parameters.
+# Optimizer state is loaded with its own dtypes; torch's `load_state_dict` would cast it to that of the parameters.
 
 
 def load_optimizer_state(
@@ -187,7 +187,8 @@ def load_optimizer_state(
     """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
 
     `keep_types`, `keep_devices`: tensors keep the dtype and device that they have in `saved`, because an optimizer may
-    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get those of the parameter.
+    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get the dtype and
+    device of the parameter.
     State tensors with the shape of their parameter also get its strides.
     Raises `ValueError`, and whatever the optimizer raises.
     """
@@ -245,7 +246,7 @@ def _mapped(
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Raise `ValueError` for states of the wrong shape: fused kernels would read past the end of smaller ones."""
+    """Raise `ValueError` for states of the wrong shape: fused kernels would read past the end of smaller states."""
     for parameter, state in states:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
@@ -254,7 +255,7 @@ def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Give states the strides of their parameters: files do not store strides, and fused kernels assume them equal."""
+    """Give states the strides of their parameters: files do not store strides, and fused kernels assume equal ones."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items() if isinstance(kept, dict) else ():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
@@ -269,7 +270,10 @@ class OptimizerPart(SavedPart):
     version = 2  # version 1 had only the optimizer's state_dict
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer, kind: str) -> None:
-        """`optimizer`: the user's. `device_optimizer`: holds the model's parameters. `kind`: the name of its class."""
+        """`optimizer`: the user's optimizer. `kind`: its class.
+
+        `device_optimizer`: the optimizer that holds the model's parameters.
+        """
         self._strategy = strategy
         self._optimizer = optimizer
         self._device_optimizer = device_optimizer
@@ -356,7 +360,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameter to which a state tensor belongs. `tensor`: such as state.0.exp_avg, of the first parameter."""
+    """The parameter to which a state tensor belongs. `tensor`: its name, such as state.0.exp_avg for the first."""
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)
     return parameters[int(number)] if known else None
@@ -375,7 +379,7 @@ class SchedulerPart(SavedPart):
     version = 2  # version 1 lacked the class
 
     def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
-        """`by_update`: the schedulers whose states `scheduler` holds by name; empty: it has a state of its own."""
+        """`by_update`: the schedulers whose states `scheduler` holds by name; empty if it has a state of its own."""
         self._scheduler = scheduler
         self._by_update = by_update
 

@@ -44,9 +44,9 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     piece: Piece | None
-    """None: the tensor is whole."""
+    """The piece of a tensor that is written; None if the tensor is whole."""
     tensor: Tensor
-    """The values to write, of a dtype that the format has; on any device, contiguous or not."""
+    """The values to write, in a dtype that the file format supports; on any device, contiguous or not."""
     original: Tensor
     """The tensor in the state; differs from `tensor` if its dtype is stored as bytes."""
 
@@ -76,7 +76,7 @@ class Layout:
 def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
     """Assign files and offsets to tensors.
 
-    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: of the file names.
+    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: for file names.
     """
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):
@@ -150,7 +150,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
 
     `state`: part -> dicts, lists, tuples, sets, numbers, strings, arrays, tensors and `Piece`s, in any nesting. Tensors
     with the same memory and shape are stored once, and loaded as the same tensor. Named tuples are loaded as tuples,
-    parameters as tensors. Raises a `CheckpointError` with the path of a value that cannot be stored.
+    parameters as tensors. Raises a `CheckpointError` that names the path of a value that cannot be stored.
     """
     packer = _Packer()
     text = {}
@@ -185,7 +185,7 @@ class _Packer:
         self.aliases: dict[str, dict[str, str]] = {}
         self._part = ""
         self._names: set[str] = set()  # in the current part
-        # Address -> tensors there. Holding them keeps the memory of temporary ones from being reused.
+        # Address -> the tensors at it. They are held so that the memory of temporary tensors is not reused.
         self._seen: dict[int, list[Stored]] = {}
         self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
             type(None): _same_value, bool: _same_value, str: _same_value, int: _int, float: _float,
@@ -269,7 +269,7 @@ class _Packer:
         pairs = []
         prefix, depth = _below(name, depth)
         for key, one in value.items():
-            if isinstance(key, Tensor):  # as keys they are compared by identity, which is lost
+            if isinstance(key, Tensor):  # tensors as keys are compared by identity, which a checkpoint loses
                 raise _UnstorableError(key)
             packed_key = key if type(key) is str else self._pack(key, f"{prefix}key", depth)
             try:
@@ -344,7 +344,7 @@ class _Packer:
 
 
 def _below(name: str, depth: int) -> tuple[str, int]:
-    """The prefix of names inside a container, and their depth. Raises `RecursionError` if nested too deeply."""
+    """The prefix of names inside a container, and its content's depth. Raises `RecursionError` if nested too deeply."""
     if depth >= DEEPEST:
         raise RecursionError
     return f"{name}." if name else "", depth + 1
@@ -421,7 +421,7 @@ def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
 
 
 BYTES_PER_WRITER = 16 << 20
-"""The minimum bytes per writer: small checkpoints use fewer writers, and have one file per part."""
+"""The minimum bytes per writer. Small checkpoints use fewer writers; a single writer writes one file per part."""
 
 Replicated = Callable[[str, str], bool]
 """(part, name) of a tensor -> whether it is identical on all writers."""
@@ -446,11 +446,11 @@ class Division:
         self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
         """How many writers this state uses."""
         self.bytes = sum(each.tensor.nbytes for each in packed.tensors)
-        """The bytes of all tensors of this writer's state."""
+        """The total size of the tensors in this writer's state, including tensors that other writers save."""
         keys = [packed.tensors[number][:4] for number in shared]
         keys += [_of_whole(packed.tensors[number]) for number in pieces]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
-        """A hash of names, dtypes and shapes of the divided tensors, which must be equal on all writers."""
+        """A hash of the names, dtypes and shapes of the divided tensors, which must be equal on all writers."""
         owners: list[int | None] = [0] * len(packed.tensors)
         load = [0] * self.writers
         for number in sorted(shared, key=lambda number: -sizes[number]):  # largest first, to the least loaded
@@ -465,10 +465,10 @@ class Division:
         self.numbers = [own[place.number] for place in self.layout.places]
         """The indices in `packed.tensors` of the tensors that this writer saves, in the order of their places."""
         self.replicated = [number in sizes for number in self.numbers]
-        """Whether each of them is replicated."""
+        """For each tensor in `numbers`, whether it is replicated."""
 
     def fits(self, packed: Packed) -> bool:
-        """Whether this division can be used for a state, because its tensors differ only in their values."""
+        """Whether this division also fits another state, because the tensors differ only in their values."""
         return self._key == _key(packed)
 
 

@@ -40,7 +40,7 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.errors import CheckpointError
 
 # --- File operations --------------------------------------------------------------------------------------------------
-# These are methods, so that tests can make one of them fail, or kill the process at that point.
+# File operations are methods, so that a test can make any of them fail, or kill the process during one.
 
 
 _CURRENT_FOLDER = -100  # AT_FDCWD
@@ -59,7 +59,7 @@ class System:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, file: int, content: memoryview) -> int:
-        """Write at least a part of the content, and return how many bytes."""
+        """Write at least a part of the content, and return the number of bytes written."""
         return os.write(file, content)
 
     def fsync(self, file: int) -> None:
@@ -71,7 +71,7 @@ class System:
         old.rename(new)
 
     def exchange(self, one: Path, other: Path) -> None:
-        """Swap the names of two folders atomically. Raises `OSError` if the file system cannot."""
+        """Swap the names of two folders atomically. Raises `OSError` if the file system does not support this."""
         libc = ctypes.CDLL(None, use_errno=True)
         try:
             renameat2 = libc.renameat2
@@ -91,7 +91,7 @@ class System:
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
-# Host memory is written and hashed concurrently.
+# The content of a file is written and hashed concurrently.
 
 
 _CHUNK = 64 << 20
@@ -126,9 +126,9 @@ class Job:
     writers: int = 1
     """The number of writers."""
     total: int = 0
-    """Bytes that all writers write together; 0: the same as `size`."""
+    """The bytes that all writers write together; 0 means `size`."""
     tensors: str = ""
-    """A hash of names, dtypes and shapes of the tensors that are divided among the writers."""
+    """A hash of the names, dtypes and shapes of the tensors that are divided among the writers."""
 
     @property
     def size(self) -> int:
@@ -210,21 +210,21 @@ def fsync_folder(folder: Path, system: System) -> None:
 #     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
-# They communicate only through the folder, because they may be on different nodes and may outlive their job. A writer
-# that holds no lock and has left no record has died or was never started; the checkpoint is then abandoned.
+# Writers communicate only through the folder, because they may be on different nodes and may outlive their job. A
+# writer that holds no lock and has left no record has died or was never started; the checkpoint is then abandoned.
 
 
 _SHARE_POLL_SECONDS = 0.01
 _START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has written its own share
-_ABANDONED_SECONDS = 1.0  # the same if the job is gone, because a writer may just be starting
-_STALL_SECONDS = 120.0  # how long no file may grow, if there are no locks or a writer is stopped
+_ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer may still be starting
+_STALL_SECONDS = 120.0  # the longest time in which no file grows; detects stopped writers, and dead ones without locks
 _LONGEST_RECORD = 1 << 20
 
 
 def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) -> None:
     """Write the share of a writer other than 0. Errors are recorded in the folder, and reported by writer 0.
 
-    `unfinished`: the unfinished folder of the checkpoint.
+    `unfinished`: the folder of the unfinished checkpoint.
     """
     lock = os.open(unfinished / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -251,8 +251,8 @@ def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) 
 def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
     """Wait for the other writers' shares, and return their files. Called by writer 0.
 
-    `unfinished`: the checkpoint's folder. `abandoned()`: whether the process that started this one is gone.
-    Raises `CheckpointError`, and `OSError` with the error number of another writer.
+    `unfinished`: the folder of the unfinished checkpoint. `abandoned()`: whether the training process is gone.
+    Raises `CheckpointError`, and `OSError` with the error number that another writer has recorded.
     """
     files: list[FileRecord] = []
     waiting = dict.fromkeys(range(1, job.writers))
@@ -260,7 +260,7 @@ def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], 
     while waiting:
         there = _names(unfinished)
         writing = {each: each in there and _is_locked(unfinished / each) for each in map(_name, waiting)}
-        there = _names(unfinished)  # again: a writer leaves its record before it releases its lock
+        there = _names(unfinished)  # list again after testing the locks: a writer leaves its record before it unlocks
         for writer in [*waiting]:
             if f"{_name(writer)}.json" in there:
                 files += _checked(_record(unfinished / f"{_name(writer)}.json"), job, writer)
@@ -281,7 +281,7 @@ def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], 
 
 
 def _indexes(unfinished: Path, others: Iterable[FileRecord], system: System) -> list[FileRecord]:
-    """Write an index of tensor -> file for each part that has several files, in Hugging Face's format."""
+    """For each part that has several files, write an index that maps tensors to files, in Hugging Face's format."""
     indexes = []
     for part in sorted({part for file in others if (part := part_of(file.name)) is not None}):
         tables = {path.name: tensor_table(path) for path in _entries(unfinished) if part_of(path.name) == part}
@@ -308,7 +308,7 @@ def _allowed(abandoned: Callable[[], bool]) -> float:
 
 
 def _names(unfinished: Path) -> set[str]:
-    """Names in the folder. Lists them instead of testing each, because NFS caches negative lookups for a minute."""
+    """The names in the folder, by listing it: NFS caches for a minute that a single name was not found."""
     return {path.name for path in _entries(unfinished)}
 
 
@@ -369,7 +369,7 @@ def _missing(job: Job, writer: int, what: str) -> CheckpointError:
 #     rename checkpoints that are not kept to .removed-..., then remove them
 #
 # If the process is killed at any moment, either the old or the new checkpoint is complete, and the next save removes
-# the remaining folder, whose name begins with a dot.
+# the leftover folder, whose name begins with a dot.
 
 
 _POLL_SECONDS = 0.02
@@ -379,9 +379,10 @@ _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
-    """Write a checkpoint durably, and remove checkpoints that are not kept; or write one writer's share of it.
+    """Write a checkpoint durably, and remove checkpoints that are not kept.
 
-    `memory`: contains the files. `abandoned()`: whether the process that requested the save is gone.
+    A writer other than 0 only writes its share.
+    `memory`: the content of the files. `abandoned()`: whether the process that requested the save is gone.
     Raises `CheckpointError`; earlier checkpoints are then unchanged.
     """
     system = system or System()
@@ -435,8 +436,8 @@ def make_folder(folder: Path, system: System | None = None) -> None:
 def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
     """Move the checkpoints of steps after `after` into a new folder next to them, durably.
 
-    They belong to a branch that the run has left, and would be taken for newer than those of the current branch.
-    Returns the new folder and the steps; None if there are none. Raises `CheckpointError`.
+    These checkpoints belong to a branch that the run has left, and would count as newer than those of the current one.
+    Returns the new folder and the steps moved; None if there is nothing to move. Raises `CheckpointError`.
     """
     system = system or System()
     there = [found for found in checkpoints(folder) if found.step > after and _is_ours(found)]
@@ -469,8 +470,8 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     if not place.exists():
         system.rename(unfinished, place)
         return
-    # The run has resumed from an earlier step and saves this one again. Exchange the folders, so that one of them is
-    # always in place.
+    # The run has resumed from an earlier step and saves this step again. Exchange the two folders, so that one of them
+    # is in place at any time.
     try:
         system.exchange(unfinished, place)
         before = unfinished
@@ -485,7 +486,7 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
 
 
 def _prune(job: Job, folder: Path, system: System) -> None:
-    """Remove older checkpoints that are not kept. Those of later steps belong to another run, and are kept."""
+    """Remove older checkpoints that are not kept. Checkpoints of later steps belong to another run, and are kept."""
     there = [found for found in checkpoints(folder) if found.step <= job.step]
     kept = _kept(there, job.keep_last)
     for found in there:
@@ -505,7 +506,7 @@ def _kept(there: Iterable[Found], keep_last: int) -> set[int]:
 
 
 def _is_ours(found: Found) -> bool:
-    """Whether it is a checkpoint, complete or damaged, in a format that this version can read."""
+    """Whether this is a checkpoint, complete or damaged, in a format that this version of ddpkit can read."""
     return found.manifest is not None
 
 
@@ -518,7 +519,7 @@ def _removed(path: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool | None]:
-    """Try to lock the folder in this context. Yields whether this process is the only writer; None: unknown."""
+    """A context that tries to lock the folder. Yields whether this process is the only writer; None if unknown."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -532,7 +533,7 @@ def _alone(folder: Path) -> Iterator[bool | None]:
 
 
 def wait_for_writers(folder: Path, seconds: float) -> None:
-    """Wait until no process writes a checkpoint into `folder`, at most `seconds`."""
+    """Wait, for at most `seconds`, until no process writes a checkpoint into `folder`."""
     deadline = time.monotonic() + seconds
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -628,7 +629,7 @@ def main(parent: int, memory: int, line: int) -> None:
             if packet in (b"", STOP):
                 return
             number, _, job = packet.partition(b" ")
-            if int(number) > done:  # otherwise it was sent twice
+            if int(number) > done:  # otherwise the job was sent twice
                 done = int(number)
                 problem = _done(Job.from_json(job), memory, parent)
                 with suppress(OSError):  # the training process has ended
@@ -636,7 +637,7 @@ def main(parent: int, memory: int, line: int) -> None:
 
 
 def _done(job: Job, memory: int, parent: int) -> dict[str, str | bool]:
-    """Write a checkpoint. Returns the arguments of its `CheckpointError`, or an empty dict."""
+    """Write a checkpoint. Returns an empty dict, or, if the save failed, the arguments of a `CheckpointError`."""
     try:
         with mmap.mmap(memory, 0, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
             write(job, view, abandoned=lambda: os.getppid() != parent)

@@ -246,7 +246,7 @@ def load(
 def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
     """The values of some entries of the checkpoint's state.json, with tensors in host memory.
 
-    Only files that are read are verified. Raises `CheckpointError` if they are damaged.
+    Reads and verifies only the files with these tensors. Raises `CheckpointError` if one of the files is damaged.
     """
     try:
         files = TensorFiles(found)
@@ -263,7 +263,7 @@ def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Destination]]:
-    """Memory for a tensor or a piece of it, and the places to read into that memory."""
+    """Memory for a tensor or a piece of it, and the parts of that memory to read each box into."""
     shape = whole.shape if piece is None else tuple(piece.tensor.shape)
     content = torch.empty(math.prod(shape) * ITEM_BYTES[whole.dtype], dtype=torch.uint8)
     tensor = content.view(DTYPE_OF[whole.dtype]).view(shape)

@@ -54,11 +54,11 @@ class SharedBuffer:
         self._layout: Layout | None = None
         self._filling: Thread | None = None
         self.targets: list[Tensor] = []
-        """Tensors in this memory to copy the state to, in the order of the layout's places."""
+        """Tensors in this memory to which the state is copied, in the order of the layout's places."""
 
     @property
     def view(self) -> memoryview:
-        """The content."""
+        """The content of the memory."""
         assert self._memory is not None
         return memoryview(self._memory)
 
@@ -109,7 +109,7 @@ class SharedBuffer:
         size = -(-(size + _ROOM_TO_GROW) // _PAGE) * _PAGE
         os.ftruncate(self.descriptor, size)
         self._memory = mmap.mmap(self.descriptor, size)
-        with suppress(OSError):  # forked DataLoader workers must not keep it
+        with suppress(OSError):  # forked DataLoader workers must not keep the memory
             self._memory.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         return True
@@ -121,7 +121,7 @@ class SharedBuffer:
         self._bytes = self._memory = None
 
     def _pin(self) -> None:
-        """Pin the memory, so that copies from a GPU run at full speed; if the driver refuses, they are slower."""
+        """Pin the memory, so that copies from a GPU run at full speed; if the driver refuses, copies are slower."""
         if self._pinned is not False or self._bytes is None:
             return
         error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ class SharedBuffer:
 def _fault_in(memory: Tensor) -> None:
     """Fault in all pages now instead of one by one on first write, which takes about a second per GB.
 
-    In pieces, because other memory allocations of the process wait meanwhile. Releases the GIL.
+    Works in pieces, because other memory allocations of the process must wait for each piece. Releases the GIL.
     """
     begin, size = memory.data_ptr(), memory.numel()
     for done in range(0, size, _POPULATED_AT_ONCE):
@@ -144,7 +144,7 @@ def _fault_in(memory: Tensor) -> None:
 
 
 # --- Copies of tensors ------------------------------------------------------------------------------------------------
-# Many tensors are copied in about the time of a single copy of their total size.
+# Copying many tensors takes about as long as a single copy of their total size.
 
 
 _PIECE = 4 << 20
@@ -165,7 +165,7 @@ def copy(pairs: Iterable[Pair]) -> None:
 
 @torch.no_grad()
 def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
-    """Start to copy, as `copy` does. The returned function finishes the copy; it may be called in any thread."""
+    """Start what `copy` does. Returns a function that finishes the copy, which may be called in any thread."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
     pairs = [*pairs]
     for target, tensor in pairs:
@@ -218,7 +218,7 @@ def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
     """Copy in up to as many threads as torch uses; each thread takes the next piece.
 
     Faster than torch's copies, which wait for the slowest of their threads at every tensor.
-    `owners`: the tensors, which each thread keeps alive: a signal handler may raise in the calling thread at any line.
+    `owners`: the tensors. Each thread keeps them alive, because a signal handler may end this function at any line.
     """
     alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
     pieces = [moves] if alone else _pieces(moves)
@@ -312,10 +312,10 @@ class WriterProcess:
         self._send()
 
     def finished(self, *, wait: bool) -> bool:
-        """Whether the last checkpoint is complete. `wait`: wait until it is. Raises its `CheckpointError`."""
+        """Whether the last checkpoint is complete. `wait`: wait until it is. Raises the error of a failed save."""
         while self._job is not None:
             self._send()
-            ended = self._process.poll() is not None  # before reading, so that its last answer is not missed
+            ended = self._process.poll() is not None  # before reading, so that the process's last answer is not missed
             problem = self._answer()
             if problem is not None:
                 self._job = None
@@ -341,7 +341,7 @@ class WriterProcess:
             self._sent = True
 
     def _answer(self) -> dict[str, str | bool] | None:
-        """The answer to the last job: arguments of its `CheckpointError`, or an empty dict; None: not answered yet."""
+        """The answer to the last job: an empty dict, or the arguments of a `CheckpointError`; None: no answer yet."""
         with suppress(OSError):  # no answer yet, or the process is gone
             while packet := self._socket.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 number, problem = json.loads(packet)
@@ -366,7 +366,7 @@ class WriterProcess:
 
 
 def _continue(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGCONT, in case the process was stopped with SIGSTOP, because training waits for it."""
+    """Send SIGCONT, because training waits for the process, which may have been stopped with SIGSTOP."""
     process.send_signal(signal.SIGCONT)
 
 
@@ -380,7 +380,7 @@ def _end(process: "subprocess.Popen[bytes]", jobs: socket.socket, stderr: IO[byt
         with suppress(OSError):
             _continue(process)
             if select.select([jobs], [], [], _POLL_SECONDS)[0] and not jobs.recv(1):
-                process.wait()  # it has closed its end and exits
+                process.wait()  # the process has closed its end of the socket, and exits
     jobs.close()
     stderr.close()
 
@@ -408,8 +408,8 @@ class Saver:
     `background`: write and hash in a separate process; if False, `save` returns when the checkpoint is on disk.
     `writer`, `writers`: the index of this Saver, and the number of Savers that write each checkpoint together, one per
     process.
-    From the first save or `reserve` on, it holds as much host memory as it writes. Raises `CheckpointError` if the
-    folder cannot be written to.
+    From the first save or `reserve` on, the Saver holds as much host memory as it writes for a checkpoint. Raises
+    `CheckpointError` if the folder cannot be written to.
     """
 
     def __init__(
@@ -447,10 +447,10 @@ class Saver:
         as the best so far.
 
         If there are several writers, all of them call this. `token`: equal on all writers, and different in each save.
-        `replicated`: which tensors are identical on all writers, so that they can be divided among them. Writers other
-        than 0 save only replicated tensors and pieces.
+        `replicated`: which tensors are identical on all writers, and can therefore be divided among the writers.
+        Writers other than 0 save only replicated tensors and pieces.
 
-        `overlap`: return while a thread is still copying replicated tensors; call `finish_copy` before they change.
+        `overlap`: return while a thread still copies replicated tensors; call `finish_copy` before these change.
         """
         packed = pack(state)
         self.wait()
@@ -482,7 +482,7 @@ class Saver:
             self._begin(job)
 
     def finish_copy(self) -> None:
-        """Wait until the whole state is copied. Raises `CheckpointError` if it changed during the copy."""
+        """Wait until the whole state is copied. Raises `CheckpointError` if the state changed during the copy."""
         if self._copying is None:
             return
         self._copying.done.result()
@@ -516,18 +516,18 @@ class Saver:
         return self._finished(wait=False)
 
     def wait(self) -> None:
-        """Wait until the last save is finished. May be called again after an interrupt. Raises its error."""
+        """Wait until the last save is finished; raise the error if it failed. Can be repeated after an interrupt."""
         self._finished(wait=True)
 
     def close(self) -> None:
-        """Wait until the last save is finished, then release all resources. Raises its `CheckpointError`."""
+        """Wait until the last save is finished, then release all resources. Raises the error of a failed save."""
         try:
             self.wait()
         finally:
             self.release()
 
     def release(self) -> None:
-        """Stop the writer process and free the memory; a later save recreates both. Call `wait` before."""
+        """Stop the writer process and free the memory; a later save recreates both. Call `wait` first."""
         if self._process is not None:
             self._process.close()
             self._process = None

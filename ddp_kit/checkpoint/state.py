@@ -48,7 +48,7 @@ class StateMismatchError(Exception):
 
 @contextmanager
 def explained_load_errors(path: Path) -> Iterator[None]:
-    """Convert any error raised while a checkpoint's content is used into a `CheckpointError`."""
+    """A context for the use of a checkpoint's content, which converts any error to a `CheckpointError`."""
     try:
         yield
     except DdpKitError:
@@ -99,7 +99,7 @@ class SavedPart(ABC):
     name: ClassVar[str]
     """The part's key in the checkpoint, and the name of its tensor file, if it has tensors."""
     version: ClassVar[int] = 1
-    """The version of the format; increased if the previous version cannot load what `state_dict` returns."""
+    """The version of the part's format; increased if the previous version of ddpkit cannot load the new format."""
     required: ClassVar[bool] = True
     """Whether a checkpoint must have this part. If False, the part keeps its state when a checkpoint lacks it."""
     shows_own_errors: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class SavedPart(ABC):
         """The part's state, of types that `checkpoint.packing.pack` can store. `ranks`: every rank's `rank_state`."""
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
-        """Whether every rank has the same tensor of this name in the part's file."""
+        """Whether the tensor with this name in the part's file is the same on every rank."""
         return True
 
     def device_of(self, tensor: str) -> torch.device | None:  # noqa: ARG002
@@ -129,7 +129,7 @@ class SavedPart(ABC):
         return None
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
-        """Convert a saved state to what this version of ddpkit would save. `version`: of its format."""
+        """Convert a saved state to what this version of ddpkit would save. `version`: the saved state's version."""
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
@@ -153,7 +153,7 @@ _EVERY_RANK = "every_rank"
 
 
 def per_rank_states(callbacks: Sequence[Callback]) -> list[str | None]:
-    """For each callback: this rank's state as text if it sets `state_per_rank`, else None."""
+    """For each callback: this rank's state as text if the callback sets `state_per_rank`, else None."""
     return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
 
 
@@ -168,7 +168,7 @@ def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[s
 
 
 def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
-    """Load saved states into callbacks of the same class, in order; warn about those without a counterpart.
+    """Load saved states into callbacks of the same class, in order; warn about states and callbacks that are left over.
 
     `path`: the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
     whatever a user's callback raises.
@@ -201,7 +201,7 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
-        return saved  # from an older version, which saved rank 0's only
+        return saved  # from an older version, which saved only the state of rank 0
     everyone = saved[_EVERY_RANK]
     if len(everyone) != ranks:
         logger.warning(
@@ -270,14 +270,14 @@ class PrecisionPart(SavedPart):
 class RandomPart(SavedPart):
     """The random states of every rank.
 
-    They are restored before the next step or save instead of on load, so that random numbers that a script draws before
-    its first step are the same as in a new run.
+    The states are restored before the next step or save instead of on load, so that random numbers that a script draws
+    before its first step are the same as in a new run.
     """
 
     name = "random"
 
     def __init__(self, world: World, seed: int, data_rank: int, progress: Progress) -> None:
-        """`data_rank`: ranks that share samples draw the same random numbers."""
+        """`data_rank`: equal on ranks that share samples, which must draw the same random numbers."""
         self._world = world
         self._seed = seed
         self._data_rank = data_rank
@@ -398,7 +398,7 @@ class BestPart(SavedPart):
 
     @property
     def value(self) -> tuple[str, float] | None:
-        """The name of the metric and its best value so far; None if there is none."""
+        """The name of the metric and its best value so far; None if there is no value yet."""
         if self._best_value is None or self._best_value.best is None:
             return None
         return self._best_value.metric, self._best_value.best
@@ -442,11 +442,11 @@ class ConfigPart(SavedPart):
 # --- Checkpoints of older versions ------------------------------------------------------------------------------------
 
 VERSIONS = "versions"
-"""The key under which a checkpoint stores the version of each part; format 1 has none."""
+"""The key under which a checkpoint stores the version of each part; format 1 has no such key."""
 
 
 def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
-    """The saved state of each part, converted to its current version.
+    """The saved state of each part, converted to the part's current version.
 
     Raises `CheckpointError` for a newer version, and `ValueError` if a required part is missing.
     """

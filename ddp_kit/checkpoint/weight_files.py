@@ -44,7 +44,7 @@ Key = tuple[str, str]
 
 
 class Destination(NamedTuple):
-    """The destination of a box of a tensor."""
+    """The memory to copy a box of a tensor to."""
 
     box: Box
     memory: Array
@@ -52,7 +52,7 @@ class Destination(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A complete tensor, in one file or in several."""
+    """A whole tensor, which is stored in one or more files."""
 
     dtype: str
     shape: Shape
@@ -63,7 +63,7 @@ class Whole(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Destination]:
-        """Destinations of a piece's boxes. `memory`: a byte array of the piece's size; the rest as in `boxes_of`."""
+        """Destinations of a piece's boxes. `memory`: a byte array of the piece's size. The others: see `boxes_of`."""
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
@@ -154,7 +154,7 @@ def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedRea
 
 
 def _parts(block: Box, places: Iterable[Destination]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
-    """Destination and index of each requested part of a block; index None: the whole block, into contiguous memory."""
+    """Memory for each requested part of a block, and its index in the block; None: all of it, to contiguous memory."""
     for place in places:
         common = block.intersection(place.box)
         if common is not None:
@@ -209,9 +209,9 @@ def plain_name(name: str) -> str:
 
 
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
-    """The weights, from the content of state.json. Names are those of `plain_name`.
+    """The weights, from the content of state.json. Names are as `plain_name` returns them.
 
-    `ema`: with the averages of the `EMA` callback in place of the trained weights; requires `has_average`.
+    `ema`: replace the trained weights by the averages of the `EMA` callback; requires `has_average`.
     Raises `ValueError` if there are no weights.
     """
     model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))
@@ -220,7 +220,7 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
     if not entries:
         raise ValueError("it has no model weights")
     if ema:
-        average = _averages(state)[-1]  # evaluations use that of the last callback
+        average = _averages(state)[-1]  # evaluations use the average of the last callback
         # Tied weights have one name in the average and several in the model.
         new = {key: average[name] for name, entry in entries.items() if name in average for key in keys_in([entry])}
         entries = {

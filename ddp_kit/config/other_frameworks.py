@@ -1,9 +1,9 @@
 """Equivalents of other frameworks' arguments, for messages about unknown names. Imported only if a name is unknown.
 
 The names are those of transformers 4 and 5 (TrainingArguments, Trainer), Lightning 1 and 2 (Trainer, ModelCheckpoint)
-and Accelerate 1 (Accelerator, DataLoaderConfiguration), except those that ddpkit's own settings have too.
+and Accelerate 1 (Accelerator, DataLoaderConfiguration), except names that ddpkit's own settings have too.
 
-Code is in backticks; a test checks that it exists. A text that begins with code is the nearest equivalent.
+Code is in backticks; a test checks that the code exists. A text that begins with code is the nearest equivalent.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
 def _table(texts: Mapping[str, str]) -> dict[str, str]:
-    """Text by name, from names by text."""
+    """The text for each name, from the names (separated by spaces) for each text."""
     return {name: text for text, names in texts.items() for name in names.split()}
 
 
@@ -171,7 +171,7 @@ _HUGGING_FACE = _table(
         _GENERATE: "predict_with_generate generation_max_length generation_num_beams generation_config",
         _UNSUPPORTED: "jit_mode_eval use_ipex past_index mp_parameters ray_scope tpu_num_cores tpu_metrics_debug "
         "use_legacy_prediction_loop",
-        # Of its Trainer:
+        # Arguments of the Trainer of Hugging Face:
         "settings are a TrainerConfig: `Trainer(..., config=TrainerConfig(epochs=3))`": "args",
         "they are arguments of the Trainer: `Trainer(model, optimizer, loss_fn, scheduler=...)`": "optimizers",
         "`data.collate_fn`": "data_collator",
@@ -223,7 +223,7 @@ _LIGHTNING = _table(
         "`EMA`, in the Trainer's callbacks": "stochastic_weight_avg",
         _OF_LOGGER: "flush_logs_every_n_steps",
         "`checkpoint.resume`": "resume_from_checkpoint ckpt_path",
-        # Of its `fit`, its schedulers and ModelCheckpoint:
+        # Arguments of Lightning's `fit`, schedulers and ModelCheckpoint:
         _DATA: "train_dataloaders val_dataloaders datamodule",
         _EPOCHS: "interval frequency",
         _EXPORT: "weights_only save_weights_only",

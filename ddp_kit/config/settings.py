@@ -59,7 +59,7 @@ STRATEGIES = {
 AUTO = "auto"
 """The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.memory.choose`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
-"""For type checkers and JSON schemas; a test compares it with STRATEGIES and AUTO."""
+"""The names of strategies for type checkers and JSON schemas; a test compares them with STRATEGIES and AUTO."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 
 
@@ -101,7 +101,7 @@ def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Omit the list of settings from the class's description: in a JSON schema each one has its own."""
+    """Omit the list of settings from the class's description: in a JSON schema, each setting has its own."""
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
@@ -400,7 +400,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """Raise the error that a Literal would raise, so that it lists the allowed values and the nearest one."""
+        """Raise the error that a Literal would raise: its message then lists the allowed values and the nearest one."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
@@ -687,7 +687,7 @@ class TrainerConfig(_Part):
             **defaults: Settings by name, as for the class itself.
 
         Raises:
-            ConfigError: For other words, for a file that cannot be read, and for invalid settings.
+            ConfigError: For words of any other form, for a file that cannot be read, and for invalid settings.
         """
         files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
         if problems:
@@ -761,7 +761,7 @@ def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _as_table(name: str, value: Any) -> dict[str, Any]:
-    """A dict of the settings of part `name`, in whichever form the user gave it; empty for other values."""
+    """The settings of part `name` as a dict, from any form that a user may give; empty for other values."""
     if name == "parallel" and isinstance(value, str):
         return {"strategy": value}
     if isinstance(value, BaseModel):
@@ -796,7 +796,7 @@ def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]
 
 
 def _parsed(text: str) -> Any:
-    """The text parsed as YAML, except that dates remain text, and `None` is null."""
+    """The value of the text, parsed as YAML, except that dates remain text, and the text `None` means null."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -887,7 +887,7 @@ def _allowed(error: ErrorDetails) -> Iterator[str]:
         yield error["msg"].removeprefix("Input should be ")
 
 
-# Other libraries' names of the precisions.
+# Other libraries' names for the precisions.
 _SYNONYMS = {
     **dict.fromkeys(("float32", "32", "32-true", "no", "float", "full"), "fp32"),
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -922,7 +922,7 @@ _LONGEST_VALUE = 80
 
 
 def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator for methods: an unknown keyword argument is a `ConfigError` that says what to use instead."""
+    """A decorator for methods: an unknown keyword argument raises a `ConfigError` that names what to use instead."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -946,7 +946,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     """What to use instead of an unknown keyword argument. `known`: the arguments that exist."""
-    from ddp_kit.config.other_frameworks import equivalent  # only if a name is unknown
+    from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     if name in TrainerConfig.model_fields:
         return f"it is a setting: TrainerConfig({name}={_shown(value)})"
@@ -955,8 +955,8 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
 
 
 def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
-    """What to use instead of an unknown setting: the most similar name, first by its full path, then in any part."""
-    from ddp_kit.config.other_frameworks import equivalent  # only if a name is unknown
+    """What to use instead of an unknown setting: the most similar one by its full path, or else by its last name."""
+    from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     typed = ".".join(path)
     within = [f"{name}." for name, field in TrainerConfig.model_fields.items() if field.annotation is owner]
@@ -986,7 +986,7 @@ def _shown(value: object) -> str:
 
 
 def _part_with(name: str, value: object) -> str:
-    """What to type for a part whose value is not a mapping; uses the value if it was probably meant for a setting."""
+    """What to type for a part whose value is not a mapping. If the value was probably meant for a setting, uses it."""
     if name == "parallel":
         return '"fsdp"'
     setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")

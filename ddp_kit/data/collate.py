@@ -1,4 +1,4 @@
-"""Collation of samples to batches, transforms on the device, and errors that name the samples."""
+"""Collation of samples into batches, transforms on the device, and errors that name the samples."""
 
 import pickle
 import warnings
@@ -30,8 +30,8 @@ class DeviceTransform:
     """Applies the user's `data.device_transform` to the batches of one epoch, in order.
 
     Batches are transformed ahead of their use, so transforms must not draw from the random states of training, which a
-    checkpoint stores. They are seeded from (seed, epoch, rank, number of the batch), or for each sample of a `Keyed`
-    batch, which is then transformed one by one, from (seed, epoch, key).
+    checkpoint stores. Each call is seeded from (seed, epoch, rank, number of the batch). The samples of a `Keyed`
+    batch are instead transformed one by one, each seeded from (seed, epoch, key).
     `number`: the index within the epoch of the next batch.
     """
 
@@ -86,9 +86,9 @@ class Uncollated:
     """Takes the place of a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
 
     said: str
-    """The error message of torch."""
+    """torch's error message."""
     where: str
-    """The first part that differs between samples, such as `[0]` or `['image']`; empty for the sample itself."""
+    """The first part that differs between samples, such as `[0]` or `['image']`; empty for the whole sample."""
     kinds: tuple[str, ...]
     """The shape, length, keys or type of that part in each sample; empty if the samples do not differ."""
 
@@ -110,7 +110,7 @@ def identity_collate(batch: Any) -> Any:
 
 
 class CollateKeyed:
-    """Collates `(key, sample)` pairs to a `Keyed` batch."""
+    """Collates `(key, sample)` pairs into a `Keyed` batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -146,7 +146,7 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
 
 
 def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """The first part in which samples differ, and its description in each sample; ("", ()) if they do not."""
+    """The first part in which samples differ, and its description in each sample; ("", ()) if all are alike."""
     by_part = [dict(_parts(sample)) for sample in samples]
     for where in by_part[0]:
         kinds = tuple(parts.get(where, "nothing") for parts in by_part)
@@ -156,7 +156,7 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """(path, description) of each part of a sample, outer ones first; descriptions must be equal in all samples."""
+    """(path, description) of each part of a sample, outer ones first; collation needs equal ones in all samples."""
     if hasattr(sample, "shape"):
         yield where, f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):
@@ -193,7 +193,7 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
     """The loader's iterator. Raises `DataError` if the dataset cannot be pickled for its DataLoader workers."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker")  # the error says it
+            warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker")  # also in the error
             return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if not any(words in str(error) for words in ("pickle", "local object", "not found as")):
@@ -214,7 +214,7 @@ def _keys(loader: Any, number: int) -> list[Any] | None:
 
 
 def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
-    """An error that names the DataLoader worker, which torch's own does not; None if no worker failed."""
+    """An error that names the DataLoader worker, which torch's own error does not; None if no worker failed."""
     workers, text = getattr(batches, "_workers", []), str(error)
     found = None
     if text.startswith("DataLoader timed out"):

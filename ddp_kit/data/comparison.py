@@ -26,7 +26,7 @@ from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states
 _PLAIN_SAMPLES = 16
 """The number of samples to compare if they are tensors or lists in memory, which are cheap to read."""
 _MAX_SECONDS = 2.0
-"""The time limit for fetching a dataset's samples; the remaining ones are not compared."""
+"""The time limit for fetching a dataset's samples; the remaining samples are not compared."""
 _UNKNOWN = -1
 _REPEATS = 2
 """How often a sample that differs is fetched again, to find out whether it is just nondeterministic."""
@@ -58,7 +58,7 @@ def subset_indices(dataset: object) -> list[list[Any]]:
 
 
 class SampleComparison:
-    """Compares a few samples of a Trainer's data between ranks, as many as `data.compare_items`.
+    """Compares a few samples of a Trainer's data between ranks. `data.compare_items` sets how many.
 
     for each of the samples, spread over the dataset:
         digest = hash of the sample, fetched with a random seed of its own
@@ -141,7 +141,7 @@ class SampleComparison:
             with _states_kept(self._world):
                 yield from map(digests.__getitem__, keys)
             return
-        # In a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
+        # Fetch in a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
         options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
         loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=identity_collate, **options)
@@ -220,7 +220,7 @@ def _differ(digests: Iterator[int]) -> bool:
 
 
 def _in_memory(dataset: Any) -> bool:
-    """Whether samples are in memory, so that reading them runs no user code."""
+    """Whether samples are in memory, which means that reading them runs no user code."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) in (TensorDataset, Tensor, list, tuple)

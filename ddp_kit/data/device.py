@@ -33,7 +33,7 @@ def on_device(
     computation. Everything else in a batch is moved on the current stream when the batch is yielded.
     `dtype`: convert floating-point tensors to it; None: do not convert. `transform`: applied to each batch after its
     copy, on the same stream. `fetched()`: called when the loader has returned a batch. `moved()`: called when the batch
-    is on the device. `check_first`: called with the first batch as it was fetched.
+    is on the device. `check_first`: called with the first batch before it is moved.
     Raises `DataError` if a DataLoader worker fails or samples cannot be collated.
     """
     batches = _with_first_checked(checked_batches(loader), check_first)
@@ -79,9 +79,9 @@ def _is_plain(batch: Any) -> bool:
 
 
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Copy the dense host tensors of a batch on the side stream, and leave everything else.
+    """Copy the dense host tensors of a batch on the side stream, and leave everything else as it is.
 
-    Tensors on a GPU may still be being written by the current stream. It is unknown what an object's own `to` method
+    The current stream may still be writing to tensors on a GPU. It is unknown what an object's own `to` method
     allocates, and torch cannot record the streams of sparse and nested tensors.
     """
     return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)

@@ -39,16 +39,16 @@ from ddp_kit.torch_internals import pytree
 
 
 RANKS = "the number of ranks"
-"""The name of a fact about streams, which each rank reads separately; if it changes, a warning is logged."""
+"""The name of a fact about streams. If it changes, a warning is logged, because each rank reads its own stream."""
 PER_RANK = ("the micro-batch", "data.num_workers")
-"""Facts about streams that do not matter if the number of ranks changes."""
+"""Names of facts about streams that may differ after a resume if the number of ranks has changed."""
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """Moves a loader's batches to the device."""
 EpochMover = Callable[[int, int], Mover]
 """`(epoch, number)` -> the mover of this rank's batches in an epoch, starting with batch `number`."""
 StreamPosition = tuple[ReaderState, ...]
-"""The positions of the processes that read a rank's stream, the most recent last; () for other data."""
+"""The positions of the processes that read a rank's stream, in the order of their last batches; () for other data."""
 
 
 @dataclass(frozen=True)
@@ -60,43 +60,46 @@ class DataRank:
     ranks: int
     """The number of parts into which the data is divided."""
     contributes: bool
-    """Whether this rank's samples count: true for one of the ranks that share samples."""
+    """Whether this rank's samples count: true for exactly one of the ranks that read the same samples."""
     equal_passes: bool
-    """Whether all ranks run the same number of passes: a rank with fewer batches repeats one with zero weight."""
+    """Whether all ranks run the same number of passes: a rank with fewer batches repeats a batch with zero weight."""
 
 
 class Share(NamedTuple):
     """This rank's share of an optimizer step."""
 
     samples: int
-    """Samples of the whole step, over all ranks."""
+    """The number of samples in the whole step, over all ranks."""
     passes: tuple[int, ...]
-    """The samples in each of this rank's passes; empty if it has none. A pass of 0 samples has zero weight."""
+    """The number of samples in each of this rank's passes, if it has any. A pass of 0 samples has zero weight."""
 
 
 class Feed(Protocol):
-    """The steps of an epoch: call `begin`, then `next` and `batch` once per pass, until `next` returns None."""
+    """The steps of an epoch.
+
+    Call `begin`; then, for each step, call `next` once and `batch` once per pass, until `next` returns None.
+    """
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps in this epoch; None if unknown before its end."""
+        """The number of optimizer steps in this epoch; None if unknown before the end of the epoch."""
 
     division: str
-    """How a step divides into batches, for the log line at the start of a run; "": as in the batch plan."""
+    """How a step is divided into batches, for the log line at the start of a run; "" if as in the batch plan."""
     place: StreamPosition
     """This rank's position in a stream, before the batches of the step that `next` returned last."""
 
     def steps_in(self, epochs: range) -> int | None:
-        """Optimizer steps in this epoch and later ones; None if unknown before their end."""
+        """The total number of optimizer steps in the current epoch and later ones; None if unknown before they end."""
 
     def facts(self, epoch: int) -> Facts:
-        """Go to the start of an epoch. Returns facts that determine the samples of each of its steps."""
+        """Go to the start of an epoch, and return the facts that determine which samples each of its steps uses."""
 
     def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
-        """Go to a position. `place`: the value of `place` at that position, if known."""
+        """Go to a step of an epoch. `place`: the value that the attribute `place` had at that step, if known."""
 
     def next(self) -> Share | None:
-        """The next step; None after the last one. All ranks must call it equally often."""
+        """This rank's share of the next step; None after the last step. All ranks must call this equally often."""
 
     def batch(self) -> Any:
         """The next pass's batch, on the device."""
@@ -129,10 +132,10 @@ class MapFeed:
         check: Callable[[], None],
         spare: Callable[[], Any] | None = None,
     ) -> None:
-        """`batches`: at the start of the first epoch. `facts()`: the facts of the current epoch.
+        """`batches`: positioned at the start of the first epoch. `facts()`: the facts of the current epoch.
 
-        `check()`: raises an error if the run cannot train on the current epoch; not called for the first one. A
-        collective.
+        `check()`: a collective that raises an error if the run cannot train on the current epoch; not called for the
+        first epoch.
         """
         self._dataset_epoch = dataset_epoch
         self._check = check
@@ -202,7 +205,7 @@ class StreamFeed:
     the weights of a step are known when it starts, and all ranks end the epoch together, when no rank has samples left.
     A rank that runs out earlier takes part with no samples. The all-reduce is on host memory, does not wait for the
     device, and overlaps with the previous step.
-    `at_least`: the minimum number of samples in a step; a smaller one is skipped and ends the epoch.
+    `at_least`: the minimum number of samples in a step; a step with fewer samples is skipped and ends the epoch.
     """
 
     steps = None
@@ -230,7 +233,7 @@ class StreamFeed:
         self.place = self._reached = StreamPosition()
 
     def steps_in(self, epochs: range) -> None:
-        """None: the length of a stream is not known before its end."""
+        """None, because the length of a stream is unknown before its end."""
 
     def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - a stream's samples are not known in advance
         return self._facts
@@ -336,7 +339,7 @@ class StreamFeed:
 
 
 def _readable(leaf: Any) -> bool:
-    """Whether NumPy can represent a tensor of its layout and dtype."""
+    """Whether `leaf` is a tensor with a layout and dtype that NumPy can represent."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype != torch.bfloat16
 
 
@@ -351,9 +354,9 @@ class EvaluationData:
     batches: Callable[[], Iterable[tuple[int, Any]]]
     """Returns an iterable of (number of samples, batch on the device) over this rank's batches."""
     spare: Callable[[], Any]
-    """Returns a batch for a rank that has none of its own. Raises `DataError` if there is none."""
+    """Returns a batch for a rank that has no batch of its own. Raises `DataError` for a stream, which has none."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
-    """Returns a list with this rank's first batch, if it has one, read without workers; None for a stream."""
+    """Returns a list with this rank's first batch, if any, and its size, read without workers; None for a stream."""
     count: Callable[[], int] | None = None
     """Returns the number of this rank's batches; None for a stream."""
 
@@ -366,7 +369,7 @@ def _no_spare() -> Any:
 
 
 def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
-    """The batch size of the user's DataLoader; None without one, or if the configuration sets a batch size."""
+    """The batch size of the user's DataLoader; None without a DataLoader, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
     return data.batch_size if isinstance(data, DataLoader) else None
@@ -386,7 +389,7 @@ class FeedBuilder:
     check_first: Callable[[Any], None]
     """Called with the first batch of each epoch and evaluation, on the host."""
     needs_equal_samples: bool
-    """Whether all ranks must have as many samples in each pass, because the model has SyncBatchNorm."""
+    """Whether all ranks must have equally many samples in each pass, because the model has SyncBatchNorm."""
     fetched: Callable[[], None]
     """Called when a training batch has arrived on the host."""
     moved: Callable[[], None]
@@ -394,14 +397,14 @@ class FeedBuilder:
 
     @property
     def _reader(self) -> World:
-        """The world with data ranks in place of ranks: ranks with the same samples draw the same random numbers."""
+        """The world with data ranks in place of ranks, so that ranks with equal samples draw equal random numbers."""
         return replace(self.world, rank=self.part.rank, world_size=self.part.ranks)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
         """The feed of training data, at the start of an epoch.
 
-        `step`: optimizer steps done, part of the seed of DataLoader workers. Raises `ConfigError` or `DataError`
-        for data that does not fit the configuration.
+        `step`: the number of optimizer steps done, which is part of the seed of DataLoader workers. Raises
+        `ConfigError` or `DataError` for data that does not fit the configuration.
         """
         dataset, template = open_data(data, "train_data")
         own, config, world = batching(template), self.config, self.world
@@ -459,7 +462,7 @@ class FeedBuilder:
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """Facts that determine the samples of a stream's steps; equal on all ranks, as a checkpoint holds one copy."""
+        """Facts that determine the samples of a stream's steps; equal on all ranks: a checkpoint has only one copy."""
         config = self.config
         workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
@@ -474,7 +477,7 @@ class FeedBuilder:
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
-        """Equal batches of the first `samples` samples on the device, one more than are prefetched, to measure memory.
+        """Equal batches of the first `samples` samples, on the device, to measure memory: one more than are prefetched.
 
         Does not change the state of the run. Raises `ConfigError` if the data determines its batch size itself.
         """
@@ -487,7 +490,7 @@ class FeedBuilder:
             )
         keys = [number % len(dataset) for number in range(samples)]
         config, world = self.config.data, self.world
-        # In a DataLoader worker if training uses workers, which must not inherit files that the dataset opens here.
+        # Use a DataLoader worker if training does: its workers must not inherit files that the dataset opens here.
         settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)
@@ -520,7 +523,7 @@ class FeedBuilder:
     def _read_spare(
         self, dataset: Any, batches: Any, template: DataLoader[Any] | None, transform: Callable[[Any], Any] | None
     ) -> Any:
-        """A batch for a rank without batches, which runs passes with zero weight."""
+        """A batch for a rank that has no batch of its own, and therefore runs passes with zero weight."""
         return self._read(dataset, batches.spare(), template, transform)
 
     def _read(
@@ -530,7 +533,7 @@ class FeedBuilder:
         template: DataLoader[Any] | None,
         transform: Callable[[Any], Any] | None,
     ) -> Any:
-        """One batch of these samples, without DataLoader workers."""
+        """One batch of these samples, read without DataLoader workers."""
         settings = self.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
         loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
         return next(iter(self._on_device(loader, self._transform(transform))))

@@ -36,7 +36,7 @@ from ddp_kit.log import logger
 
 
 class Batches(Protocol):
-    """Iterates over the keys of each batch of an epoch."""
+    """Iterates over the batches of an epoch, each as a list of sample keys."""
 
     seed: int
 
@@ -82,7 +82,7 @@ class Samples(Dataset[Any]):
 
 
 def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
-    """Fetch samples as torch's DataLoader does, and add a note to an error that names the sample."""
+    """Fetch samples as torch's DataLoader does; an error gets a note that names the sample."""
     subsets, inner = _unwrapped(dataset)
     if callable(getattr(inner, "__getitems__", None)):
         try:
@@ -92,7 +92,7 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
             raise
     samples: list[Any] = []
     try:
-        samples.extend(map(getitem, repeat(dataset), keys))  # on an error, it holds the samples before
+        samples.extend(map(getitem, repeat(dataset), keys))  # after an error, `samples` holds the ones before
     except Exception as error:
         error.add_note(f"while reading {_sample(keys[len(samples)], subsets, inner)}")
         raise
@@ -144,10 +144,10 @@ class WholeBatchLoader:
 
 
 class SeededSamples(Dataset[Any]):
-    """A wrapper of a dataset that sets the random states for each sample, from (seed, epoch, key) only.
+    """A wrapper around a dataset that sets the random states for each sample, from (seed, epoch, key) only.
 
-    Its keys come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`: return
-    (key, sample) pairs. `dataset_epoch`: begins the epoch of the keys; None: do not call the dataset's `set_epoch`.
+    The keys must come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`: return
+    (key, sample) pairs. `dataset_epoch`: begins the epoch of the keys; None: the dataset's `set_epoch` is not called.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededBatches(Dataset[Any]):
-    """A wrapper of a dataset that sets the random states for each batch, from (seed, epoch, keys of the batch) only.
+    """A wrapper around a dataset that sets random states for each batch, from (seed, epoch, keys of the batch) only.
 
-    So a resumed run draws the same random numbers, no matter how far ahead batches are fetched. Its keys come from
-    `WithEpoch`. The states are not restored, because collate_fn may draw from them: use it in DataLoader workers or in
-    an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
+    So a resumed run draws the same random numbers, no matter how far ahead batches are fetched. The keys must
+    come from `WithEpoch`. The states are not restored, because collate_fn may draw from them: use this wrapper only in
+    DataLoader workers or in an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
     """
 
     def __init__(self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None) -> None:
@@ -192,7 +192,7 @@ class SeededBatches(Dataset[Any]):
 
 
 class IsolatedLoader:
-    """A wrapper of a loader without workers that restores the training process's random states after each batch."""
+    """A wrapper around a loader without workers that restores the training process's random states after each batch."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
@@ -263,7 +263,7 @@ class ExposeUserDataset:
 
     def __call__(self, number: int) -> None:
         info: Any = get_worker_info()
-        # The record forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
+        # The info forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(number)
@@ -318,7 +318,7 @@ def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a collate function. torch's uses shared memory in DataLoader workers, so it runs in the receiver."""
+    """Wrap a collate function. torch's own one uses shared memory in workers, so it runs in the receiving process."""
     return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
 
 
@@ -375,7 +375,7 @@ def build_loader(
 
 
 def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
-    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if there are two."""
+    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if two are set."""
     given = config.collate_fn
     if template is not None and template.collate_fn is not default_collate:
         if given is not None:
@@ -387,7 +387,7 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """Options for the DataLoader except dataset, sampler and collate_fn; those of `template` if given."""
+    """Options for the DataLoader except dataset, sampler and collate_fn; taken from `template` if given."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))

@@ -77,7 +77,7 @@ class BatchPlan:
 
 
 def split(total: int, parts: int, number: int) -> range:
-    """Range `number` of `total` positions that are split into `parts` ranges whose sizes differ by at most one."""
+    """Range `number`, if `total` positions are split into `parts` ranges whose sizes differ by at most one."""
     size, larger = divmod(total, parts)
     start = number * size + min(number, larger)
     return range(start, start + size + (number < larger))
@@ -131,12 +131,12 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
 
 
 class ExactDistributedSampler(Sampler[Any]):
-    """torch's DistributedSampler without padding: each sample is on exactly one rank, in contiguous shares.
+    """torch's DistributedSampler without padding: each sample is on exactly one rank, and shares are contiguous.
 
-    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks. An epoch has as many samples
-    as `data` has after `set_epoch`.
-    `own`: the user's own sampler over all samples, which then determines the order. Raises `DataError` if it has no
-    length, or does not yield as many items as its length.
+    Iterating yields this rank's samples of an epoch; `order` returns the samples of all ranks. The number of samples in
+    an epoch is the length of `data` after `set_epoch`.
+    `own`: the user's own sampler over all samples, which then determines their number and order. Raises `DataError` if
+    `own` has no length, or does not yield as many items as its length.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class ExactDistributedSampler(Sampler[Any]):
         self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order that `own` yielded for it
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, and read its length anew."""
+        """Set the epoch of the next iteration; the number of its samples is then determined anew."""
         self.epoch, self._size = epoch, None
 
     @property
     def total_size(self) -> int:
-        """Samples of this epoch over all ranks."""
+        """The number of samples in this epoch, over all ranks."""
         if self._size is None:
             self._size = len(self._data) if self.own is None else len(self.order())
         return self._size
@@ -219,9 +219,9 @@ class _LazyInts(Sequence[int]):
 
 
 class _Steps(Sampler[list[Any]]):
-    """A batch sampler of optimizer steps, whose number may differ between epochs.
+    """A batch sampler that yields the batches of optimizer steps. The number of steps may differ between epochs.
 
-    `own`: the user's sampler or batch sampler, if any. `what`: its description for messages.
+    `own`: the user's sampler or batch sampler, if any. `what`: "dataset", "sampler" or "batch sampler", for messages.
     """
 
     def __init__(self, own: Iterable[Any] | None, what: str, seed: int) -> None:
@@ -230,15 +230,15 @@ class _Steps(Sampler[list[Any]]):
         self.epoch = 0
         """The epoch of the next iteration."""
         self.first_step = 0
-        """The step of the epoch with which the next iteration starts."""
+        """The index, within the epoch, of the step at which the next iteration starts."""
         self.steps = 0
-        """Optimizer steps in this epoch."""
+        """The number of optimizer steps in this epoch."""
         self._known: dict[int, int] = {}  # epoch -> steps
 
     def steps_in(self, epochs: range) -> int:
-        """The number of optimizer steps in these epochs, of which the first is the current one.
+        """The total number of optimizer steps in these epochs, of which the first is the current one.
 
-        Later epochs have as many, unless the user's sampler has another length after its `set_epoch`.
+        All epochs have the same number of steps, unless `set_epoch` changes the length of the user's sampler.
         """
         if self._own is None or not _set_epochs(self._own):
             return len(epochs) * self.steps
@@ -250,7 +250,7 @@ class _Steps(Sampler[list[Any]]):
         return sum(map(self._known.__getitem__, epochs))
 
     def _steps_of(self, length: int, epoch: int) -> int:
-        """The number of steps in an epoch of `length` items. Raises `DataError` if there are none."""
+        """The number of steps in an epoch of `length` items. Raises `DataError` if there is no step."""
         steps = self._count(length)
         if steps == 0:
             where = f" in epoch {epoch + 1}" if epoch else ""
@@ -303,13 +303,13 @@ class TrainBatches(_Steps):
         )
 
     def samples(self, step: int) -> int:
-        """Samples of optimizer step `step` over all ranks."""
+        """The number of samples in optimizer step `step`, over all ranks."""
         if step < self._full_steps:
             return self._plan.global_batch  # the usual case, without computation
         return len(self._plan.step_samples(step, self._sampler.total_size))
 
     def passes(self, step: int) -> tuple[int, ...]:
-        """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
+        """The number of samples in each of this rank's passes in step `step`; empty if this rank has no pass."""
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
     def max_passes(self, step: int) -> int:
@@ -340,7 +340,7 @@ class TrainBatches(_Steps):
 class UserTrainBatches(_Steps):
     """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
 
-    An optimizer step uses the next `accumulation` x `world_size` batches, of which each rank takes consecutive ones.
+    An optimizer step uses the next `accumulation` x `world_size` batches; each rank's share of them is consecutive.
     Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
     """
 
@@ -386,11 +386,11 @@ class UserTrainBatches(_Steps):
         )
 
     def samples(self, step: int) -> int:
-        """Samples of optimizer step `step` over all ranks."""
+        """The number of samples in optimizer step `step`, over all ranks."""
         return self._drawn.samples[step]
 
     def passes(self, step: int) -> tuple[int, ...]:
-        """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
+        """The number of samples in each of this rank's passes in step `step`; empty if this rank has no pass."""
         return self._drawn.passes[step]
 
     def max_passes(self, step: int) -> int:
@@ -443,7 +443,7 @@ class _EpochBatches:
     fingerprint: str
     """A hash of the batches of all ranks."""
     first: list[list[Any]]
-    """The first batch of all ranks, if there is one."""
+    """A list with the first batch of the epoch; empty if the epoch has no batch."""
 
 
 class EvalBatches(Sampler[list[Any]]):
@@ -455,7 +455,7 @@ class EvalBatches(Sampler[list[Any]]):
         self.seed, self.epoch = sampler.seed, 0
 
     def sizes(self) -> list[int]:
-        """Samples of each batch, for the dataset's present length."""
+        """The number of samples in each batch, for the current length of the dataset."""
         self._sampler.set_epoch(0)
         total = len(self._sampler)
         return [min(self._size, total - start) for start in range(0, total, self._size)]
@@ -470,7 +470,7 @@ class EvalBatches(Sampler[list[Any]]):
 
 
 class UserEvalBatches(Sampler[list[Any]]):
-    """This rank's share of the batches of the user's own batch sampler, for evaluation: each batch on one rank."""
+    """This rank's share of the batches of the user's own batch sampler, for evaluation: each batch is on one rank."""
 
     def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
         self.seed, self.epoch = seed, 0
@@ -479,7 +479,7 @@ class UserEvalBatches(Sampler[list[Any]]):
         self._batches, self._first = everyone[share.start : share.stop], everyone[:1]
 
     def sizes(self) -> list[int]:
-        """Samples of each batch."""
+        """The number of samples in each batch."""
         return list(map(len, self._batches))
 
     def spare(self) -> list[Any]:
@@ -504,7 +504,7 @@ def _length(own: Iterable[Any], what: str) -> int:
 
 
 def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], then: int = 0) -> list[int]:
-    """The lengths of the user's sampler in these epochs, after its `set_epoch` if it has one.
+    """The lengths of the user's sampler in these epochs; its `set_epoch`, if any, is called before each length is read.
 
     `what`: "sampler" or "batch sampler", for messages. `then`: the epoch that the sampler is set to afterwards.
     """
@@ -538,7 +538,8 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
         _set_epoch(own, epoch)
         length = _length(own, what)
         drawn = list(own)
-        # A sampler that counts epochs itself may now report the next epoch's length, or only now know this epoch's.
+        # A sampler that counts epochs itself may now report the length of the next epoch, or may not have known the
+        # length of this epoch before.
         if len(drawn) == _length(own, what):
             length = len(drawn)
     if len(drawn) != length:
@@ -562,7 +563,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
 
 @contextmanager
 def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
-    """Seed the global generators and the sampler's own ones; restore their states afterwards."""
+    """A context that seeds the global generators and those of the sampler, and restores their states on exit."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)
@@ -601,7 +602,7 @@ def _parts(own: Iterable[Any]) -> Iterator[Any]:
 
 
 def _compact(order: list[Any]) -> Sequence[Any]:
-    """The order as an array of 8-byte integers, if all keys are integers."""
+    """The order as an array of 8-byte integers if all keys are integers; otherwise unchanged."""
     try:
         return array("q", order)
     except (TypeError, OverflowError):

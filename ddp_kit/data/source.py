@@ -21,7 +21,7 @@ _MAX_NESTING = 5  # the largest depth of nested samplers and datasets
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
-    """The dataset, and the user's own DataLoader, if `data` is one.
+    """The dataset, and the user's own DataLoader; None if `data` is a dataset.
 
     `role`: such as "train_data", for messages. Raises `DataError` for data that cannot be divided among ranks.
     """
@@ -54,7 +54,7 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
 class DatasetEpoch:
     """Calls the `set_epoch` of a dataset and of the datasets inside it, such as those of a Subset, once per epoch.
 
-    Persistent DataLoader workers use their own copy.
+    Persistent DataLoader workers use a copy of this object.
     """
 
     def __init__(self, dataset: object, seed: int) -> None:
@@ -90,7 +90,7 @@ def _inside(dataset: Any) -> list[Any]:
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
-    """A description of data that is not a sequence of samples, and what to pass instead; None: it may be one."""
+    """A description of data that is not a sequence of samples, and what to pass instead; None if it may be one."""
     kind = kind_of(data)
     if isinstance(data, type):
         return kind, f"pass an instance: {data.__name__}(...)"
@@ -180,7 +180,7 @@ class Batching:
 
 
 def batching(loader: "DataLoader[Any] | None") -> Batching | None:
-    """The batching options of a DataLoader; None without one."""
+    """The batching options of a DataLoader; None without a DataLoader."""
     if loader is None:
         return None
     if isinstance(loader.dataset, IterableDataset):

@@ -26,7 +26,7 @@ from ddp_kit.distributed.world import RandomStates, World, mixed_seed, set_rando
 from ddp_kit.errors import DataError
 
 _SKIPPED_TURN = 0
-"""The number of samples that a worker yields to skip its first turn, if another worker is first after a resume."""
+"""The sample count that a worker yields to skip its first turn, if another worker has the first turn after a resume."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Stream:
         self._loader = loader
         self._epoch = epoch
         self.states = deque[ReaderState]()
-        """The states of the batches yielded so far, if the dataset has state; the caller removes those it has read."""
+        """The states of the batches yielded so far, if the dataset has state; the caller removes what it has read."""
 
     def set_position(self, epoch: int, states: Sequence[ReaderState] = ()) -> None:
         """Set where the next iteration starts: in `epoch`, after the batches of `states`.
 
-        `states`: the last one of each reader, in the order in which their batches were yielded. The iteration calls the
-        dataset's `set_epoch`, if it has one, in each process that reads it.
+        `states`: the last state of each reader, in the order in which their batches were yielded. The iteration calls
+        the dataset's `set_epoch`, if it has one, in each process that reads the dataset.
         """
         self._epoch.fill_(epoch)
         self.states.clear()
@@ -89,7 +89,7 @@ def build_stream(
     `sizes`: batch j of an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer. `template`: the
     user's own DataLoader, whose options are used; if its batch_size is None, the dataset yields whole batches, and
     `sizes` is ignored. `record_states`: record a `ReaderState` with each batch if the dataset has state.
-    Raises `DataError` for `data.seed_samples`; iterating raises it for a batch of unknown size.
+    Raises `DataError` for `data.seed_samples`; iterating over the stream raises it for a batch of unknown size.
     """
     if config.seed_samples:
         raise DataError(
@@ -116,7 +116,7 @@ def build_stream(
 
 
 class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
-    """Groups samples into batches in the process that reads them. `sizes`: None: the dataset yields whole batches."""
+    """Groups samples into batches in the process that reads them. `sizes`: None if the dataset yields whole batches."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 def _sizes(ascending: Sequence[int], tokens: int) -> Iterator[int]:
-    """The number of samples in each batch, as many as fit."""
+    """The number of samples in each batch; each batch takes as many as fit."""
     size = 0
     for length in ascending:
         if length * (size + 1) > tokens:

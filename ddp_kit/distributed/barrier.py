@@ -37,7 +37,7 @@ TIMEOUT_SECONDS = 600.0
 ANSWER_SECONDS = 1.0
 """The interval between two checks for questions from other ranks, and between two questions of a waiting rank."""
 SILENT_SECONDS = 5.0
-"""The time before the first log line about missing ranks, and before a rank past the barrier is an error."""
+"""The time before the first log line about missing ranks, and before a rank that skipped the barrier is an error."""
 REPEAT_SECONDS = 60.0
 """The time between two log lines about missing ranks."""
 _LONGEST_PAUSE = 0.25  # between two polls for missing ranks
@@ -72,7 +72,7 @@ class RankLocation:
 
 @dataclass
 class _Barriers:
-    """This process's state that all barriers share."""
+    """The state that all barriers of this process share."""
 
     group_store: Any
     """The store of the current default process group."""
@@ -116,7 +116,7 @@ class _Barriers:
         self.thread.join(_JOIN_SECONDS)
 
     def start(self, store: Any, pause: float) -> None:
-        """Start the answering thread. `store`: a connection for it alone. `pause`: seconds between its polls."""
+        """Start the answering thread. `store`: a connection for only this thread. `pause`: seconds between polls."""
         self.thread = threading.Thread(target=self.serve, args=[store, pause], name="barrier", daemon=True)
         self.thread.start()
         atexit.register(self.end)
@@ -149,7 +149,7 @@ def join_world(place: str, *, share_gpus: bool) -> World:
 
 @contextmanager
 def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
-    """Log a warning if creating the process group takes long; which ranks are missing is unknown without a store."""
+    """Log a warning if creating the process group takes long. Without a store, the missing ranks are unknown."""
 
     def warn() -> None:
         log.start(rank, world_size)
@@ -173,7 +173,7 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
 
 
 def watch(world: World, heartbeat: HeartbeatWriter) -> None:
-    """Tell other ranks on request where this rank is, from its heartbeat, and when its process has ended."""
+    """Answer, from the heartbeat, when other ranks ask where this rank is, and announce when its process ends."""
     if world.world_size > 1:
         _barriers(world).heartbeat = heartbeat
 
@@ -196,7 +196,7 @@ def wait_for_all(world: World, place: str) -> None:
 
 
 def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
-    """Whether all ranks arrive within `seconds` at a barrier that a rank may skip. `name`: a unique key for it."""
+    """Whether all ranks arrive within `seconds` at a barrier that a rank may skip. `name`: unique to the barrier."""
     if world.world_size == 1:
         return True
     barriers = _barriers(world)
@@ -241,7 +241,7 @@ class _Wait:
 
     def until_all_arrived(self) -> None:
         pause = 0.001
-        while not self._store.check(list(self._keys)):  # not store.wait, which logs lines of torch's if it fails
+        while not self._store.check(list(self._keys)):  # not store.wait: if it fails, torch logs lines of its own
             ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
             self._missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
             self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
@@ -264,7 +264,7 @@ class _Wait:
             shown = "; ".join(f"rank {rank} {_shown(location)}" for rank, location in locations.items())
             logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)
         for rank, location in locations.items():
-            # If the rank has arrived since, its answer is stale.
+            # If the rank has arrived in the meantime, its answer is stale.
             if location is None or not self._is_past(rank, location) or self._store.check([self._keys[rank]]):
                 self._past_since.pop(rank, None)
             elif now - self._past_since.setdefault(rank, now) >= SILENT_SECONDS:

@@ -38,14 +38,14 @@ class StepConsensus:
     """Grants a request on all ranks after the same step.
 
     a rank has a request       its thread writes it to the process group's store
-    each rank's thread         reads it, and answers with the current step of its loop, which waits there for all
-    answers all ranks                  grant the request after the largest of these steps
+    each rank's thread         reads it, and answers with its loop's current step, where the loop waits for all answers
+    all ranks                  grant the request after the largest of these steps
     due()                      called between two steps: returns the request that is granted now, if any
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store(n)`: returns a store for this purpose only, at the n-th call of `begin`, from 0; None: there is only one
-    rank. `poll()`: returns this rank's own request, if any; with several ranks it is called from a thread.
+    `open_store(n)`: called at the n-th call of `begin`, counted from 0; returns a store for only this purpose. None if
+    there is only one rank. `poll()`: returns this rank's own request, if any; with several ranks, called from a thread.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StepConsensus:
                 target=self._serve, args=[store, self._closed], name="step_consensus", daemon=True
             )
             self._thread.start()
-            # A thread that the interpreter stops inside torch's store would abort the process, so end it before.
+            # A thread that the interpreter stops inside torch's store would abort the process, so end the thread first.
             atexit.register(self.close)
 
     def due(self) -> StepRequest | None:
@@ -126,7 +126,7 @@ class StepConsensus:
             self._known.notify_all()
 
     def _proposed(self, store: Store, key: str) -> StepRequest | None:
-        """The request that a rank was the first to write, possibly this one; None: there is none."""
+        """The request that was written first, by this or another rank; None if no rank has a request."""
         request = self._poll()
         if request is not None:
             found = store.compare_set(key, "", f"{request.purpose.value} {request.why}")
@@ -142,7 +142,7 @@ class StepConsensus:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]
         store.set(answers[self._rank], str(self._hold))
-        while not store.check(answers):  # not store.wait, which logs lines of torch's if it fails
+        while not store.check(answers):  # not store.wait: if it fails, torch logs lines of its own
             if closed.wait(_ANSWER_POLL_SECONDS):
                 return
         last = max(int(answer) for answer in store.multi_get(answers))

@@ -27,7 +27,7 @@ _RATES = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 
 
 def bits(tensors: Iterable[Tensor]) -> Tensor:
-    """A checksum of tensors: an int64 scalar on the device of the first one. Does not wait for the device.
+    """A checksum of tensors: an int64 scalar on the device of the first tensor. Does not wait for the device.
 
     Bytes are summed as integers, so the result does not depend on the order of summation.
     """
@@ -95,7 +95,7 @@ def _tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
 def facts_of_weights(model: nn.Module, held: Iterable[Tensor], world: World) -> dict[str, int | str]:
     """A checksum of each parameter, to compare between ranks that hold the same weights. Waits for the device.
 
-    `held`: what this rank holds of the parameters of `model`.
+    `held`: the parts of the parameters of `model` that this rank holds, in the same order.
     """
     names = [name for name, _ in model.named_parameters()]
     numbers = _stacked([bits([each]) for each in held], world.device).tolist()
@@ -109,8 +109,9 @@ def facts_of_optimizer(
 ) -> dict[str, int | str]:
     """The optimizer state of each parameter as text, to compare between ranks that hold the same state.
 
-    Tensors are replaced by checksums. Waits for the device. `names`: of the parameters that `device_optimizer` holds,
-    by their id. `optimizer`: the user's, which holds the state of the same parameters in the same order.
+    Tensors are replaced by checksums. Waits for the device. `names`: the names of the parameters that
+    `device_optimizer` holds, by id. `optimizer`: the user's, which holds the state of the same parameters in the same
+    order.
     """
     optimizers = device_optimizer, optimizer
     named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
@@ -227,12 +228,12 @@ class Difference:
     """A fact that is not the same on all ranks."""
 
     description: str
-    """The name of the fact, and the ranks that differ."""
+    """The name of the fact, and which ranks differ."""
     minority: tuple[int, ...] = ()
-    """See `minority`."""
+    """The ranks that differ from the majority; see the function `minority`."""
 
     def error(self, world: World, message: str, hint: str) -> DataError:
-        """The error that all ranks raise. If a minority differs, its lowest rank reports it: the cause is there."""
+        """The error that all ranks raise. If a minority differs, its lowest rank, where the cause is, reports it."""
         error = DataError(message, hint)
         error.reported_elsewhere = bool(self.minority) and world.rank != self.minority[0]
         return error

@@ -25,7 +25,7 @@ from ddp_kit.errors import WorldError
 from ddp_kit.state_values import real_number
 from ddp_kit.uncaught import show_without_traceback
 
-_TIMEOUT = timedelta(minutes=10)  # the default of NCCL; that of gloo is 30
+_TIMEOUT = timedelta(minutes=10)  # NCCL's default; gloo's is 30 minutes
 _DRAIN_SECONDS = 0.05
 _DESTROY_SECONDS = 5.0
 
@@ -47,7 +47,7 @@ class World:
     device: torch.device
     """The device of the model and the batches."""
     gpus: tuple[torch.device, ...] = ()
-    """All GPUs of this process, with consecutive indices; the first is `device`. Empty: only `device`."""
+    """All GPUs of this process, with consecutive indices; the first is `device`. Empty if only `device` is used."""
 
     @property
     def is_main(self) -> bool:
@@ -61,7 +61,7 @@ def join(
     """Read this process's ranks from its environment, choose its device, and initialise the process group.
 
     The group uses NCCL for GPU tensors and gloo for CPU tensors. A group that the script has initialised is used as it
-    is; a single process needs none.
+    is; a single process needs no group.
     `share_gpus`: allow fewer GPUs than processes on a node. All collectives then use gloo, because NCCL refuses a GPU
     that two ranks use.
     `starting(rank, world_size)`: a context that is entered while a new group is initialised.
@@ -96,7 +96,7 @@ def join(
 def mixed_seed(*numbers: int) -> int:
     """A 32-bit hash of several numbers, for use as a seed; torch's CPU generator uses only 32 bits.
 
-    Not their sum, as in torch's DistributedSampler, where epoch 1 of seed 0 is the same as epoch 0 of seed 1.
+    The sum, which torch's DistributedSampler uses, would make epoch 1 of seed 0 the same as epoch 0 of seed 1.
     """
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
 
@@ -139,7 +139,7 @@ class RandomStates:
 
 
 def random_states(world: World | None = None) -> RandomStates:
-    """The states of the CPU generators; with `world`, also those of its GPUs."""
+    """The states of the CPU generators; with `world`, also those of this process's GPUs."""
     numpy = sys.modules.get("numpy")
     gpus = (world.gpus or (world.device,)) if world is not None and world.device.type == "cuda" else ()
     return RandomStates(
@@ -159,7 +159,7 @@ def set_random_states(states: RandomStates) -> None:
     if states.device is not None:
         first, size = torch.cuda.current_device(), len(torch.cuda.get_rng_state())
         for index, state in enumerate(states.device.view(-1, size), first):
-            if index < torch.cuda.device_count():  # the process that saved it may have had more GPUs
+            if index < torch.cuda.device_count():  # the process that saved the states may have had more GPUs
                 torch.cuda.set_rng_state(state, index)
 
 
@@ -175,9 +175,9 @@ def random_states_kept() -> Iterator[None]:
 
 @cache
 def host_group(world: World) -> dist.ProcessGroup | None:
-    """A gloo group for collectives on host memory, which do not wait for the device; None: the default group is one.
+    """A gloo group for collectives on host memory, which do not wait for the device.
 
-    The first call is a collective.
+    None on the CPU, where the default group is such a group. The first call is a collective.
     """
     return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
@@ -227,7 +227,7 @@ def _stop_group() -> None:
         return
     # gloo's threads release a collective's tensors shortly after it has returned, and need the GIL for that. A thread
     # that finds the interpreter shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13,
-    # pytorch/pytorch pull request 179291). Nothing signals when they are done, so give them a moment.
+    # pytorch/pytorch pull request 179291). Nothing signals when the threads are done, so give them a moment.
     time.sleep(_DRAIN_SECONDS)
     if getattr(sys, "last_value", None) is not None:
         return  # this rank failed: other ranks may be in a collective, and NCCL's teardown would wait for them
@@ -290,7 +290,7 @@ def encoded(states: RandomStates) -> str:
 
 
 def decoded(text: str) -> RandomStates:
-    """The inverse of `encoded`. Raises `ValueError`, `KeyError` or `TypeError` for other text."""
+    """The inverse of `encoded`. Raises `ValueError`, `KeyError` or `TypeError` for invalid text."""
     line, *lines = text.split("\n")
     first = json.loads(line)
     blocks = {name: bytearray(b64decode(block)) for name, block in zip(first["lines"], lines, strict=True)}

@@ -72,13 +72,13 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
     parser.add_argument(_COMPLETION, metavar="SHELL", help="print the completion script for bash, zsh, fish or tcsh")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands listed below")
     argv = sys.argv[1:] if argv is None else list(argv)
-    # The handlers until the agent installs its own. They raise, so that cleanup code runs. An inherited SIG_IGN counts
-    # for SIGHUP, which nohup ignores. A shell script ignores SIGINT and SIGQUIT for the commands that it starts in the
-    # background, but Ctrl-C is meant for them too.
+    # These handlers are used until the agent installs its own. They raise, so that cleanup code runs. An inherited
+    # SIG_IGN is respected for SIGHUP, which nohup ignores, but not for SIGINT and SIGQUIT: a shell script ignores both
+    # for the commands that it starts in the background, but Ctrl-C is meant for these commands too.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _StoppedError.handler)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # meant for the workers, and none runs yet
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # these are meant for the workers, but no worker runs yet
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     try:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
 def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> NoReturn:
     """Run the command, as `main` does, flush all output and exit with `os._exit`.
 
-    A normal interpreter shutdown would wait for torch's threads, or abort if one of them wakes up during it.
+    A normal interpreter shutdown would wait for torch's threads, or abort if one of them woke up in the meantime.
     """
     code = main(argv, warm)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -118,7 +118,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
     _open_standard_streams()
     defaults = allocator_defaults(os.environ)
     server_env = {**os.environ, **defaults}
-    # Started first, so that the server and this process import torch at the same time.
+    # The server is started first, so that it and this process import torch at the same time.
     if warm is None and sys.platform == "linux":
         warm = WarmServer(argv, server_env, _may_start_warm(argv), _print_message)
     try:
@@ -144,7 +144,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 _print_message(line)
             if launch_spec.dry_run:
                 description = dry_run.describe(job_plan, os.environ, socket.gethostname(), agent.torchrun_defaults())
-                agent.check(job_plan)  # last: torch may add variables to the environment just described
+                agent.check(job_plan)  # last, because torch may add variables to the environment described above
                 _print_text(description)
                 return ExitCode.OK
             result = agent.run(job_plan, warm, _print_message)
@@ -251,7 +251,7 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # returns the lowest free descriptor, which is the closed one
 
 
 def _may_start_warm(argv: Sequence[str]) -> bool:
@@ -261,7 +261,7 @@ def _may_start_warm(argv: Sequence[str]) -> bool:
 
 
 def _before_script(argv: Sequence[str]) -> Sequence[str]:
-    """The arguments before the script, as far as they can be recognised without torchrun's parser."""
+    """The arguments before the script, as far as it can be recognised without torchrun's parser."""
     for position, word in enumerate(argv):
         if word.endswith(".py") or word in ("-m", "--module", "--"):
             return argv[:position]
@@ -276,7 +276,7 @@ def import_agent() -> None:
 
 @contextmanager
 def _import_quietly() -> Iterator[None]:
-    """Set the variables of QUIET_IMPORT during the imports of this process; workers do not see them."""
+    """Set the variables in QUIET_IMPORT while this process imports; workers do not get these variables."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
     yield

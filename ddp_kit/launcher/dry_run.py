@@ -1,4 +1,4 @@
-"""The text of `--dry-run`: what would run where, with which environment, and the same command line for torchrun."""
+"""The text of `--dry-run`: what would run where, in which environment, and the equivalent torchrun command line."""
 
 import shlex
 import time
@@ -173,7 +173,7 @@ def _logs(logs: Logs) -> str:
 
 
 def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
-    """The command that prints the memory plan of this job: a plan runs the script, and a dry run starts nothing."""
+    """The command that prints the memory plan of this job; making one runs the script, but a dry run runs nothing."""
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
     rendezvous = plan.rendezvous
@@ -189,7 +189,7 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
 
 
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
-    """The variables that all ranks share, each with its origin; then those that differ by rank."""
+    """The variables that are the same on all ranks, with their origins; then the variables that differ by rank."""
     assignment = _assignment(plan)
     envs = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.workers)))]
     known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
@@ -211,7 +211,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _assignment(plan: Plan) -> RankAssignment:
-    """This node's rank assignment if all nodes have as many processes; placeholders for what is only known later."""
+    """This node's rank assignment, if all nodes have equally many processes; placeholders for values not known yet."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
@@ -229,7 +229,7 @@ def _assignment(plan: Plan) -> RankAssignment:
 
 
 def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
-    """The variables whose values are not known yet, and when they are known."""
+    """The variables whose values are not known yet, and when the values will be known."""
     known_later = {ERROR_FILE: f"{AT_THE_START}, one for each rank"}
     if not rendezvous.endpoint_source:
         known_later |= {MASTER_PORT: AT_THE_START, RUN_ID: AT_THE_START}
@@ -245,7 +245,7 @@ def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
 
 
 def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
-    """Where the value of each variable that the launcher sets comes from; the others are the user's."""
+    """The origin of each variable that the launcher sets; other variables are the user's."""
     rendezvous = plan.rendezvous
     set_by_launcher = plan.environment(_assignment(plan), 0, plan.env)
     origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "the same as torchrun's") | _BY_FLAG
@@ -267,11 +267,11 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
     """The torchrun command line, after the variables that the launcher adds to the environment.
 
-    It has the settings that differ from torchrun's defaults, which include PET_ variables. Flags of a later torch are
-    left out, and so are settings that torchrun reads from the environment.
+    It has only the settings that differ from torchrun's defaults, which may come from PET_ variables. Flags that the
+    installed torchrun does not have are left out, and so are settings that it reads from the environment.
     """
     wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
-    if plan.torchrun["standalone"]:  # sets the rendezvous itself
+    if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
         wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
     del wanted["training_script"], wanted["training_script_args"]
     usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}

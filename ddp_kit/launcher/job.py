@@ -9,14 +9,14 @@ from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, fir
 
 # --- Restart policy ---------------------------------------------------------------------------------------------------
 # A failure without progress counts against --max-restarts. After a first crash, or if something outside the job killed
-# a worker, the restart is immediate; after further crashes it is delayed by 1, 2, 4 ... 60 s. The same error at the
-# same step is retried only once. Lost nodes have a separate limit.
+# a worker, the restart is immediate; after further crashes, it is delayed by 1, 2, 4 ... 60 s. After an error at some
+# step, there is one restart; if the same error occurs at the same step, the job ends. Lost nodes have their own limit.
 
 
 IDENTICAL_FAILURES = 5
 """The job ends after this many consecutive restarts with the same failure and no progress."""
 LOST_NODES = 100
-"""The job ends after this many consecutive losses of nodes without progress. High: they are not the script's fault."""
+"""The limit of consecutive losses of nodes without progress. It is high, because losses are not the script's fault."""
 PROGRESS_SECONDS = 300.0
 """In a script that records no steps, a round that lasted this long is not part of a crash loop."""
 MAX_WAIT = 60.0
@@ -27,7 +27,7 @@ class Steps:
     """The range of optimizer steps of a round, as its Trainer recorded it."""
 
     began: int
-    """The step the round started from: 0, or that of a checkpoint."""
+    """The step from which the round started: 0, or the step of a checkpoint."""
     reached: int
 
 
@@ -36,7 +36,7 @@ class Restart:
     """Decision to restart the workers."""
 
     description: str
-    """The count, for the message: `restart 1 of 3`."""
+    """The number of the restart, for the message: `restart 1 of 3`."""
     wait: float
     """Seconds before the restart."""
 
@@ -64,13 +64,13 @@ class Restarts:
         self._began = self._reached = 0  # first step of the latest round with progress; last step of any round
         self._since = 0  # the step of the latest progress
         self._failures = 0  # since the latest progress
-        self._losses = 0  # of nodes, since the latest progress
-        self._crashes = 0  # consecutive, since the latest progress; without workers killed from outside
-        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, how often in a row
+        self._losses = 0  # losses of nodes since the latest progress
+        self._crashes = 0  # consecutive, since the latest progress; workers killed from outside do not count
+        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, and how often it came in a row
         self._errors: set[tuple[int, str, int]] = set()  # all errors at a known step
 
     def round_ended(self, steps: Steps | None, seconds: float) -> None:
-        """Record that a round ended after `seconds`. `steps`: None if its workers recorded none."""
+        """Record that a round ended after `seconds`. `steps`: None if the round's workers recorded no steps."""
         if steps is None:
             if seconds >= PROGRESS_SECONDS:
                 self._losses = 0
@@ -82,7 +82,7 @@ class Restarts:
         self._reached = max(self._reached, steps.reached)
 
     def node_lost(self) -> str:
-        """Record that a node was lost. Return why the job ends; empty: it continues."""
+        """Record that a node was lost. Return why the job ends; empty: the job continues."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 
@@ -107,7 +107,7 @@ class Restarts:
         return Restart(self._description(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """Count consecutive occurrences of this failure; killed workers and long rounds are not a crash loop."""
+        """Count consecutive occurrences of this failure; kills from outside and long rounds are not a crash loop."""
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
@@ -118,7 +118,7 @@ class Restarts:
         return before + 1
 
     def _is_repeated(self, first: Failure) -> bool:
-        """Whether this error occurred at this step before, on any rank: if all fail, any of them may be the first."""
+        """Whether this error occurred at this step before, on any rank: if all ranks fail, any of them may be first."""
         if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
         error = (first.exit_code, normalised(_kind_of_error(first)), first.step)
@@ -127,7 +127,7 @@ class Restarts:
         return repeated
 
     def _wait(self) -> float:
-        doublings = min(self._crashes, 10) - 2  # more would pass MAX_WAIT anyway
+        doublings = min(self._crashes, 10) - 2  # with more doublings, the wait would exceed MAX_WAIT anyway
         return min(MAX_WAIT, 2.0**doublings) if self._crashes > 1 else 0.0
 
     def _description(self) -> str:
@@ -145,7 +145,7 @@ def _kind_of_error(first: Failure) -> str:
 #     gathering   enough nodes have joined                    -> running
 #                 too few within the join timeout             -> ended
 #     running     a failure, a lost node or a new node        -> stopping
-#                 all nodes are done                          -> ended
+#                 the workers of all nodes are done           -> ended
 #     stopping    once all workers have stopped:
 #                     restart at once                         -> running
 #                     restart after a delay                   -> backoff
@@ -154,14 +154,14 @@ def _kind_of_error(first: Failure) -> str:
 #     backoff     the delay has passed                        -> running
 #     awaiting replacement
 #                 a node joins                                -> running
-#                 none does within the replacement timeout    -> ended
+#                 no node joins within replacement_timeout    -> ended
 #
-# Inputs are the reports of the nodes, outputs the orders to them. Times are in seconds on the monotonic clock of the
-# process that runs the state machine; the clocks of other nodes do not matter.
+# The inputs are reports from the nodes, and the outputs are orders to the nodes. Times are in seconds on the monotonic
+# clock of the process that runs the state machine; the clocks of other nodes do not matter.
 
 
 HOST = 0
-"""The number of the node that hosts the rendezvous. If it is lost, the job ends."""
+"""The number of the node that hosts the rendezvous. If this node is lost, the job ends."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,13 @@ class Node:
     nnodes: str = "1"
     """--nnodes, which must be the same on all nodes."""
     address: str = ""
-    """Address at which other nodes reach it."""
+    """Address at which other nodes reach this node."""
     port: int = 0
-    """Port on which it already listens for the workers' store of the next round."""
+    """Port on which this node already listens for the workers' store of the next round."""
 
     @property
     def name(self) -> str:
-        """Host name, with the address if it differs: hosts may share a name."""
+        """Host name, with the address if that differs, because several hosts may have the same name."""
         return f"{self.host} ({self.address})" if self.address not in ("", self.host) else self.host
 
 
@@ -210,13 +210,13 @@ class State(Enum):
     """State of the workers of one node in a round."""
 
     DONE = auto()
-    """All exited with code 0."""
+    """All workers exited with code 0."""
     FAILING = auto()
-    """At least one failed; the others are being stopped, which may take up to the shutdown timeout."""
+    """At least one worker failed; the others are being stopped, which may take up to the shutdown timeout."""
     FAILED = auto()
-    """At least one failed; the others have been stopped."""
+    """At least one worker failed; the others have been stopped."""
     STOPPED = auto()
-    """All were stopped as ordered."""
+    """All workers were stopped as ordered."""
     LEFT = auto()
     """The node leaves the job because its launcher received a stop signal."""
 
@@ -234,9 +234,9 @@ class Report:
     signal: int = 0
     """The signal that stopped the launcher, if the node leaves."""
     ended_well: tuple[int, ...] = ()
-    """The ranks that exited with code 0 before any failed on this node."""
+    """The ranks that exited with code 0 before any rank failed on this node."""
     steps: Steps | None = None
-    """The steps of all its workers, including stopped ones; None if none recorded any."""
+    """The steps of all workers of the node, including stopped ones; None if no worker recorded steps."""
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,12 @@ class Stop:
 
     round: int
     may_save: bool = False
-    """Whether workers may save first: a node joined or leaves, and no worker has failed."""
+    """Whether workers may save first: true if a node joined or leaves, and no worker has failed."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Announce that the next round starts later; nodes only print why."""
+    """Announce that the next round starts later; nodes only print the reason."""
 
     why: str
 
@@ -284,7 +284,7 @@ class Limits:
     join_timeout: float = 600.0
     """Time for `min_nodes` nodes to join."""
     last_call_timeout: float = 30.0
-    """Time for more nodes to join, once `min_nodes` have."""
+    """Time for more nodes to join, once `min_nodes` nodes have joined."""
     heartbeat_timeout: float = 3.0
     """A node without a heartbeat for this long counts as lost."""
     replacement_timeout: float = 12.0
@@ -309,7 +309,7 @@ class _Round:
     members: frozenset[int] = frozenset()
     began: float = 0.0
     present: set[int] = field(default_factory=set)
-    """The members that are not lost; includes `done` and `down`."""
+    """The members that have not been lost; includes those in `done` and `down`."""
     done: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -318,7 +318,7 @@ class _Round:
     lost: list[str] = field(default_factory=list)
     failing: bool = False
     for_new_node: bool = False
-    """Whether it is being stopped to admit a new node; failures are then a consequence."""
+    """Whether the round is being stopped to admit a new node; any failures are then a consequence of the stop."""
 
 
 class Job:
@@ -329,7 +329,7 @@ class Job:
         self._phase = _Phase.GATHERING
         self._nodes: dict[int, Node] = {}
         self._last_heartbeat: dict[int, float] = {}
-        self._by_rank: dict[int, int] = {}  # --node-rank -> the latest node with it
+        self._by_rank: dict[int, int] = {}  # --node-rank -> the latest node with that rank
         self._began = self._now = now
         self._enough_since: float | None = None
         self._round = _Round()
@@ -355,7 +355,7 @@ class Job:
         return max(0.0, self._due - now) if self._phase is _Phase.BACKOFF else None
 
     def joined(self, node: Node, now: float) -> list[Order]:
-        """Handle a node that joins; after the end of the job, it gets the outcome."""
+        """Handle a node that joins; after the end of the job, the node gets the outcome."""
         self._now = now
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
@@ -377,7 +377,7 @@ class Job:
     def _mismatch(self, node: Node, predecessor: Node | None) -> str:
         if predecessor is not None:
             return f"two nodes were given node rank {node.rank}: {predecessor.name} and {node.name}"
-        other = next(iter(self._nodes.values()), node)  # one is enough: all others were compared with each other
+        other = next(iter(self._nodes.values()), node)  # one is enough, because the nodes that have joined agree
         if other.nnodes != node.nnodes:
             return f"{other.name} was started with --nnodes {other.nnodes}, {node.name} with --nnodes {node.nnodes}"
         return ""
@@ -468,7 +468,7 @@ class Job:
         return []
 
     def _after_stopping(self) -> list[Order] | None:
-        """Continue or end the job, once every present member has stopped; None: some have not."""
+        """Continue or end the job, once every present member has stopped; None: some members have not stopped yet."""
         round_ = self._round
         if len(round_.down) < len(round_.present):
             return None
@@ -487,7 +487,7 @@ class Job:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes
 
     def _wait_for_replacement(self) -> list[Order]:
-        """Too few nodes are left: wait for a replacement of a lost node, but not of one that left on purpose."""
+        """Handle too few nodes: wait for a replacement for a lost node, but not for a node that left on purpose."""
         if HOST not in self._nodes or self._left or not self._limits.replacement_timeout:
             return self._end_with_too_few_nodes()
         self._phase, self._due = _Phase.AWAITING_REPLACEMENT, self._now + self._limits.replacement_timeout
@@ -531,7 +531,7 @@ class Job:
         return self._go_after_loss("; ".join(self._round.lost)) if self._round.lost else self._go("")
 
     def _go_after_loss(self, why: str) -> list[Order]:
-        """Count the loss of nodes, then start the next round; end the job after too many losses without progress."""
+        """Count a loss of nodes, then start the next round; end the job after too many losses without progress."""
         too_often = self._restarts.node_lost()
         return self._end(Outcome(tuple(self._round.failures), lost=too_often)) if too_often else self._go(why)
 
@@ -573,7 +573,7 @@ class Job:
 
 
 def combined_steps(steps: Sequence[Steps]) -> Steps | None:
-    """Combine the steps of several ranks or nodes. All ranks that get that far start at the same step."""
+    """Combine the steps of several ranks or nodes. All ranks that start training start at the same step."""
     if not steps:
         return None
     return Steps(max(each.began for each in steps), max(each.reached for each in steps))

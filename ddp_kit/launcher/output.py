@@ -1,4 +1,4 @@
-"""Output of the workers of one node: the descriptors they write to, the console with a label per rank, log files."""
+"""Output of one node's workers: the descriptors that workers write to, the console with a label per rank, log files."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 from ddp_kit.launcher import verdict
 
 # --- Descriptors ------------------------------------------------------------------------------------------------------
-# Workers write to files, pipes, or pseudo-terminals if the launcher runs in a terminal.
+# Workers write to files and pipes, or to pseudo-terminals instead of pipes if the launcher runs in a terminal.
 
 
 _PIPE_BYTES = 1 << 20
@@ -26,19 +26,19 @@ _WINDOW_SIZE = bytes(8)  # struct winsize
 
 @dataclass(frozen=True)
 class Route:
-    """Destination of stdout or stderr of a rank."""
+    """Destination of the stdout or the stderr of one rank."""
 
     console: bool
-    """Whether it is shown."""
+    """Whether the output is shown on the console."""
     file: str = ""
-    """The log file; empty: none."""
+    """The path of the log file; empty: there is no log file."""
     label: str | None = None
     """The prefix of each line on the console; None: the rank, once more than one rank has written to this stream."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Destinations of the output of a worker."""
+    """Destinations of the output of one worker."""
 
     local_rank: int
     rank: int
@@ -78,7 +78,7 @@ def open_terminal_or_pipe(console: int) -> tuple[int, int]:
             return ours, theirs
     ours, theirs = os.pipe()
     with suppress(OSError):
-        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # so that a slow console does not block workers
+        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # a large pipe, so that a slow console does not block workers
     return ours, theirs
 
 
@@ -88,10 +88,10 @@ def open_terminal_or_pipe(console: int) -> tuple[int, int]:
 #     rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
 #                                                      |
 #                                                      +-- holds a traceback back for a moment: if it is the
-#                                                          rank's final output, the verdict shows it, once
+#                                                          rank's final output, only the verdict shows it
 #
-# The thread reads what is available and splits it after the last newline. It examines single lines only if one of them
-# starts a traceback or is a warning of torch's C++ code.
+# The thread reads the available output and splits it after the last newline. It examines single lines only if one of
+# them starts a traceback or is a warning from torch's C++ code.
 
 
 _READ_BYTES = 1 << 18
@@ -99,8 +99,8 @@ _MAX_LINE_BYTES = 1 << 16
 _MAX_HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 15
 _PARTIAL_SECONDS = 0.05  # until an unfinished line, such as a progress bar, is shown
-_FIRST_OUTPUT_SECONDS = 0.05  # to wait at the first output for other ranks, because labels depend on them
-# Time until a traceback of a rank that is still running is shown. The rank may be ending, because destroying a CUDA
+_FIRST_OUTPUT_SECONDS = 0.05  # to wait for other ranks at the first output: with several ranks, lines get labels
+# Time until a traceback is shown if its rank is still running. The rank may be ending, because destroying a CUDA
 # context or joining threads takes seconds; a rank that continues to write is not ending.
 _HELD_SECONDS = 0.7  # if the rank writes something after this time
 _SILENT_SECONDS = 5.0  # if it writes nothing
@@ -114,11 +114,11 @@ class FinalOutput:
     """The final output of a failed rank."""
 
     trace: str = ""
-    """Its traceback; empty: none, or it did not pass through this process."""
+    """The rank's traceback; empty: there is none, or it did not pass through this process."""
     tail: str = ""
-    """The end of its output."""
+    """The end of the rank's output."""
     shown: bool = False
-    """Whether its traceback is the last output on the console."""
+    """Whether the rank's traceback is the last output on the console."""
 
 
 @dataclass(eq=False)
@@ -130,7 +130,7 @@ class _Source:
     console: int
     """The launcher's descriptor that shows the output."""
     copy: int
-    """The descriptor of the log file; negative: none."""
+    """The descriptor of the log file; negative: there is no log file."""
     label: bytes
     """The prefix of each line, once more than one rank has written to the same console."""
     always_labelled: bool
@@ -139,7 +139,7 @@ class _Source:
     """An unfinished line."""
     partial_since: float = 0.0
     held: bytes = b""
-    """A traceback that may be the final output, with all output after it."""
+    """A traceback that may be the rank's final output, and all output after it."""
     held_since: float = 0.0
     tail: bytes = b""
     warnings: verdict.WarningFilter = field(default_factory=verdict.WarningFilter)
@@ -150,10 +150,10 @@ class _Consoles:
     """The launcher's stdout and stderr."""
 
     open_line: dict[int, _Source] = field(default_factory=dict)
-    """Console -> the source of the unfinished line on it."""
+    """Console -> the source of the unfinished line on that console."""
     closed: set[int] = field(default_factory=set)
     latest_trace: int = -1
-    """The local rank whose traceback is the last output; -1: none."""
+    """The local rank whose traceback is the last output; -1: the last output is no traceback."""
 
 
 class Output:
@@ -179,7 +179,7 @@ class Output:
         self._continued: set[int] = set()  # local ranks with more output after the latest traceback that was shown
         self._failed: set[int] = set()
         self._consoles = _Consoles()
-        # Descriptor -> the one that shows its output: streams with the same target share the unfinished line.
+        # Descriptor -> the descriptor that shows its output: streams with the same target share an unfinished line.
         self._shown_on = {1: 1, 2: 1 if is_same_file(1, 2) else 2}
         self._deadline = float("inf")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -264,7 +264,7 @@ class Output:
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
     def _receive(self, source: _Source, data: bytes) -> bool:
-        """Pass the data on. Return False if neither a console nor a file accepts it any more."""
+        """Pass data on from a worker. Return False if neither a console nor a file accepts data any more."""
         self._latest[source.local_rank] = time.monotonic()
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
@@ -312,7 +312,7 @@ class Output:
         return bool(poll.poll(0))
 
     def _is_final(self, source: _Source) -> bool:
-        """Whether the traceback held back is known to be the rank's final output: the rank has failed or is ending."""
+        """Whether a held-back traceback is known to be the rank's final output: the rank has failed or is ending."""
         return source.local_rank in self._failed or self._is_ending(source.local_rank)
 
     def _show_partial(self, source: _Source) -> None:
@@ -329,7 +329,7 @@ class Output:
         self._consoles.latest_trace = source.local_rank
 
     def _show(self, source: _Source, text: bytes) -> None:
-        """Write text to its console, with the label at the start of each line if there is one."""
+        """Write text to the source's console, with the label, if lines get one, at the start of each line."""
         console, consoles = source.console, self._consoles
         unfinished = consoles.open_line.pop(console, None)
         if not text.endswith(b"\n"):
@@ -360,7 +360,7 @@ class Output:
     # End of the round -------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """Record that a worker failed: a traceback that is held back then stays so until `end`."""
+        """Record that a worker failed: a traceback that is held back is then not shown before `end`."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
@@ -385,11 +385,11 @@ class Output:
         interrupted: Callable[[], bool],
         is_secondary: Callable[[str], bool] = lambda _: False,
     ) -> dict[int, FinalOutput]:
-        """Show the rest of the workers' output, and return the final output of the failed ones by local rank.
+        """Show the rest of the workers' output, and return the final output of failed workers, by local rank.
 
         `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do that even if
-        it is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`: whether to stop
-        waiting for a blocked console.
+        the traceback is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`:
+        whether to stop waiting for a blocked console.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake_write, b"!")
@@ -459,7 +459,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    """Write the whole text, also to a non-blocking descriptor."""
+    """Write the whole text, even to a non-blocking descriptor."""
     view = memoryview(text)
     while view:
         try:

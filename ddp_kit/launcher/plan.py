@@ -52,7 +52,7 @@ from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.warm.messages import Program
 
 GRACE_SECONDS = 25
-"""From SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; the rest is for the verdict and the cleanup."""
+"""Seconds from SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s: 5 s are for the verdict and cleanup."""
 _FOR_THE_VERDICT = 5
 """Seconds reserved for the verdict within the grace period that the cluster gives the launcher after SIGTERM."""
 _MAX_PROCESSES = 1 << 22  # PID_MAX_LIMIT
@@ -64,14 +64,14 @@ class WorkerResources:
     """The GPUs and cores of one worker of this node."""
 
     gpus: tuple[Gpu, ...] = ()
-    """Empty: no GPU, or the script chooses one."""
+    """The worker's GPUs; empty: the worker has no GPU, or the script chooses one."""
     cpus: tuple[int, ...] = ()
-    """The CPU cores it may use; empty: all cores the launcher may use."""
+    """The CPU cores that the worker may use; empty: all cores that the launcher may use."""
 
 
 @dataclass(frozen=True)
 class Logs:
-    """Destinations of the workers' output; the fields are torchrun's flags."""
+    """Destinations of the workers' output; the fields are named after torchrun's flags."""
 
     log_dir: str | None
     redirects: str
@@ -79,7 +79,7 @@ class Logs:
     local_ranks_filter: frozenset[int]
     """The ranks shown on the console; empty: all."""
     log_line_prefix_template: str | None
-    """None: not given. Empty: no labels, except for torch's own where output is also redirected to a file."""
+    """None: not given. Empty: no labels, except for torch's own labels where output is also redirected to a file."""
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
@@ -105,9 +105,9 @@ class Plan:
     torchrun: Mapping[str, Any]
     """torchrun's settings by their names in its parser: the user's, completed with the launcher's decisions."""
     read_by_torchrun: frozenset[str]
-    """The names in `torchrun` of the settings that torchrun would read from the same variables, without a flag."""
+    """The names, in `torchrun`, of settings from variables that torchrun reads too, and so needs no flags for."""
     ignored_signals: frozenset[str]
-    """Names of the signals that do not stop the job although --signals-to-handle has them."""
+    """Names of the signals that do not stop the job although --signals-to-handle contains them."""
     python: str
     """The interpreter of the workers."""
     may_fork: bool
@@ -115,7 +115,7 @@ class Plan:
     workers: tuple[WorkerResources, ...]
     """The resources of each worker, by local rank."""
     env: Mapping[str, str]
-    """The variables that the launcher adds to the workers' environment besides torchrun's."""
+    """The variables that the launcher adds to the workers' environment, in addition to torchrun's variables."""
     origin: Mapping[str, str]
     """The source of each value in `env`, such as `--gpus 2`."""
     place: JobPlace | None
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def script_arguments(self) -> tuple[str, ...]:
-        """The arguments of the script; may contain `${local_rank}`, as may the script."""
+        """The arguments of the script, which may contain `${local_rank}`; the script itself may contain it too."""
         return tuple(map(str, self.torchrun["training_script_args"]))
 
     @property
@@ -268,8 +268,8 @@ def make(
 ) -> Plan:
     """Decide how many processes run on which GPUs and cores, and all other settings, including the rendezvous.
 
-    `run_id`: the default for --rdzv-id. `cpus`: those that the launcher may use. `held`: GPU UUID -> the other launch
-    that reserved it. `defaults`: variables for the workers that do not depend on the command line.
+    `run_id`: the default for --rdzv-id. `cpus`: the cores that the launcher may use. `held`: GPU UUID -> the other
+    launch that reserved that GPU. `defaults`: variables for the workers that do not depend on the command line.
     Raises `UsageError` if the requested GPUs are not available, and for invalid settings.
     """
     each = spec.gpus_per_process or 1
@@ -323,7 +323,7 @@ def make(
 
 
 def _requested_gpus(spec: LaunchSpec) -> str | None:
-    """The value of --gpus, else the number of GPUs from --gpus-per-process and --nproc-per-node, else None."""
+    """The value of --gpus, or the number of GPUs from --gpus-per-process and --nproc-per-node, or None."""
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
@@ -366,7 +366,7 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
 
 
 def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
-    """The number of processes: one per group of GPUs, or --nproc-per-node, or 1. `gpus`: the number of groups."""
+    """The number of processes: one per group of GPUs, or --nproc-per-node, or 1. `gpus`: the number of GPU groups."""
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
@@ -466,9 +466,10 @@ def _fill_local_rank(local_rank: int, arguments: Iterable[str]) -> list[str]:
 
 
 def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env: Mapping[str, str]) -> frozenset[str]:
-    """Set the line prefix and the shutdown timeout where no flag did; return the names of those read from variables.
+    """Set the line prefix and the shutdown timeout if no flag did; return the names of those read from variables.
 
-    `given`: the names of the settings that flags or PET_ variables set: only they can remove the labels by "".
+    `given`: the names of the settings that flags or PET_ variables set. Only a flag or a PET_ variable can remove the
+    labels, with an empty prefix.
     Raises `UsageError` for a shutdown timeout that is not a number of seconds.
     """
     found = set[str]()
@@ -479,7 +480,7 @@ def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env
     if seconds is None and GRACE_DEFAULT in env:
         source, seconds = GRACE_DEFAULT, env[GRACE_DEFAULT]
         found.add("shutdown_timeout")
-    elif seconds is None:  # shorter than the grace period that the cluster gives this launcher, if that is known
+    elif seconds is None:  # shorter than the cluster's grace period for this launcher, if that period is known
         known = launcher_grace(env)
         seconds = GRACE_SECONDS if known is None else max(1, known - _FOR_THE_VERDICT)
     try:
@@ -513,7 +514,7 @@ def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
 
 
 def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
-    """0 (no limit) for a value that is not a number, as in torch."""
+    """The value of the variable; 0 (no limit) if it is not a number, as in torch."""
     try:
         return max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
     except ValueError:

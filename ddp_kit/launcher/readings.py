@@ -1,4 +1,4 @@
-"""Current state of the jobs on this machine or on other hosts, read from outside: heartbeats, memory, GPUs."""
+"""Current state of the jobs on this machine or on other hosts, seen from outside: heartbeats, memory, GPUs."""
 
 import json
 import subprocess
@@ -21,9 +21,9 @@ from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
 
 
 _MIN_DIFFERENCE = 0.1
-"""The straggler must wait for other ranks less than every other rank does, by more than this share of the time."""
+"""A straggler spends less of its time waiting for other ranks than every other rank, by more than this share."""
 _STALLED_SECONDS = 5.0
-"""Once all ranks have been unchanged for this long, the straggler is the one with the fewest steps and beats."""
+"""Once no rank's heartbeat has changed for this long, the straggler is the rank with the fewest steps and beats."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class RankReading:
     local_rank: int
     pid: int
     phase: str
-    """What it is doing; `ended` for a process that has ended."""
+    """What the rank is doing; `ended` if its process has ended."""
     step: int | None = None
-    """The last completed optimizer step; None: it has no Trainer."""
+    """The last completed optimizer step; None: the rank has no Trainer."""
     seconds_per_step: float | None = None
     """A moving average; None: not known yet."""
     data: float | None = None
-    """The share of time spent waiting for data, as of the last log point; None: no Trainer."""
+    """The share of time spent waiting for data, as of the last log point; None: the rank has no Trainer."""
     communication: float | None = None
-    """The share of time spent waiting for other ranks and the network, likewise."""
+    """The share of time spent waiting for other ranks and the network, as of the last log point; None: no Trainer."""
     age: float | None = None
     """Seconds since the heartbeat last changed."""
     waits_for: int | None = None
-    """The rank that this one mostly waits for, among those read; None: none stands out."""
+    """The rank, of those that were read, that this rank mostly waits for; None: no rank stands out."""
     memory: int | None = None
     """Bytes of the process's resident memory."""
     gpus: tuple[GpuUsage, ...] = ()
     beats: int = 0
-    """Number of actions of its Trainer so far."""
+    """Number of actions of the rank's Trainer so far."""
     host: str = ""
     advice: str = ""
-    """The last line of its Trainer's advice; "": there was none."""
+    """The last line of advice from the rank's Trainer; "": there has been no advice."""
     mfu: float | None = None
     """Model FLOPs utilisation of the whole job, from 0 to 1, as of the last log point; None: not known."""
 
@@ -85,7 +85,7 @@ def readings() -> tuple[JobReading, ...]:
 
 
 def merged(jobs: Sequence[JobReading]) -> tuple[JobReading, ...]:
-    """Merge the readings of several nodes, so that there is one for each job."""
+    """Merge the readings of several nodes into one reading for each job."""
     together: dict[tuple[object, ...], list[JobReading]] = {}
     # Two host names may refer to the same machine.
     for job in {(each.host, each.launcher, each.node_rank): each for each in jobs}.values():
@@ -121,13 +121,13 @@ def _job(launcher: int, record: RoundRecord, cards: Sequence[GpuUsage]) -> JobRe
 
 
 def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
-    """Fill in `waits_for` of the ranks."""
+    """The readings of the ranks of one job, with `waits_for` filled in."""
     behind = straggler(ranks)
     return tuple(replace(each, waits_for=behind if each.rank != behind else None) for each in ranks)
 
 
 def straggler(ranks: Sequence[RankReading]) -> int | None:
-    """The rank that the others wait for; None: none stands out."""
+    """The rank that the others wait for; None: no rank stands out."""
     if len(ranks) < 2 or any(each.step is None or each.communication is None for each in ranks):
         return None
     if all((each.age or 0.0) > _STALLED_SECONDS for each in ranks):
@@ -193,7 +193,7 @@ _SECONDS = 30.0
 
 @dataclass(frozen=True)
 class HostReadings:
-    """The jobs on all hosts."""
+    """The readings of the jobs on all hosts."""
 
     jobs: tuple[JobReading, ...]
     problems: tuple[str, ...] = ()
@@ -209,7 +209,7 @@ def readings_of(hosts: Sequence[str]) -> HostReadings:
 
 
 def _read(host: str) -> tuple[JobReading, ...] | str:
-    """Return the readings of a host, or why there are none."""
+    """Return the readings of a host, or the reason why it could not be read."""
     remote = ssh.found_first(("ddpkit", "top", "--once", "--json"), str(Path(sys.executable).parent))
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
     try:

@@ -1,4 +1,4 @@
-"""Files that the launcher writes about a run: the current round, for `ddpkit top`, and its part of the run record."""
+"""Files that the launcher writes about a run: the current round, for `ddpkit top`, and a part of the run record."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage_reader
 from ddp_kit.launcher.output import open_log
 
 # --- Current round ----------------------------------------------------------------------------------------------------
-# The launcher keeps the file open while its workers run, and `ddpkit top` looks for it among the open files of the
-# user's processes. A killed launcher therefore leaves no stale entry.
+# The launcher keeps the file of the round open while its workers run, and `ddpkit top` looks for such files among the
+# open files of the user's processes. A launcher that was killed therefore leaves no stale entry.
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class WorkerRecord:
     local_rank: int
     pid: int
     error_file: str
-    """The path of its error file, next to which its heartbeat is; empty: none."""
+    """The path of the worker's error file, next to which its heartbeat file is; empty: there is no error file."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of its GPUs; empty: the script chooses."""
+    """UUIDs of the worker's GPUs; empty: the script chooses its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RoundRecord:
 
 
 class RoundFile:
-    """The file of a round: written and kept open until `close`, which removes it."""
+    """The file of a round. After `write`, it is kept open until `close`, which removes it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROUND_FILE
@@ -81,7 +81,7 @@ class RoundFile:
 def records() -> Iterator[tuple[int, RoundRecord]]:
     """Yield the rounds that this user's launchers are running on this machine, each with the launcher's process id."""
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda each: int(each.name)):
-        with suppress(OSError):  # it has ended, or belongs to another user
+        with suppress(OSError):  # the process has ended, or belongs to another user
             if process.stat().st_uid == os.geteuid():
                 yield from ((int(process.name), record) for record in _records_of(process))
 
@@ -94,8 +94,8 @@ def _records_of(process: Path) -> Iterator[RoundRecord]:
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------
-# The launcher adds samples of its machine once a second, and how each attempt ended.
-# The workers say where the record is, in a file of the attempt's folder. Format: docs/run-record.md.
+# The launcher adds to the record: once a second, a sample of the state of its machine; and how each attempt ended.
+# The workers name the folder of the record in a file in the attempt's folder. Format: docs/run-record.md.
 
 
 _SECONDS = 1.0
@@ -105,7 +105,7 @@ class RecordKeeper:
     """Samples this machine in a thread of the launcher from `start` to `stop`, while an attempt runs."""
 
     def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: where the record goes if the Trainer has no folder; None: there is no record then."""
+        """`kept`: the folder for the record if the Trainer has no folder; None: in that case, there is no record."""
         self._note = attempt_folder / RECORD_NOTE
         self._kept = kept
         self._node = node
@@ -128,14 +128,14 @@ class RecordKeeper:
         self._note.unlink(missing_ok=True)
 
     def end(self, attempt: str, verdict: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
-        """Add to the record how the attempt ended. Call it after `stop`."""
+        """Add to the record how the attempt ended. Must be called after `stop`."""
         if self._folder is not None:
             facts = {"node": self._node, "exit_code": verdict["exit_code"], "text": verdict["text"]}
             line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
             _add(self._folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
 
     def _find(self) -> None:
-        """Look for the record: the folder is there once its Trainer has begun to train."""
+        """Look for the record, whose folder exists once a Trainer has begun to train."""
         with suppress(OSError):
             text = self._note.read_text()
             if text and Path(text).is_dir():

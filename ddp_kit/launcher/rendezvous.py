@@ -1,4 +1,4 @@
-"""Rendezvous settings of a job, read from torchrun's flags: the endpoint, the node that hosts it, and the limits."""
+"""Rendezvous settings of a job, read from torchrun's flags: the endpoint, the node that hosts it, and limits."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ddp_kit.masking import masked
 
 
 def holder(port: int) -> str:
-    """Describe the process that listens on a port, as in ` by pid N (its command)`; empty if it is not visible."""
+    """Describe the process that listens on a port, as ` by pid N (its command)`; empty if that is not visible."""
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
@@ -29,16 +29,16 @@ def holder(port: int) -> str:
 # --- Rendezvous settings ----------------------------------------------------------------------------------------------
 
 
-C10D_PORT = 29400  # torch's default for this rendezvous
-STATIC_PORT = 29500  # torch's default for the static one
+C10D_PORT = 29400  # torch's default for the c10d rendezvous
+STATIC_PORT = 29500  # torch's default for the static rendezvous
 _LOOPBACK = "127.0.0.1"
 _STATIC_TIMEOUT = 900.0
 _TIMEOUTS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
 _KEEP_ALIVE = ("keep_alive_interval", "keep_alive_max_attempt")
 _REPLACEMENT = "replacement_timeout"  # ddpkit's own
 _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
-# Settings that torchrun rejects if they are not numbers, and those that it rejects if they are not greater than 0. It
-# never reads the others. Source (torch 2.13): dynamic_rendezvous.py, c10d_rendezvous_backend.py and
+# Settings that torchrun rejects if they are not numbers, and settings that it rejects if they are not greater than 0.
+# torchrun never reads other settings. Source (torch 2.13): dynamic_rendezvous.py, c10d_rendezvous_backend.py and
 # static_tcp_rendezvous.py.
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
 _POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
@@ -54,19 +54,19 @@ class Rendezvous:
 
     backend: str
     served_by_ddpkit: bool
-    """Whether ddpkit serves it: static, or c10d with a TCP store. Else torch's agent does."""
+    """Whether ddpkit serves the rendezvous: if it is static, or c10d with a TCP store. Else torch's agent serves it."""
     run_id: str
     """--rdzv-id."""
     host: str
     port: int | None
-    """None: not known, with a backend that ddpkit does not serve."""
+    """The port of the endpoint; None: not known, with a backend that ddpkit does not serve."""
     endpoint_source: str
     """The flags, or the variable of the cluster, that set the endpoint; empty: the launcher chose it."""
     limits: Limits
     node_rank: int | None = None
     """--node-rank; None: any."""
     is_host: bool | None = None
-    """Whether this node hosts it; None: only if `host` is an address of this machine."""
+    """Whether this node hosts the rendezvous; None: only if `host` is an address of this machine."""
     local_addr: str | None = None
     """--local-addr: the address of this node for other nodes."""
     place: JobPlace | None = None
@@ -96,7 +96,7 @@ class Rendezvous:
 
 
 def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
-    """Read torchrun's settings, completed with those of `place`. Raises `UsageError` for invalid ones."""
+    """Read torchrun's settings, completed with those from `place`. Raises `UsageError` for invalid settings."""
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
@@ -123,7 +123,7 @@ def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvo
 def single_node_settings(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
     """The settings of a single-node job without an endpoint: a free port and an id of its own, as in torchrun.
 
-    Its workers use the loopback address, so that the host name does not have to resolve. Empty for other jobs.
+    The job's workers use the loopback address, so that the host name does not have to resolve. Empty for other jobs.
     """
     named = torchrun["rdzv_backend"] != "static" or torchrun["rdzv_endpoint"] or torchrun["master_port"] is not None
     several_nodes = str(torchrun["nnodes"]).split(":")[-1] != "1"
@@ -167,7 +167,7 @@ def ignored_settings(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str, int | None, str]:
-    """Host, port, and the flags that set them."""
+    """Host and port of the endpoint, and the flags that set it."""
     endpoint = torchrun["rdzv_endpoint"]
     if torchrun["standalone"]:
         return "localhost", 0, ""
@@ -199,7 +199,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int | None]:
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf. Quotes that no shell has removed are stripped from names and values."""
+    """Parse --rdzv-conf. Quotes that the shell has not removed are stripped from names and values."""
     pairs = [each.partition("=") for each in text.split(",")] if text.strip() else []
     for name, _, value in pairs:
         if not (name.strip() and value.strip()):
@@ -215,7 +215,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
-    """Read the limits on nodes and restarts, and the timeouts; --rdzv-conf has torch's names."""
+    """Read the limits on nodes and restarts, and the timeouts; the names in --rdzv-conf are torch's."""
     found = _numbers(conf, torchrun["rdzv_backend"])
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
@@ -257,9 +257,9 @@ def _nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
-    """The usable numbers in --rdzv-conf. Raises `UsageError` for those that torchrun rejects.
+    """The usable numbers in --rdzv-conf. Raises `UsageError` for numbers that torchrun rejects.
 
-    Other unusable ones are left out; `ignored_settings` names them.
+    Other unusable numbers are left out; `ignored_settings` names them.
     """
     found = {}
     for name in filter(conf.__contains__, _CONF_NUMBERS):
@@ -274,7 +274,7 @@ def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
 
 
 def _number(value: str) -> float:
-    """The number, or NaN."""
+    """The value as a number; NaN if it is not a number."""
     try:
         return float(value)
     except ValueError:

@@ -81,7 +81,7 @@ class LaunchSpec:
     typed: frozenset[str] = frozenset()
     """The names in `torchrun` of the flags that were typed."""
     given: frozenset[str] = frozenset()
-    """The same, with the flags that PET_ variables set."""
+    """The names in `torchrun` of the flags that were typed or that PET_ variables set."""
     place: JobPlace | None = None
     """This node's place in the job, from the cluster's variables; None: no cluster, or the flags give it completely."""
 
@@ -106,7 +106,8 @@ class LaunchSpec:
 def parse(argv: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
     """Parse `argv` with torchrun's flags and ddpkit's own. Raises `UsageError`."""
     known = parser(torchrun)
-    # None means not given. torch's defaults would hide that, and its default port differs between versions.
+    # None means not given. torch's defaults would hide that a flag was not given, and its default port differs between
+    # versions.
     known.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
     own, script, arguments = _split(argv, known)
     found, unknown = known.parse_known_args([*(_written_out(word, known) for word in own), *script])
@@ -206,7 +207,7 @@ def _count(text: str) -> int:
 
 
 def _split(argv: Sequence[str], known: Parser) -> tuple[list[str], list[str], list[str]]:
-    """Split into the launcher's arguments, the script (an empty list if missing) and the script's arguments.
+    """Split `argv` into the launcher's arguments, the script (an empty list if missing) and the script's arguments.
 
     argparse alone would parse `--local=3` after the script as an abbreviation of a launcher flag.
     """
@@ -220,9 +221,9 @@ def _split(argv: Sequence[str], known: Parser) -> tuple[list[str], list[str], li
 
 
 def _written_out(word: str, known: Parser) -> str:
-    """The word with an abbreviated flag such as `--nproc` written out.
+    """The word, with an abbreviated flag such as `--nproc` written out.
 
-    In some Python versions, argparse calls such an abbreviation ambiguous, because of the flag's two spellings.
+    In some Python versions, argparse rejects such an abbreviation as ambiguous, because of the flag's two spellings.
     """
     name, equals, value = word.partition("=")
     spellings = [(flag, action) for action in known.actions for flag in action.option_strings]
@@ -246,12 +247,12 @@ def _takes_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
 
 
 def _without_dashes(arguments: list[str]) -> list[str]:
-    """Drop a leading `--`: argparse and torchrun drop one before the script and one after it."""
+    """Drop a leading `--`: argparse and torchrun drop one before the script and one after the script."""
     return arguments[1:] if arguments[:1] == ["--"] else arguments
 
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
-    """Raise `UsageError` if the script or its interpreter does not exist; Python itself looks for modules."""
+    """Raise `UsageError` if the script or its interpreter does not exist; modules are left for Python to find."""
     script = spec.script
     if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
         raise UsageError(f"there is no interpreter {env[PYTHON]!r}", f"check {PYTHON}, or unset it")
@@ -282,7 +283,7 @@ def _check_syntax(path: Path) -> None:
     """Report a syntax error once, before the start, instead of one traceback per process."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # shown when the script runs
+            warnings.simplefilter("ignore")  # these warnings are shown when the script runs
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         what = "".join(traceback.format_exception_only(error)).rstrip()

@@ -11,7 +11,7 @@ from typing import Any
 from ddp_kit.exit_codes import ExitCode
 
 # --- Tracebacks -------------------------------------------------------------------------------------------------------
-# Find the traceback at the end of a process's output, and leave out the C++ stacks of torch's warnings.
+# Finds the traceback at the end of a process's output, and leaves out the C++ stacks of torch's warnings.
 
 
 _MARK = "Traceback (most recent call last)"
@@ -25,7 +25,7 @@ _AFTER_TRACEBACK = re.compile(
     r"|^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\("
 )
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
-_IN_A_WORKER = "Original Traceback"  # in the message of an exception that torch re-raised from a DataLoader worker
+_IN_A_WORKER = "Original Traceback"  # in the message of a DataLoader worker's exception, which torch raises again
 _GROUP_MEMBER = re.compile(r"^ {4,}\| ")  # an exception inside an ExceptionGroup
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _ABORT = re.compile(r"^terminate called ")
@@ -33,13 +33,13 @@ _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|Indentatio
 _INTERRUPT = re.compile(r"^KeyboardInterrupt$", re.MULTILINE)
 _MAX_LINES = 60
 _CPP_WARNING = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*\.cpp:\d+\] ")
-# TCPStore.cpp warns about an error before it raises it. If the host of the rendezvous is lost, every rank of the other
+# TCPStore.cpp warns about an error before raising it. If the host of the rendezvous is lost, every rank on the other
 # nodes would print fifteen lines of warnings above the line that reports the loss.
 _RAISED_TOO = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
 
 
 def split(text: str) -> tuple[str, str]:
-    """Split `text` into its last traceback, with chained ones and without torch's rank prefixes, and the rest."""
+    """Split `text` into its last traceback and the rest. The traceback includes chained ones, but no rank prefixes."""
     lines = text.splitlines(keepends=True)
     plain = [_RANK.sub("", _ANSI.sub("", line)) for line in lines]
     starts = [number for number, line in enumerate(plain) if _MARK in line or _FATAL.match(line)]
@@ -61,7 +61,7 @@ def shortened(trace: str) -> str:
 
 
 def message_of(trace: str) -> str:
-    """The line with the exception's type and message; for an ExceptionGroup, the line of the group itself."""
+    """The line with the type and message of the exception; for an ExceptionGroup, the line of the group itself."""
     lines = [line.removeprefix("  | ") for line in trace.splitlines()]
     starts = [number for number, line in enumerate(lines) if _MARK in line and not _GROUP_MEMBER.match(line)]
     for line in lines[starts[-1] + 1 :] if starts else ():
@@ -71,12 +71,12 @@ def message_of(trace: str) -> str:
 
 
 def is_interrupt(trace: str) -> bool:
-    """Whether the traceback has a KeyboardInterrupt, including one that was raised inside an exception handler."""
+    """Whether the traceback has a KeyboardInterrupt, even if it was raised inside an exception handler."""
     return bool(_INTERRUPT.search(trace))
 
 
 def failed_at_start(trace: str) -> bool:
-    """Whether a top-level import of the script, or of a module it imports, failed: a restart cannot help."""
+    """Whether a top-level import in the script, or in a module that it imports, failed: a restart cannot help."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
     return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
@@ -92,7 +92,7 @@ def _first_of_chain(plain: list[str], starts: list[int]) -> int:
 
 
 def _end(plain: list[str], start: int) -> int:
-    """One past the last line of the traceback; an exception's message may have several lines."""
+    """The index after the last line of the traceback, which ends with a message of possibly several lines."""
     end = start
     for number in range(start, len(plain)):
         if _AFTER_TRACEBACK.match(plain[number]):
@@ -282,22 +282,23 @@ _BY_SIGNAL = {
     signal.SIGILL: f"this CPU lacks an instruction that a library was built for, or {_CRASHED}",
     **dict.fromkeys((signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT), _CRASHED),
 }
-# The line that ends a traceback, which torch may prefix with the rank.
+# The last line of a traceback; torch may prefix it with the rank.
 _ENDS_TRACE = re.compile(r"^(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$)", re.MULTILINE)
 _CHAIN = re.compile("the above exception", re.IGNORECASE)
-# Warnings of torch's C++ code. Those about closed connections also occur on the rank that failed first.
+# Warnings of torch's C++ code. The rank that failed first may also print such warnings, about closed connections.
 _WARNING = re.compile(r"^(?:\[rank\d+\]:)?\[W.*\n?", re.MULTILINE)
 
 
 def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     """Advice about a failure; empty if the cause is not known.
 
-    `text`: the end of the worker's output, or its traceback. `exit_code`: if negative, minus the signal that killed it.
+    `text`: the end of the worker's output, or its traceback. `exit_code`: if negative, minus the number of the signal
+    that killed the worker.
     `out_of_memory`: whether the kernel killed a process of this job for lack of memory.
     """
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
-    crashed = exit_code < 0 and -exit_code != signal.SIGABRT  # no error message; C++ code prints one before it aborts
+    crashed = exit_code < 0 and -exit_code != signal.SIGABRT  # without a message; C++ code prints one before it aborts
     parts = [_last_exception(text), text] if _CHAIN.search(text) else [_last_exception(text)]
     for part in () if crashed else parts:
         for cause in CAUSES:
@@ -311,7 +312,7 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
 
 
 def is_secondary(text: str) -> bool:
-    """Whether this error only says that another rank is gone."""
+    """Whether this error only reports that another rank is gone."""
     return any(re.search(pattern, _last_exception(text)) for pattern in _PEER_GONE)
 
 
@@ -321,7 +322,7 @@ def is_timeout(text: str) -> bool:
 
 
 def _last_exception(text: str) -> str:
-    """The last exception and its message; the whole text if there is none."""
+    """The last exception and its message; the whole text if it has no exception."""
     text = _WARNING.sub("", text)
     starts = [match.start() for match in _ENDS_TRACE.finditer(text)]
     return text[starts[-1] :] if starts else text
@@ -338,63 +339,63 @@ def _fill_in(advice: str, found: dict[str, str]) -> str:
 
 _MAX_GROUPS = 3
 _MAX_LISTED_RANKS = 4
-# Addresses, ports and source lines, which differ between the ranks in the same error message.
+# Addresses, ports and source lines, which differ between ranks although the error is the same.
 _RANK_SPECIFIC = re.compile(r"\[[^\]]*\](:\d+)?\s*")
-# Process ids, memory addresses and other numbers, which differ between the attempts in the same error message.
+# Process ids, memory addresses and other numbers, which differ between attempts although the error is the same.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker that failed. The field names are those of verdict.json."""
+    """One worker that failed. verdict.json has the same field names."""
 
     rank: int
     local_rank: int
     pid: int
     exit_code: int
-    """If negative, minus the number of the signal that killed it."""
+    """The worker's exit code; if negative, minus the number of the signal that killed the worker."""
     after: float
     """Seconds since this round's workers were started, by the clock of their node."""
     host: str = ""
-    """Host name of its node; empty if the job has only one node."""
+    """Host name of the worker's node; empty if the job has only one node."""
     message: str = ""
-    """Its exception in one line; empty: unknown."""
+    """The worker's exception in one line; empty: unknown."""
     printed: bool = False
-    """Whether a rank of its node has already printed the whole message."""
+    """Whether a rank of the worker's node has already printed the whole message."""
     printed_here: bool = False
     """Whether this rank printed it."""
     trace: str = ""
-    """Its traceback; empty: unknown."""
+    """The worker's traceback; empty: unknown."""
     step: int | None = None
-    """The last optimizer step that its Trainer completed."""
+    """The last optimizer step that the worker's Trainer completed; None: unknown."""
     hint: str = ""
-    """What to do about it, for known causes."""
+    """What to do about the failure; empty: the cause is not known."""
     at_start: bool = False
-    """Whether its script failed at its imports or with a syntax error, so that a restart cannot help."""
+    """Whether the script failed at its imports or with a syntax error, which means that a restart cannot help."""
     terminated: bool = False
-    """Whether the launcher had begun to terminate it before it ended."""
+    """Whether the launcher had begun to terminate the worker before the worker ended."""
     secondary: bool = False
-    """Whether its error only says that another rank is gone."""
+    """Whether the worker's error only reports that another rank is gone."""
     out_of_memory: bool = False
-    """Whether the kernel's out-of-memory killer killed it."""
+    """Whether the kernel's out-of-memory killer killed the worker."""
     hung: bool = False
-    """Whether the launcher killed it because it hung."""
+    """Whether the launcher killed the worker because it hung."""
     others: tuple[str, ...] = ()
-    """What the other ranks of its node were doing at that time, in lines of text."""
+    """What the other ranks of the worker's node were doing when it failed, as lines of text."""
 
     @property
     def from_outside(self) -> bool:
-        """Whether something other than the launcher and the out-of-memory killer killed it."""
+        """Whether something other than the launcher and the out-of-memory killer killed the worker."""
         return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not self.out_of_memory
 
     @property
     def stopped(self) -> bool:
-        """Whether it only ended because the launcher terminated it."""
+        """Whether the worker only ended because the launcher terminated it."""
         return self.terminated and (self.exit_code < 0 or not self.message)
 
     @property
     def message_to_show(self) -> str:
-        """Its exception, unless it is already on this console."""
+        """The worker's exception; empty if it is already on this console."""
         return "" if self.printed and not self.host else self.message
 
     @property
@@ -411,7 +412,7 @@ class Failure:
 
     @property
     def described(self) -> str:
-        """How it ended, on which host, after which step, and why."""
+        """How the worker ended, on which host, after which step, and why."""
         where = f", host {self.host}" if self.host else ""
         when = f", after step {self.step}" if self.step is not None else ""
         because = f": {self.message_to_show}" if self.message_to_show else ""
@@ -420,15 +421,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended; the defaults mean success. The same on every node, and in verdict.json."""
+    """How a job ended; the defaults mean success. The outcome is the same on every node, and in verdict.json."""
 
     failures: tuple[Failure, ...] = ()
     ended_well: tuple[int, ...] = ()
     """The ranks that exited with code 0 before the first failure."""
     stopped_by: int = 0
-    """The signal that stopped this launcher, or that of a node that left."""
+    """The signal that stopped this launcher, or the launcher of a node that left."""
     lost: str = ""
-    """Why the job could not start or continue, if not because of a failed worker."""
+    """Why the job could not start or continue, if the reason is not a failed worker."""
     started: bool = True
     """Whether any worker was started."""
     note: str = ""
@@ -447,14 +448,17 @@ class Verdict:
 
 
 def first_failure(failures: tuple[Failure, ...]) -> Failure:
-    """The earliest failure, with secondary ones last; if several ranks have the same error, the one that printed it."""
+    """The earliest failure, where secondary failures come last.
+
+    If several ranks have the same error, the failure of the rank that printed it.
+    """
     first = min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
     same = [each for each in failures if each.printed_here and each.message == first.message and not each.secondary]
     return min(same, key=lambda failure: failure.after, default=first)
 
 
 def _secondary_level(failure: Failure) -> int:
-    """Likelihood that a failure is only a consequence of another one; 0: a root cause."""
+    """How likely a failure is to be only a consequence of another one, from 0 (a root cause) to 4."""
     if failure.stopped:
         return 4
     if failure.secondary:
@@ -465,7 +469,7 @@ def _secondary_level(failure: Failure) -> int:
 
 
 def normalised(message: str) -> str:
-    """The message without the parts that differ between ranks and attempts for the same error."""
+    """The message, without parts that may differ between ranks and attempts although the error is the same."""
     return _NUMBER.sub("#", _plain(message))
 
 
@@ -475,7 +479,7 @@ def asks_for_another_run(outcome: Outcome) -> bool:
 
 
 def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
-    """Return the exit code, which is that of the worker that failed first, and the last lines for the user.
+    """Return the last lines for the user, and the exit code: after failures, that of the worker that failed first.
 
     `shown`: the ranks whose traceback is already the last output on this console.
     """
@@ -552,7 +556,7 @@ def _plain(message: str) -> str:
 
 
 def rank_list(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 1, 2`, or only their number if there are many, as in `7 ranks`."""
+    """`rank 3`, `ranks 1, 2`, or, for many ranks, only their number, such as `7 ranks`."""
     if len(ranks) > _MAX_LISTED_RANKS:
         return f"{len(ranks)} ranks"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -2,7 +2,8 @@
 
     python -m ddp_kit.launcher.waiting_launcher MODULE...      standard input: one line of JSON with words and env
 
-Its standard input is a pipe from the process that started it. When the pipe is closed, it ends together with its job.
+The launcher's standard input is a pipe from the process that started it. When the pipe is closed, the launcher and its
+job end.
 """
 
 import json

@@ -27,19 +27,19 @@ from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor
 from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
 from ddp_kit.parallel import Strategy
 
-_WORTH_IT = 0.98  # the maximum fraction of the bytes of the current placement, or of a cheaper one
+_WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement
 _RANKS_PER_NODE = 8  # assumed, because `ddpkit plan` does not know it
 _RECOMPUTED = {"activation_checkpointing": "blocks"}
 
 
 @cache  # so that it is known after an error, without querying the device
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of memory of a GPU; None for the CPU."""
+    """The memory of a GPU, in bytes; None for the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _memory_of_rank(world: World) -> int:
-    """Bytes of memory of the rank's GPU; on the CPU, its share of the host's memory."""
+    """The memory of the rank's GPU, in bytes; on the CPU, the rank's share of the host's memory."""
     return device_memory(world.device) or int(psutil.virtual_memory().total) // world.local_world_size
 
 
@@ -59,7 +59,7 @@ STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("fsdp", _RECOMPUTED | {"offload_optimizer": True}),
     ("tensor", _RECOMPUTED),
 )
-"""(strategy, changes to `memory`), those that cost the least time first; settings of the user are kept."""
+"""(strategy, changes to `memory`), from the least to the greatest cost in time; settings of the user are kept."""
 
 COUNTED_SHARE = 0.7
 """The fraction of the memory for weights, gradients and optimizer state; the rest is for activations."""
@@ -79,7 +79,7 @@ class Candidate:
     needed: int
     """Bytes of weights, gradients, optimizer state and communication."""
     available: int
-    """Bytes that these may take."""
+    """Bytes available for weights, gradients, optimizer state and communication."""
 
     @property
     def fits(self) -> bool:
@@ -95,7 +95,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield the placements to try for these settings, in order, each once.
 
-    `parallel`, `memory`: the other settings in them are kept. `device_memory`: bytes of the smallest device.
+    `parallel`, `memory`: settings that a placement does not change are kept.
+    `device_memory`: bytes of the smallest device.
     `per_node`: the number of ranks on each node, or a divisor of all these numbers.
     """
     has_blocks = any(row.unit for row in model.rows)
@@ -138,7 +139,7 @@ def candidate_for(
 
 
 def choose(tried: Iterable[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """The first candidate that fits, and those before it; None and all candidates if none fits."""
+    """The first candidate that fits, and the candidates before it; None and all candidates if none fits."""
     refused: list[Candidate] = []
     for each in tried:
         if each.fits:
@@ -189,14 +190,14 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """Plan a configuration. For ``parallel="auto"``, plan the choice that it makes, which needs `device_memory`."""
+    """Plan a configuration. For ``parallel="auto"``, plan what it would choose, which needs `device_memory`."""
     chosen, _ = _with_auto(model, config, ranks, device_memory)
     plan = plan_memory(
         model,
         chosen.parallel,
         ranks,
         device_memory=device_memory,
-        # The measured pass has recomputed what the configuration says: only a change by "auto" is to be estimated.
+        # The measured pass already recomputes as configured, so only a change by "auto" has to be estimated.
         checkpointing=float(chosen.memory.activation_checkpointing != config.memory.activation_checkpointing),
         offload_activations=chosen.memory.offload_activations,
         offload_optimizer=chosen.memory.offload_optimizer,
@@ -246,7 +247,7 @@ def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int,
 
 @dataclass(frozen=True)
 class Setting:
-    """A change of the configuration, and the memory plan with it."""
+    """A change of the configuration, and the memory plan that results from it."""
 
     text: str
     """The configuration as written in a script."""
@@ -296,7 +297,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Set
     if ranks > 1:
         yield setting("zero1", {})
         yield setting("fsdp", {})
-    # From here on the optimizer's copies are no longer the reason.
+    # From here on, the optimizer's copies are no longer the reason why a model does not fit.
     most, recomputed = "fsdp" if ranks > 1 else "ddp", _RECOMPUTED if model.passed.blocks else {}
     if recomputed:
         yield setting(most, recomputed, "blocks are computed twice: a third more time")
@@ -331,7 +332,7 @@ def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, devic
     """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
     Called after `strategy.setup`. `device_optimizer`: `optimizer`, or the one that holds the model's parameters if
-    those of `optimizer` are on the host. Returns the bytes on this rank; None on the CPU, and if they are not known.
+    those of `optimizer` are on the host. Returns the bytes on this rank; None on the CPU, or if they are not known.
     """
     memory = _memory_to_fit(strategy)
     if memory is None:
@@ -388,7 +389,7 @@ def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerCo
 
 
 def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> str:
-    """Describe a placement that, by arithmetic, needs less memory than the current one and fits; "" if none."""
+    """Describe a placement that, by arithmetic, needs less memory than the current one and fits; "" if none does."""
     if config.parallel.strategy == "device_map" or world.world_size == 1:
         return ""
     ranks, memory = world.world_size, _memory_of_rank(world)

@@ -30,7 +30,7 @@ CONTEXT_BYTES = GIB // 2
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter of the model; tied ones count once."""
+    """One parameter of the model; tied parameters count once."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,13 +38,13 @@ class ParameterRow:
     """Bytes of one value."""
     trained: bool
     unit: str = ""
-    """The block that contains it; "": none or several."""
+    """The block that contains the parameter; "" if none or several do."""
     state_per_value: int = 0
     """Bytes of optimizer state per value."""
     state_besides: int = 0
     """Bytes of optimizer state of constant size, such as a step count."""
     split: int | None = None
-    """The dimension that tensor parallelism splits; None: it stays whole."""
+    """The dimension that tensor parallelism splits; None if the parameter stays whole."""
 
     @property
     def numel(self) -> int:
@@ -77,7 +77,7 @@ class PassMemory:
     """Bytes of one forward and backward pass of one micro-batch, without weights and gradients."""
 
     batch: int = 0
-    """The micro-batch and prefetched ones."""
+    """The micro-batch and prefetched micro-batches."""
     kept: int = 0
     """Activations at the end of the forward pass."""
     peak: int = 0
@@ -87,7 +87,7 @@ class PassMemory:
     """Copies of the blocks' weights in another dtype, which autocast keeps until the end of the forward pass."""
 
     def with_less(self, *, checkpointing: float, offload: bool) -> "PassMemory":
-        """An estimate with a fraction of the blocks recomputed (`checkpointing`), or activations on the host."""
+        """An estimate with a fraction of blocks recomputed (`checkpointing`) or activations on the host (`offload`)."""
         kept, temporary = self.kept, self.peak - self.kept
         if not self.blocks or not (checkpointing or offload):
             return self
@@ -121,7 +121,7 @@ class ModelMemory:
 
     @property
     def splits_known(self) -> bool:
-        """Whether a plan says which parameters tensor parallelism splits."""
+        """Whether it is known, from a tensor plan, which parameters tensor parallelism splits."""
         return any(row.split is not None for row in self.rows)
 
     def in_half(self) -> "ModelMemory":
@@ -136,7 +136,7 @@ class ModelMemory:
 def tensor_size(rows: Sequence[ParameterRow], most: int) -> int:
     """The number of ranks that the layers of the tensor plan can be split over; 1 without a plan.
 
-    It is the largest divisor of `most` that divides the widths of all these layers.
+    This is the largest divisor of `most` that divides the widths of all these layers.
     """
     widths = [row.shape[row.split] for row in rows if row.split is not None]
     return math.gcd(most, *widths) if widths else 1
@@ -160,7 +160,7 @@ class MemoryPlan:
     temporaries: int = 0
     """Other tensors of the forward and backward pass. An estimate."""
     optimizer_temporaries: int = 0
-    """Temporary copies in `optimizer.step()`, at which time there are no activations."""
+    """Temporary copies in `optimizer.step()`, during which no activations exist."""
     communication: int = 0
     """Gathered weights, and buffers of reductions. An estimate."""
     fixed: int = 0
@@ -220,7 +220,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Compute the bytes on the device that needs the most.
 
-    `device_memory`: bytes of a device, which determine what FSDP keeps whole. `checkpointing`: the fraction of the
+    `device_memory`: the bytes of a device, which determine what FSDP keeps whole. `checkpointing`: the fraction of the
     blocks that are recomputed. `offload_*`: as in the configuration.
     Raises `ConfigError` if the sizes of `parallel` do not match the number of ranks.
     """
@@ -271,7 +271,7 @@ def plan_memory(
 def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
     """The parameters of the largest pipeline stage.
 
-    If the stages are unknown: an equal number of blocks, and the largest parameter outside of the blocks.
+    If the stages are unknown, this stage is assumed to have an equal share of blocks, and the largest other parameter.
     With 1F1B, the first stage keeps the activations of as many micro-batches as there are stages, each for its share of
     the layers: about as much as one device without a pipeline keeps for one micro-batch.
     """
@@ -288,7 +288,7 @@ def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
 
 
 def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
-    """A rank's part of a parameter with tensor parallelism; without a plan (`known`), matrices are split."""
+    """A rank's part of a parameter with tensor parallelism. If the splits are not `known`, matrices are split."""
     dimension = row.split if known else 0 if len(row.shape) == 2 else None
     return row if dimension is None else _part(row, dimension, tensor)
 
@@ -307,7 +307,7 @@ def _size(rows: Iterable[ParameterRow]) -> int:
 
 
 def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
-    """With ZeRO-1: bytes of optimizer state on the rank with the most, and of the padding that makes ranges equal."""
+    """With ZeRO-1: bytes of optimizer state on the rank with the most, and of padding for equal ranges on all ranks."""
     state, padding = [0] * ranks, 0
     for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
         flat = [row for row in rows if row.trained and row.itemsize == itemsize]

@@ -71,7 +71,7 @@ def measured(
     """Measure a model, its optimizer and a pass for a plan. Changes nothing, and allocates little.
 
     `device_optimizer`: `optimizer`, or the one that holds the model's parameters if those of `optimizer` are copies on
-    the host. `accumulates`: an optimizer step has several passes.
+    the host. `accumulates`: whether an optimizer step has several passes.
     """
     if not any(map(is_fake, model.parameters())):
         model, optimizer = _without_memory(model, optimizer, device_optimizer)
@@ -100,7 +100,7 @@ def measured(
         rows=_rows(model, units, states, splits),
         buffers=sum(map(bytes_of, model.buffers())),
         passed=passed,
-        # On a GPU, torch updates all parameters of a group in one foreach kernel, unless it is told otherwise.
+        # On a GPU, torch updates all parameters of a group in one foreach kernel, unless configured otherwise.
         copies_weights=any(
             group.get("foreach", False) is not False and not group.get("fused") for group in optimizer.param_groups
         ),
@@ -111,9 +111,10 @@ def measured(
 
 
 def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None = None) -> ModelMemory:
-    """Memory of a model without activations, of which only the shapes are read.
+    """Memory of a model without activations. Reads only shapes and dtypes, no values.
 
-    Each weight has as many values of optimizer state as any has in `optimizer`; two, as in Adam, before the first step.
+    Assumes, for all weights, the largest number of state values per weight value that `optimizer` holds; before the
+    first step, two values, as in Adam.
     """
     found = [
         sum(bytes_of(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
@@ -167,7 +168,7 @@ def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass)
         before, given = began[block]
         found[block] = BlockMemory(max(0, live.now - before), given)
 
-    def drop_gradient(parameter: Tensor) -> None:  # as it is computed: gradients are counted elsewhere
+    def drop_gradient(parameter: Tensor) -> None:  # as soon as it is computed: gradients are counted elsewhere
         parameter.grad = None
 
     with _left_as_it_was(model), ExitStack() as hooks:
@@ -197,7 +198,7 @@ def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass)
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Set training mode; restore random states and each module's mode on exit."""
+    """A context in training mode that restores random states and each module's mode on exit."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -225,7 +226,7 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 
 
 def state_to_come(optimizer: Optimizer) -> int:
-    """Bytes of the state that a torch.optim optimizer will allocate; 0 for others. Fast: runs at every start.
+    """Bytes of the state that a torch.optim optimizer will allocate; 0 for others. Fast: called at every start.
 
     Measured by a step of the same optimizer on the CPU with a few values.
     """
@@ -245,7 +246,7 @@ def state_to_come(optimizer: Optimizer) -> int:
 
 
 def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
-    """Dimension along which tensor parallelism splits each parameter, and the reason if it is not known."""
+    """Dimension along which tensor parallelism splits each parameter, and the reason if this is not known."""
     try:
         return split_dimensions(model, parallel), ""
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Distributes one model over the ranks, with one file per strategy.
 
     strategy.py      the interface that the trainer and the checkpoints use, the strategy for a single rank, and the
-                     division of the ranks: replicate x shard x tensor x pipeline
+                     arrangement of the ranks: replicate x shard x tensor x pipeline
     ddp.py           torch's DistributedDataParallel
     zero1.py         DDP with the optimizer state divided over the ranks
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; tensor.py also splits layers
@@ -12,7 +12,7 @@
     activations.py   activation checkpointing, offload and compression
     shards.py        parts of sharded tensors, for several strategies
 
-A new strategy is a subclass of `Strategy` in a file of its own, and one line in `ddp_kit.config.settings.STRATEGIES`.
+A new strategy needs a subclass of `Strategy`, in a file of its own, and a line in `ddp_kit.config.settings.STRATEGIES`.
 """
 
 from importlib import import_module
@@ -25,7 +25,7 @@ __all__ = ["Parallelize", "Passes", "SingleRank", "Strategy", "strategy_for"]
 
 _SINGLE = "ddp_kit.parallel.strategy:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
-"""Classes for a single rank, for strategies that have one of their own."""
+"""Strategy -> its own class for a single rank, if it has one."""
 
 
 def strategy_for(
@@ -34,7 +34,7 @@ def strategy_for(
     """Create the strategy that the configuration names; for one rank, `SingleRank` or its variant with a device map.
 
     `recoverable`: steps can be repeated after a rank ran out of memory, see `Strategy.finish_failed_passes`.
-    `parallelize`: the user's own function that distributes the model, in place of the strategy's.
+    `parallelize`: a function of the user that distributes the model instead of the strategy.
     Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)

@@ -1,14 +1,14 @@
 """Reduces the memory of activations, which the forward pass saves for the backward pass (`MemoryConfig`).
 
-    checkpointing          blocks do not save activations; the backward pass calls the block's forward again
-    offload_activations    activations are copied to the host, and back when the backward pass needs them
+    checkpointing          blocks do not save activations; the backward pass calls each block's forward again
+    offload_activations    activations are copied to the host, and copied back when the backward pass needs them
     activation_bits        activations are saved as 8-bit integers
 
 This affects only the forward pass of a training step, within `Activations.forward_context`.
 
 torch has no public call that recomputes a module in place: a wrapper module changes the names in `state_dict`, hooks
-cannot repeat a forward, and a permanent attribute would be part of every copy of the model. So the `forward` of each
-block is replaced within that context only.
+cannot repeat a forward, and a permanent attribute would be part of every copy of the model. The `forward` of each block
+is therefore replaced, but only within that context.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ Forward = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 OFFLOADED_BYTES = 1 << 20
-"""The minimum size of offloaded activations: there are many smaller ones, and each copy costs a call."""
+"""The minimum size of offloaded activations: there are many smaller activations, and each copy costs a call."""
 COMPRESSED_BYTES = 1 << 16
 """The minimum size of compressed activations; smaller ones are, for example, statistics of norm layers."""
 
@@ -51,7 +51,7 @@ class Activations:
     """
 
     def __init__(self, model: nn.Module, config: MemoryConfig, *, compiled: bool = False) -> None:
-        """`compiled`: the forward passes run under torch.compile."""
+        """`compiled`: whether the forward passes run under torch.compile."""
         self._model, self._config = model, config
         blocks = _recomputed(model, config)
         self._called: set[nn.Module] = set()  # the blocks called in this forward pass
@@ -83,7 +83,7 @@ class Activations:
 
 
 def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
-    """The blocks that are recomputed; for a fraction, they are evenly spaced."""
+    """The blocks that are recomputed; if that is a fraction of all blocks, they are evenly spaced."""
     asked = config.activation_checkpointing
     if asked is None or asked == 0:
         return []
@@ -117,7 +117,7 @@ def _replaced_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
 
 
 def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | None) -> Forward:
-    """A forward of the block whose intermediate results are recomputed in the backward pass.
+    """A replacement for the block's forward; its intermediate results are recomputed in the backward pass.
 
     `called`: the blocks that this forward pass has called; None: the model runs under torch.compile.
     """
@@ -147,13 +147,13 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
 def _contexts(
     block: nn.Module | None, by_operation: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the forward and of the recomputation of one call of a block."""
+    """Two contexts for one call of a block: for the forward, and for the recomputation."""
     first: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if by_operation:
         first, again = create_selective_checkpoint_contexts(_every_second_product())  # type: ignore[no-untyped-call]
         if hasattr(first, "respect_saved_tensors_hooks"):
-            # torch 2.14 can pass what is saved here to hooks, such as those of offload; earlier versions never do.
+            # torch 2.14 can pass what is saved here to hooks, such as those for offload; earlier versions never do.
             first.respect_saved_tensors_hooks = False
     if block is None:
         return first, again
@@ -168,10 +168,11 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _CallState:
-    """The state that a block's forward changes: recomputation starts from the same state, and leaves it unchanged.
+    """The state that a block's forward changes. Recomputation starts from the same state as the forward did.
 
-    It consists of buffers, such as BatchNorm's statistics and the vectors of spectral_norm, and of random states: torch
-    restores its own, but not those of Python and numpy.
+    After the recomputation, the state is as it was before the recomputation. It consists of buffers, such as
+    BatchNorm's statistics and the vectors of spectral_norm, and of the random states of Python and numpy; torch
+    restores its own random states.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -181,7 +182,7 @@ class _CallState:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context for the forward that records the buffers that it changes."""
+        """A context for the forward, which records the buffers that the forward changes."""
         before = _buffers(self._block)
         copies, versions = _copied(before), [_versions(buffers) for _, buffers in before]
         yield
@@ -194,7 +195,7 @@ class _CallState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context for the recomputation, which stops as soon as the backward pass has what it needs.
+        """A context for the recomputation, which ends as soon as the backward pass has what it needs.
 
         Buffers are replaced, not written to in place, because autograd may have saved them elsewhere.
         """
@@ -252,7 +253,7 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
             counts[context.is_recompute] += 1
             keep = counts[context.is_recompute] % 2 == 1
         elif _ATTENTION in name:
-            # With dropout, the recomputation must draw the same random numbers, or the next dropout has another mask.
+            # With dropout, recomputation must draw the same random numbers, or the next dropout would get another mask.
             keep = not any(isinstance(value, float) and value > 0 for value in args[3:6])
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -263,9 +264,9 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
 
 
 class SavedTensors:
-    """Stores the tensors that autograd saves in a forward pass as 8-bit integers, on the host, or both.
+    """Stores the tensors that autograd saves in a forward pass: as 8-bit integers, on the host, or both.
 
-    Weights and buffers are left unchanged, because saving them takes no memory.
+    Weights and buffers are left unchanged, because saving them takes no additional memory.
     """
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
@@ -289,11 +290,11 @@ class SavedTensors:
         return stored
 
     def unpack(self, kept: "_Unchanged | _Stored") -> Tensor:
-        """The tensor, with the precision of its stored form."""
+        """The tensor for a stored form, with the precision of that form."""
         return kept.tensor()
 
     def forget_recent(self) -> None:
-        """Release references at the end of the forward pass."""
+        """Release the references to recent tensors, at the end of the forward pass."""
         self._recent.clear()
 
     def _is_activation(self, tensor: Tensor) -> bool:
@@ -352,7 +353,7 @@ _VIEWS_AND_CASTS = {
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of a trained parameter, or its cast to another dtype by autocast."""
+    """Whether a tensor is a view of a trained parameter, or a parameter cast to another dtype by autocast."""
     function = tensor.grad_fn
     while function is not None and function.name() in _VIEWS_AND_CASTS:
         function = function.next_functions[0][0]
@@ -365,11 +366,11 @@ _VALUES_PER_STEP = 256
 
 
 def compressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a tensor to int8, with one step per 256 consecutive values: their maximum magnitude / 127.
+    """Quantize a tensor to int8. Every 256 consecutive values share one step size: their maximum magnitude / 127.
 
-    Values are rounded to the nearest step, except that nonzero values are never rounded to zero, so that the zeros of
-    ReLU and dropout stay the same: the error is at most half a step, or one step for such values. A value that is not
-    finite makes all 256 not finite.
+    Values are rounded to the nearest step, but nonzero values are never rounded to zero, so that the zeros of ReLU and
+    dropout stay the only zeros. The error is at most half a step, or one step where rounding to zero is avoided. A
+    value that is not finite makes all 256 values not finite.
     """
     values = tensor.reshape(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))

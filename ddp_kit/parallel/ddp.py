@@ -1,8 +1,8 @@
 """A whole replica on every rank; torch's DistributedDataParallel (DDP) averages the gradients.
 
-The wrapper's forward, in which DDP prepares its reduction, is never called. `DdpReducer` prepares it for the loss, so a
-loss function may call the model any number of times, or use parts of it. A backward pass from any other tensor adds to
-the gradients of its own rank; gradients accumulate in this way without a reduction.
+The wrapper's forward, in which DDP prepares its reduction, is never called. Instead, `DdpReducer` prepares the
+reduction for a loss, so a loss function may call the model any number of times, or use parts of it. A backward pass
+from any other tensor adds only to the gradients of this rank; gradients are accumulated in this way.
 """
 
 import re
@@ -22,18 +22,18 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.strategy import Passes, Strategy, broadcast
 from ddp_kit.torch_internals import DdpReducer
 
-_POWERSGD_FROM_STEP = 1000  # gradients are not compressed before, as advised by Vogels et al. 2019
+_POWERSGD_FROM_STEP = 1000  # gradients are not compressed before this step, as advised by Vogels et al. 2019
 
 
 class DdpStrategy(Strategy):
-    """torch's DistributedDataParallel, with any loss function, and with ranks without samples."""
+    """torch's DistributedDataParallel, but with support for any loss function and for ranks without samples."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
         self._wrapper: DdpReducer | None = None
         self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, if recoverable
         self._complete = False  # every parameter has received a gradient
-        self._order: list[int] | None = None  # of the parameters in reductions, once it is fixed
+        self._order: list[int] | None = None  # the order of the parameters in reductions, once it is fixed
         # For a static graph:
         self._learns_graph = config.static_graph
         self._rehearses_after = 0  # steps done before a resume, until the first step after it
@@ -61,7 +61,7 @@ class DdpStrategy(Strategy):
         self._wrap()
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
-        """One strategy per update, each with a DistributedDataParallel around its own parameters."""
+        """One strategy per update, each with a DistributedDataParallel for the parameters of that update."""
         self.release()
         self._updates = [self._of_update(each) for each in parameters]
         for update in self._updates:
@@ -110,7 +110,7 @@ class DdpStrategy(Strategy):
             ) from None
 
     def _noted(self, inner: tuple[Any, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook: runs another one and notes that the bucket's reduction has begun."""
+        """A communication hook that runs another hook, and records that the reduction of the bucket has begun."""
         state, hook = inner
         future: torch.futures.Future[Tensor] = hook(state, bucket)
         self._begun.append(future)
@@ -141,13 +141,13 @@ class DdpStrategy(Strategy):
             self._backward(self._zero_loss(), passes, reduces=True)
 
     def finish_failed_passes(self) -> None:
-        # DDP's own function for a rank without data (see its `join`) reduces all buckets or none.
+        # DDP's own function for a rank without data (see DDP's `join`) reduces either all buckets or none.
         self._ddp.reduce_zeros(begun=len(self._begun))
         for future in self._begun:
             future.wait()
 
     def check_gradients(self) -> None:
-        """Raise `LossError` after the first step; DDP raises in the second step or never, without parameter names."""
+        """Raise `LossError` after the first step; DDP raises in the second step or never, and names no parameters."""
         if self._complete or self.config.find_unused_parameters or self.config.static_graph:
             return
         missing = [name for name, parameter in self._named() if parameter.grad is None]
@@ -156,7 +156,7 @@ class DdpStrategy(Strategy):
         self._complete = True
 
     def end_step(self) -> None:
-        """Finish the reduction here instead of in the next pass, as DDP does: after the last step there is none.
+        """Finish the reduction here. DDP finishes it in the next pass, but after the last step there is no next pass.
 
         The gradients of unused parameters, and of others in the same bucket, are not reduced.
         """
@@ -175,11 +175,11 @@ class DdpStrategy(Strategy):
         return [(names[id(parameter)], parameter) for parameter in self.parameters]
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """A context in which torch.compile splits graphs at DDP's buckets, so that reductions overlap with backward."""
+        """A context in which torch.compile splits graphs at DDP's buckets, to let reductions overlap with backward."""
         return self._ddp.forward_context()
 
     def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
-        """Run a backward pass. `reduces`: it is the last of this step that reduces gradients."""
+        """Run a backward pass. `reduces`: whether it is the last pass of this step that reduces gradients."""
         if reduces:
             passes.before_reduction(loss)
         self.backward(loss)
@@ -200,7 +200,7 @@ class DdpStrategy(Strategy):
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
         """Restore the reduction order, which DDP fixes in its first backward pass.
 
-        With three or more ranks it affects how sums are rounded.
+        With three or more ranks, this order affects how sums are rounded.
         """
         for update, saved in zip(self._updates, state.get("updates", []), strict=False):
             update.load_state_dict(saved, steps)
@@ -226,12 +226,12 @@ class DdpStrategy(Strategy):
     def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
         """A zero loss whose backward pass contributes zeros to DDP's reduction, with parameters in the order `order`.
 
-        DDP needs every rank in every reduction. A batch with zero weight would cost a pass, change BatchNorm's
-        statistics, and does not exist for an empty stream. On this rank gradients stay undefined, so that a parameter
-        that no rank's samples used has no gradient in the end, instead of zeros.
+        DDP needs every rank in every reduction. A batch with zero weight instead would cost a pass and change
+        BatchNorm's statistics, and an empty stream has no batch. On this rank gradients stay undefined, so that a
+        parameter that no rank's samples used ends up without a gradient instead of with a gradient of zeros.
         """
         sparse = {
-            module.weight  # DDP reduces its gradient as a sparse one
+            module.weight  # DDP reduces the gradient of this weight as a sparse tensor
             for module in self.model.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         }
@@ -252,14 +252,14 @@ class DdpStrategy(Strategy):
     def _learn_graph(self, passes: Passes) -> None:
         """Run the first step with a static graph: every pass is reduced, equally often on each rank.
 
-        DDP learns the graph from the backward passes up to its first reduction, so there must be only one of them.
-        Gradients that were reduced in an earlier pass are equal on all ranks, so their mean does not change them.
+        DDP learns the graph from the backward passes up to its first reduction, so there must be only one such pass.
+        Gradients that were reduced in an earlier pass are equal on all ranks, so another mean does not change them.
         """
         self._learns_graph = False
         self._wrap()  # so that DDP has seen no earlier backward pass
         done = 0
         while done == 0 or done < passes.max_passes:
-            # A rank without samples starts with zeros for all parameters, so DDP learns to expect all of them.
+            # A rank without samples starts with zeros for all parameters, so DDP learns to expect all parameters.
             own = done < passes.count
             loss = self._ddp.reduced(passes.forward(done)) if own else self._zero_loss()
             done += 1
@@ -270,8 +270,8 @@ class DdpStrategy(Strategy):
     def _rehearse(self, passes: Passes) -> None:
         """Let DDP learn a static graph again after a resume, from passes whose gradients are discarded.
 
-        DDP learns from the first reduction which parameters take part, and from the second their order. The following
-        steps are then reduced as in an uninterrupted run.
+        DDP learns from the first reduction which parameters take part, and from the second reduction their order. The
+        gradients of the following steps are then reduced as in an uninterrupted run.
         """
         self._wrap()
         with passes.rehearsal() as forward:
@@ -282,8 +282,8 @@ class DdpStrategy(Strategy):
                     self._note_unused()
                 self._clear()
                 self.end_step()
-                # The uninterrupted run had a second reduction if the first step had several passes, which are each
-                # reduced (see `_learn_graph`), or if it did a second step.
+                # The uninterrupted run did a second reduction if its first step had several passes, because each of
+                # these is reduced (see `_learn_graph`), or if it did a second step.
                 again = self._learns_graph and (passes.max_passes > 1 or self._rehearses_after > 1)
                 self._learns_graph, self._rehearses_after = False, int(again)
 
@@ -292,7 +292,7 @@ class DdpStrategy(Strategy):
 
 
 class _Zero(torch.autograd.Function):
-    """A zero whose backward pass reaches a parameter, and leaves its gradient undefined."""
+    """A zero whose backward pass reaches a parameter, and leaves the parameter's gradient undefined."""
 
     @staticmethod
     def forward(_ctx: Any, parameter: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ def _sparse_zero(parameter: nn.Parameter) -> Tensor:
 
 
 def _unused(names: Sequence[str]) -> LossError:
-    """The error for parameters without a gradient, which DDP waits for."""
+    """The error for parameters that get no gradient, although DDP waits for one."""
     return LossError(
         f"{some(names) or 'some parameters'} got no gradient in a step, but DDP waits for one from each",
         "use them in the loss, or freeze them (requires_grad=False); if they are used only in some steps, "

@@ -1,11 +1,11 @@
 """Places the layers of one model on several devices of each rank.
 
     each module's weights and buffers are moved to its device in the map
-    before a module that has a device: tensors in its inputs are moved there
-    after the model: tensors in its output are moved to the device of its input
+    before a module that has a device: tensors in the module's inputs are moved to that device
+    after the model: tensors in the model's output are moved to the device of its input
 
 With several ranks, each has a replica on devices of its own, and DDP averages the gradients. The devices of a rank work
-one after the other: a map makes a larger model fit, but no step faster.
+one after the other: with a map, a larger model fits, but no step is faster.
 """
 
 import math
@@ -33,7 +33,7 @@ _STATES_PER_WEIGHT = 2  # assumes Adam, because the optimizer is created after t
 
 
 class _DeviceMapped(Strategy):
-    """A mixin that places a model by its device map; the other base class reduces gradients."""
+    """A mixin that places a model as in its device map; the subclass's other base class reduces gradients."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
@@ -76,7 +76,7 @@ class SingleRankDeviceMap(_DeviceMapped, SingleRank):
 
 
 class DeviceMapStrategy(_DeviceMapped, DdpStrategy):
-    """Several ranks with several devices each. DDP's buckets each hold gradients of one device."""
+    """Several ranks with several devices each. Each of DDP's buckets holds gradients of only one device."""
 
 
 # --- Devices ----------------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ class DeviceMapStrategy(_DeviceMapped, DdpStrategy):
 def device_at(index: int, world: World) -> torch.device:
     """The device for an index in a map: this rank's GPU with that index.
 
-    Without GPUs, each index is the CPU. A run there shows that a map is complete, and that training, reductions and
-    checkpoints are bitwise identical to those without a map. It cannot show that tensors are moved where necessary,
-    because torch has only one CPU device.
+    Without GPUs, every index means the CPU. A run on the CPU can show that a map is complete, and that training,
+    reductions and checkpoints are bitwise identical to a run without a map. It cannot show that tensors are moved where
+    necessary, because torch has only one CPU device.
     Raises `ConfigError` if there is no such GPU.
     """
     if world.device.type == "cpu" and not world.gpus:
@@ -108,7 +108,7 @@ def _listed(devices: tuple[torch.device, ...]) -> str:
 
 
 def _capacities(model: nn.Module, world: World) -> list[float]:
-    """Bytes that each device has for the model: the minimum over all ranks. A collective."""
+    """The number of bytes that each device has for the model, as the minimum over all ranks. A collective."""
     if world.device.type == "cpu":
         return [math.inf]
     gpus = world.gpus or (world.device,)
@@ -161,7 +161,7 @@ def _names(key: str) -> Iterator[str]:
 
 
 def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
-    """The device of each module that has its own weights or buffers, from the longest matching name in the map.
+    """The device index of each module that has its own weights or buffers, from the longest matching name in the map.
 
     Raises `ConfigError` for modules that no name covers, and for tensors that would be on two devices.
     """
@@ -215,7 +215,7 @@ def _topmost(name: str, device_map: Mapping[str, int]) -> str:
 
 
 def shown(device_map: Mapping[str, int]) -> str:
-    """The map as written in a configuration, with ranges."""
+    """The map as it would be written in a configuration, with ranges."""
     parts: list[tuple[str, int]] = []
     for (parent, index, is_block), group in groupby(device_map.items(), _kind):
         names = [name.rpartition(".")[2] for name, _ in group]
@@ -233,12 +233,12 @@ def _kind(entry: tuple[str, int]) -> tuple[str, int, bool]:
 
 
 def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
-    """The map that minimizes the largest amount of work on any device.
+    """The map in which the device with the most work has as little work as possible.
 
     `capacities`: bytes of each device. The model is treated as a chain of its repeated blocks and the modules between
     them, in the order of registration. Modules that share a tied tensor stay together. The bytes of weights, gradients
-    and Adam's optimizer state are counted; activations are unknown before the first batch. Work is `work_of`, because
-    time is unknown too.
+    and Adam's optimizer state are counted; activations are unknown before the first batch. Work is estimated by
+    `work_of`, because times are unknown too.
     Raises `ConfigError` if the model does not fit, or has no repeated blocks.
     """
     if len(capacities) == 1:
@@ -258,7 +258,7 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
 
 
 def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], list[float], list[float]]:
-    """The links of the chain, as lists of module names; the bytes and the work of each link."""
+    """The links of the chain, each a list of module names; the bytes of each link; the work of each link."""
     links: list[list[str]] = []
     sizes: list[float] = []
     work: list[float] = []
@@ -281,7 +281,7 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
 
 
 def _pieces(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, the modules between them, and modules around them that have tensors of their own."""
+    """The blocks, the modules between blocks, and modules around blocks that have tensors of their own."""
     if not _holds(name, units):
         if name in units or any(True for _ in _tensors(module)):
             yield name, module
@@ -313,14 +313,20 @@ def _bytes_in_training(tensor: Tensor) -> int:
 
 
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own tensors, like `module.to(device)` without children. Parameters stay the same objects."""
+    """Move a module's own tensors, as `module.to(device)` does, but not those of its children.
+
+    Parameters stay the same objects.
+    """
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
     own.to(device)
 
 
 def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
-    """The modules whose inputs are moved, with their devices: those in the map, and the largest on one device."""
+    """The modules whose inputs are moved, with their devices.
+
+    They are the modules in the map, and the outermost modules of which all tensors are on one device.
+    """
     indices = {**indices_of(model, device_map), **device_map}
     found: dict[str, int] = {}
     inside: dict[str, set[int]] = {}  # the devices of a module and its submodules
@@ -331,7 +337,7 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
             inside.setdefault(name, set()).add(index)
 
     def walk(name: str, module: nn.Module, within: bool) -> None:
-        """Visit a module. `within`: it is inside a module on one device, whose inputs are moved already."""
+        """Visit a module. `within`: whether it is in a module that is on a single device and has its inputs moved."""
         there = inside.get(name, set())
         whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if name in device_map or (whole and not within):
@@ -344,7 +350,7 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
 
 
 class _InputsMove:
-    """A forward pre-hook that moves the tensors in a module's inputs to its device."""
+    """A forward pre-hook that moves the tensors in a module's inputs to the module's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -356,7 +362,7 @@ class _InputsMove:
 class _OutputMoves:
     """Forward hooks that move the tensors in the model's output to the device of the first tensor in its input.
 
-    `default`: the device for a model that gets no tensor.
+    `default`: the device if the input has no tensor.
     """
 
     def __init__(self, default: torch.device) -> None:
@@ -375,7 +381,7 @@ def _all_on(device: torch.device, values: Any) -> bool:
 
 
 def _moved(values: Any, device: torch.device) -> Any:
-    # Copies to a GPU are ordered by its stream, but the host could read its memory before a copy to it is complete.
+    # A GPU's stream orders copies to that GPU, but the host could read host memory before a copy to it is complete.
     waits = device.type == "cpu"
     return pytree.tree_map(
         lambda leaf: leaf.to(device, non_blocking=not waits) if isinstance(leaf, Tensor) else leaf, values

@@ -1,6 +1,6 @@
 """Sharding of weights, gradients and optimizer state over ranks, by torch's FSDP2 (`fully_shard`).
 
-A unit is a module that FSDP shards, and whose weights it gathers together.
+A unit is a module that FSDP shards. FSDP gathers all weights of a unit at once.
 """
 
 import fnmatch
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> FSDPModule:
-    """Shard a module over `shard`, and replicate it over `replicate` if that has several ranks.
+    """Shard a module over the mesh dimension `shard`, and replicate it over `replicate` if that has several ranks.
 
-    `mesh`: has both dimensions. `settings`: passed to `fully_shard`. Raises `ConfigError` with `hint`. Call
-    `check_dtypes` first.
+    `mesh`: has both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if that
+    fails. Call `check_dtypes` first.
     """
     own = _own_parameters(unit, settings.get("ignored_params") or ())
     for each in own.values():  # FSDP does not support other layouts, such as channels_last
@@ -55,7 +55,7 @@ def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settin
 
 
 def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
-    """The parameters that a unit gathers, without those of units inside it."""
+    """The parameters that a unit gathers, without the parameters of units inside it."""
     nested: list[Any] = [each for each in unit.modules() if each is not unit and isinstance(each, FSDPModule)]
     inside = {parameter for each in nested for parameter in each.parameters()}
     return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
@@ -64,7 +64,7 @@ def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[s
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
     """Raise `ConfigError` for trained parameters of several dtypes, for which FSDP fails in the first forward pass.
 
-    `hint`: an alternative to conversion, with "{}" for the names of the modules that have the rarer dtype.
+    `hint`: an alternative to converting the parameters, with "{}" for the names of the modules with the rarer dtype.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     for each, parameter in _own_parameters(unit, ignored).items():
@@ -91,8 +91,8 @@ class FsdpUnits:
 
         `whole_gradients`: accumulate whole gradients, and reduce them in the last pass of a step. `replicated`: there
         are several replicas; without `whole_gradients`, sharded gradients are accumulated, and reduced over the
-        replicas once per step. `gathered`: keep weights gathered from the first forward pass of a step to its last
-        backward pass.
+        replicas once per step. `gathered`: keep weights gathered from the first forward pass to the last backward pass
+        of a step.
         """
         self._units = [*units]
         self._whole_gradients = whole_gradients
@@ -120,9 +120,9 @@ class FsdpUnits:
                 unit.set_reshard_after_backward(last, recurse=False)
 
     def reduce_too(self, units: Iterable[FSDPModule]) -> None:
-        """Make the last backward pass, which does not run these units, reduce what earlier passes accumulated in them.
+        """Reduce what earlier passes accumulated in these units, although the last backward pass does not run them.
 
-        Zero gradients make torch do so.
+        Gradients of zero make torch reduce them in that backward pass.
         """
         for unit in units if self.add_up else ():
             unit.unshard()
@@ -131,7 +131,7 @@ class FsdpUnits:
                     parameter.grad = torch.zeros_like(parameter)
 
     def reshard(self) -> None:
-        """Free gathered weights. FSDP frees those of the root only in a backward pass."""
+        """Free gathered weights. FSDP itself frees the weights of the root only in a backward pass."""
         for unit in self._units:
             unit.reshard()
 
@@ -151,7 +151,10 @@ def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> 
 
 
 def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
-    """Yield equally many (samples, batch) on each rank: ranks with fewer add batches of 0 samples. A collective."""
+    """Yield equally many (samples, batch) on each rank: ranks with fewer batches add batches of 0 samples.
+
+    A collective.
+    """
     arriving, kept = iter(batches), None
     while True:
         own = next(arriving, None)
@@ -168,20 +171,20 @@ def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], worl
 
 
 # --- Order of units ---------------------------------------------------------------------------------------------------
-# Each unit gathers its weights from all ranks. If a rank skips a unit that others run, their collectives no longer
-# match: they hang, or silently gather the weights of another unit (pytorch#148334).
+# Each unit gathers its weights from all ranks. If one rank skips a unit that others run, the ranks' collectives no
+# longer match: they hang, or silently gather the weights of another unit (pytorch#148334).
 #
 #     before each unit of a pass, and at the end of the model's forward pass:
 #         the same unit as in the previous pass         -> continue, without communication
 #         another unit, or the first pass               -> wait for all ranks, in the process group's store
-#             a rank is at another unit                 -> LossError
+#             one of the ranks is at another unit       -> LossError
 #             the timeout has passed, because other ranks wait in the collective of a skipped unit    -> LossError
 
 
 SILENT_SECONDS = 5.0
 """The time that a rank waits for others before it logs a warning."""
 TIMEOUT_SECONDS = 120.0
-"""The timeout for other ranks, which may only be late."""
+"""How long a rank waits for other ranks, which may only be late."""
 _FIRST_TIMEOUT_SECONDS = 600.0  # the timeout of collectives, because a rank may be compiling in the first pass
 _LONGEST_PAUSE = 0.25
 _PREFIX = "ddp_kit/units"
@@ -241,7 +244,7 @@ class UnitOrder:
             self._at = expected.index(name, self._at) + 1
 
     def _compare(self, place: str) -> None:
-        """Wait until all ranks are at the same place. Raises `LossError` if a rank is elsewhere, or does not arrive."""
+        """Wait until all ranks are at the same place. Raises `LossError` if one is elsewhere, or does not arrive."""
         if self._store is None:
             self._store = default_store().clone()  # type: ignore[attr-defined]
         store, rank = self._store, self._world.rank
@@ -254,7 +257,7 @@ class UnitOrder:
         store.delete_key(before)  # all ranks have read it
 
     def _check(self, keys: list[str], own: str) -> list[int]:
-        """The ranks that have not arrived yet. Raises `LossError` if one is elsewhere."""
+        """The ranks that have not arrived yet. Raises `LossError` if a rank is at another place."""
         there = {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
         if set(there.values()) != {own}:
             shown = ", ".join(f"rank {rank} is at {words}" for rank, words in there.items())
@@ -286,7 +289,7 @@ class UnitOrder:
 
 
 # --- FSDP strategy ----------------------------------------------------------------------------------------------------
-# Every forward and backward pass gathers the weights of one unit after the other, and each backward pass reduces its
+# Every forward and backward pass gathers the weights of one unit after another, and each backward pass reduces the
 # gradients, so all ranks must run the same number of passes. Gradients are sums over the ranks; the trainer scales them
 # by the true weight of the global batch.
 
@@ -524,13 +527,13 @@ class FsdpStrategy(Strategy):
         return self._held
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm, from local sums of squares that are summed over the ranks that hold different parts."""
+        """The 2-norm, from local sums of squares, which are added up over the ranks that hold different parts."""
         split = set(map(id, self._split))
         rest = [each for each in self._held if id(each) not in split]
         squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
-        if self.sizes.tensor > 1:  # the others are the same on all ranks of the group
+        if self.sizes.tensor > 1:  # other gradients are the same on all ranks of the tensor group
             dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
         return squares.sum().sqrt()
 
@@ -579,7 +582,7 @@ class FsdpStrategy(Strategy):
         return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
-        """The piece, owned by the first of the ranks that hold the same one."""
+        """The piece, which only the first of the ranks that hold the same piece owns."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 
@@ -589,7 +592,7 @@ def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
 
 
 def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
-    """Raise `ConfigError` if a parameter is in two units, which would each gather and reduce it."""
+    """Raise `ConfigError` if a parameter is in two units: each of the two would gather and reduce it."""
     owners: dict[nn.Parameter, str] = {}
     for name, unit in units.items():
         for parameter in unit.parameters():

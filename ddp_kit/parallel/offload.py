@@ -1,4 +1,4 @@
-"""An optimizer on the host: its state, and the copies of the weights that it updates, are in host memory.
+"""An optimizer on the host: its state is in host memory, and it updates copies of the weights in host memory.
 
 Gradients are reduced, scaled and clipped on the device. Each step starts with a copy of the model's weights to the
 host, so changes that other code made to them take effect. Source: Ren et al. 2021, arXiv 2101.06840.
@@ -22,8 +22,8 @@ class OffloadedOptimizer(Optimizer):
         step the optimizer on the host
         copy the weights back, without waiting
 
-    `optimizer`: the user's own, whose parameters are replaced with the copies.
-    `in_place`: its parameters are in host memory already, and nothing is copied.
+    `optimizer`: the user's own optimizer, whose parameters are replaced with the copies.
+    `in_place`: the parameters are in host memory already, and nothing is copied.
     Raises `ConfigError` for an optimizer that does not support the CPU.
     """
 
@@ -85,7 +85,7 @@ def _on_host(like: nn.Parameter) -> Tensor:
 
 
 def check_steps_on_cpu(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that does not support the CPU; tried with a small tensor."""
+    """Raise `ConfigError` for an optimizer that does not support the CPU, which is tested with a small tensor."""
     kind, group = type(optimizer), optimizer.param_groups[0]
     like = next(iter(group["params"]), torch.empty(0))
     parameter = nn.Parameter(torch.ones(2, 2, dtype=like.dtype))

@@ -69,7 +69,7 @@ class _StageRoot(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Run `call`. Returns its result or its `StageBoundary`: FSDP must see that the forward pass has returned."""
+        """Run `call`. Returns its result, or the `StageBoundary` that it raises, because FSDP's hooks need a return."""
         try:
             return call()
         except StageBoundary as passed:
@@ -83,22 +83,23 @@ class PipelineStrategy(Strategy):
         run the other passes, and all passes of later steps, in the order of the schedule
         sum gradients over the ranks that hold the same weights
 
-    All ranks of the same `replicate` and `shard` train on the same samples. FSDP shards the blocks, and reduces their
-    gradients. Weights outside of the blocks, and those that several blocks share, are not sharded, because the stages
-    that use them are known only after the first pass.
+    All ranks with the same `replicate` and `shard` coordinates train on the same samples. FSDP shards the blocks, and
+    reduces their gradients. Weights outside of the blocks, and weights that several blocks share, are not sharded,
+    because the stages that use them are known only after the first pass.
 
-    Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; each block gets the
-    output of the previous one, or the first item of that tuple, as its first argument; the loss function calls the
-    model once. Code outside of the blocks runs on every stage that reaches it, code before the first block on all of
-    them, so it should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and
-    tied; frozen ones are kept on all stages. Weights that a rank does not hold are NaN there, and take no memory.
+    Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; each block gets as its
+    first argument the output of the previous block, or the first item if that output is a tuple; the loss function
+    calls the model once. Code outside of the blocks runs on every stage that reaches it, and code before the first
+    block runs on all stages, so it should be cheap, as embeddings are. Weights outside of the blocks may be tied, and
+    may be used by several stages; frozen ones are kept on all stages. Weights that a rank does not hold are NaN on that
+    rank, and take no memory.
 
-    Random numbers: code outside of the blocks draws the same ones on each stage that runs it, whatever the order of the
-    schedule. Blocks of different stages draw different ones.
+    Random numbers: code outside of the blocks draws the same numbers on each stage that runs it, whatever the order of
+    the schedule. Blocks of different stages draw different numbers.
 
     Not supported, and not detected: an attribute that a block sets for the loss function to read, such as the auxiliary
-    loss of a mixture of experts; an optimizer that computes statistics over all weights, because it sees only those of
-    one rank.
+    loss of a mixture of experts; an optimizer that computes statistics over all weights, because it sees only the
+    weights of one rank.
     """
 
     shards = True
@@ -124,14 +125,14 @@ class PipelineStrategy(Strategy):
         self._links: dict[int, Links] = {}
         self._optimizer: Optimizer | None = None
         self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
-        """The places in the pipeline that hold each parameter; the first of them writes it to checkpoints."""
+        """For each parameter, the places in the pipeline that hold it; the first one writes it to checkpoints."""
         self._outer: list[nn.Parameter] = []  # trained weights whose users the first pass finds
-        self._known: set[nn.Parameter] = set()  # those whose users are known
+        self._known: set[nn.Parameter] = set()  # the weights in `_outer` whose users are known
         self._owners: dict[str, int] = {}  # buffer that passes change -> the place with the valid value
         self._block_buffers: dict[str, int] = {}  # buffer in a block -> the place of the block
         self._constant: dict[str, tuple[Tensor, int]] = {}  # buffers that no pass may change: (buffer, version)
         self._group: Any = None  # the ranks of this pipeline
-        self._replica_group: Any = None  # the ranks that together hold one whole model
+        self._replica_group: Any = None  # the ranks that hold one whole model between them
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._learned = False
         self._schedules: dict[int, tuple[list[Stage], Any]] = {}
@@ -374,7 +375,7 @@ class PipelineStrategy(Strategy):
 
     def run_passes(self, passes: Passes) -> None:
         self._passes, first = passes, 0
-        # Between passes, the generators of all ranks of a pipeline have the same state, so this number is the same too.
+        # Between passes, all ranks of a pipeline have the same generator state, so all of them draw the same number.
         self._step_seed = int(torch.randint(2**31, (), device="cpu", generator=torch.default_generator))
         self._calls_alone = 0
         self._backwards_left = dict.fromkeys(self._stages, passes.count)
@@ -397,7 +398,7 @@ class PipelineStrategy(Strategy):
         self._reduce(has_passes=passes.count > 0)
 
     def _run_alone(self, passes: Passes) -> None:
-        """Run the first pass of a run; after its forward pass the ranks agree on the kind of loss."""
+        """Run the first pass of a run; after the forward pass, the ranks agree on the kind of loss."""
         before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
         stages = self._new_stages()
         for stage in stages:
@@ -446,7 +447,7 @@ class PipelineStrategy(Strategy):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free gathered weights, also of stages without a backward pass: they are stale once the weights change."""
+        """Free gathered weights, which are stale once the shards change, also on stages without a backward pass."""
         for units in self._units.values():
             units.reshard()
 
@@ -481,7 +482,7 @@ class PipelineStrategy(Strategy):
             if not self._learned:  # in the first pass the ranks agree on errors, so the next stage must not wait
                 self._links[self._running].announce_failure()
             raise
-        if not self._learned:  # the ranks agree on errors of the first loss, so check it before
+        if not self._learned:  # check the first loss before the ranks agree on its errors
             leaves = leaves_of(getattr(value, "loss", value))
             self._check_foreign(each for each in self.parameters if each in leaves)
         return value
@@ -499,7 +500,7 @@ class PipelineStrategy(Strategy):
         call = partial(self._models[stage].call, function, batch, came, before_blocks)
         try:
             found = self._roots[stage](call) if stage in self._roots else call()
-        finally:  # stages draw different amounts, which must not affect the random numbers of data
+        finally:  # stages draw different amounts of random numbers, which must not affect those of the data
             set_random_states(states)
         if isinstance(found, StageBoundary):
             raise found
@@ -532,7 +533,10 @@ class PipelineStrategy(Strategy):
     # --- Users of weights outside of the blocks -----------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Find which places use each weight outside of the blocks, and which change each buffer. A collective."""
+        """Find the places that use each weight outside of the blocks, and the places that change each buffer.
+
+        A collective.
+        """
         buffers = [name for name, _ in self.model.named_buffers()]
         own = [each in self._needed for each in self._outer] + [name in self._changed for name in buffers]
         table = torch.zeros(self.sizes.pipeline, len(own), dtype=torch.int32)
@@ -639,7 +643,7 @@ class PipelineStrategy(Strategy):
         return [self._held(each) for each in self.parameters]
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm over the ranks of a replica; each value counts once, however many ranks hold it."""
+        """The 2-norm of the gradients of a replica; each value counts once, however many ranks hold it."""
         own = [
             gradient
             for each in self.parameters
@@ -651,7 +655,7 @@ class PipelineStrategy(Strategy):
         return square.sqrt()
 
     def _is_first_holder(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the first of its replica that holds this part of the parameter."""
+        """Whether this rank is the first one in its replica that holds this part of the parameter."""
         return (
             self._holders[parameter][0] == self._place
             and (self._shard == 0 or parameter in self._sharded)
@@ -661,7 +665,7 @@ class PipelineStrategy(Strategy):
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
-        # Run a collective, because a rank may end an evaluation alone only if it counts none (trainer/evaluation.py).
+        # Run a collective: a rank may end an evaluation alone only if it counts no collectives (trainer/evaluation.py).
         dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
         try:
             yield from equal_batches(batches, spare, self.world) if self.equal_passes else batches
@@ -728,7 +732,7 @@ class PipelineStrategy(Strategy):
         self.model.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The places that use each weight outside of the blocks, and the division into stages that they apply to."""
+        """The places that use each weight outside of the blocks, and the division into stages on which they depend."""
         if not self._learned:
             return {}
         names = self.held_names()
@@ -789,9 +793,9 @@ class PipelineStrategy(Strategy):
 def _schedule_for(name: str, passes: int, places: int) -> tuple[Any, bool]:
     """The class of torch's schedule, and whether it takes a list of stages.
 
-    1F1B needs at least as many passes as stages, and interleaved 1F1B the same number of passes in each round. For
-    other numbers, all forward passes run before all backward passes, as in GPipe. `ScheduleLoopedBFS` is used for
-    that, because in torch 2.10 `ScheduleGPipe` fails with fewer passes than stages (pytorch#171462).
+    1F1B needs at least as many passes as stages, and interleaved 1F1B needs the same number of passes in each round.
+    For other numbers of passes, all forward passes run before all backward passes, as in GPipe; `ScheduleLoopedBFS`
+    does this, because in torch 2.10 `ScheduleGPipe` fails with fewer passes than stages (pytorch#171462).
     """
     if name == "zbv":
         return ScheduleZBVZeroBubble, True
@@ -807,7 +811,7 @@ def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
 
 
 def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
-    """What other ranks need to know of an optimizer state value. `held`: this rank's part of `parameter`."""
+    """What other ranks need to know about a value of the optimizer state. `held`: this rank's part of `parameter`."""
     if not isinstance(value, Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")

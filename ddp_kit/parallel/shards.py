@@ -1,7 +1,7 @@
-"""Shards of parameters, for optimizers that update only a part of each.
+"""Shards of parameters, for optimizers that update only a part of each parameter.
 
 An optimizer gets this rank's shards in place of the model's parameters. A shard is a plain parameter that shares
-memory with the model's parameter, so the optimizer's kernels run on plain tensors. That is exact for elementwise
+memory with the model's parameter, so the optimizer's kernels run on plain tensors. The result is exact for elementwise
 optimizers, which update each value independently; `check_elementwise` rejects others.
 """
 
@@ -20,10 +20,10 @@ from ddp_kit.pieces import Piece
 
 # For the trial in `check_elementwise`:
 _VALUES, _SHAPES = 24, ((4, 6), (24,), (2, 3, 2, 2))
-_RATES = ("lr", "initial_lr")  # groups that differ only in these are tried once
+_RATES = ("lr", "initial_lr")  # of groups that differ only in these settings, only one is tried
 _STEPS = 12
 _RATE = 1e-2  # the lowest learning rate: at 0, as at the start of a warm-up, nothing would change
-_SCALES = (1.0, 1e3, 1e6)  # of the gradients: an optimizer may clip them at any norm
+_SCALES = (1.0, 1e3, 1e6)  # scales of the gradients: an optimizer may clip gradients at any norm
 _KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel, which some devices do not support
 
 
@@ -41,9 +41,9 @@ class Shards:
         self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
 
     def give_to(self, optimizer: Optimizer) -> None:
-        """Replace the model's parameters in the optimizer with the shards, and its state with their part of it.
+        """Replace the model's parameters in the optimizer with the shards, and any state with the shards' part of it.
 
-        Some optimizers, such as Adagrad, create their state in the constructor. Raises `ConfigError`.
+        Some optimizers, such as Adagrad, already create state in their constructor. Raises `ConfigError`.
         """
         check_elementwise(optimizer)
         for whole, shard in self.of.items():
@@ -54,7 +54,7 @@ class Shards:
             group["params"] = [self.of.get(each, each) for each in group["params"]]
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
-        """This rank's part of state tensors that have the shape of the parameter; scalars unchanged."""
+        """The state of `whole`, but only this rank's part of tensors that have its shape; scalars are unchanged."""
         from ddp_kit.parallel.tensor import is_dtensor, local_part  # only needed here, and slow to import
 
         piece, part = self.pieces[id(self.of[whole])], {}
@@ -74,7 +74,7 @@ class Shards:
 
 
 def check_dense_gradients(model: nn.Module, strategy: str) -> None:
-    """Raise `ConfigError` for trained embeddings with sparse gradients, which have no shards."""
+    """Raise `ConfigError` for trained embeddings with sparse gradients, because these cannot be sharded."""
     sparse = [
         name or "the model"
         for name, each in model.named_modules()
@@ -90,7 +90,7 @@ def check_dense_gradients(model: nn.Module, strategy: str) -> None:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that updates a shard differently from the same part of the whole tensor.
 
-    Runs an optimizer of the same class and settings on small tensors, and two others on their flattened halves.
+    Runs an optimizer with the same class and settings on small tensors, and two more on the tensors' flattened halves.
     """
     before = random_states()
     try:
@@ -128,9 +128,9 @@ def _problem_of(optimizer: Optimizer) -> str | None:
 
 
 def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
-    """The constructor arguments of the optimizer class `kind` for such a parameter group, without tensors.
+    """The settings of a parameter group that are constructor arguments of the optimizer class `kind`, without tensors.
 
-    `kernels`: include those that choose a kernel, which some devices do not have.
+    `kernels`: include the arguments that choose a kernel, which some devices do not support.
     """
     known = signature(kind).parameters
     left_out = ("params",) if kernels else ("params", *_KERNELS)
@@ -142,7 +142,7 @@ def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -
 
 
 def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings for a trial on the CPU, in containers of their own."""
+    """A group's settings for a trial on the CPU, with copies of all containers."""
     left_out = ("params", "param_names", *_KERNELS)
     settings = {
         name: deepcopy(value) if isinstance(value, list | dict | set) else value
@@ -158,7 +158,7 @@ def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _trial(optimizer: Optimizer, part: slice | None) -> list[Tensor]:
     """The values of small tensors at the start and after each step, with one row per tensor.
 
-    `part`: use only this part of each tensor, as a vector.
+    `part`: use only this part of each tensor, flattened; None: use whole tensors.
     """
     kind: Any = type(optimizer)
     settings: dict[str, dict[str, Any]] = {}

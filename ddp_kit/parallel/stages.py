@@ -1,4 +1,4 @@
-"""Pipeline stages: how a model is divided into them, how they communicate, and how they run."""
+"""Pipeline stages: how a model is divided into stages, and how the stages communicate and run."""
 
 import copy
 from collections import Counter
@@ -21,10 +21,10 @@ from ddp_kit.parallel.strategy import StageBoundary
 from ddp_kit.structures import repeated_blocks, split_chain, work_of
 
 # --- Split backward pass ----------------------------------------------------------------------------------------------
-# For zero-bubble schedules (arXiv 2401.10241): first the gradient of a stage's input, which the previous stage waits
-# for, then the gradients of its weights.
-# torch.distributed.pipelining has this in private functions, which differ between versions and fail if layers of a
-# stage share weights ("backward through the graph a second time", torch 2.10 and 2.13). This code uses only public
+# For zero-bubble schedules (arXiv 2401.10241): first compute the gradient of a stage's input, which the previous stage
+# waits for, then the gradients of the stage's weights.
+# torch.distributed.pipelining implements this in private functions, which differ between versions and fail if layers of
+# a stage share weights ("backward through the graph a second time", torch 2.10 and 2.13). This code uses only public
 # functions.
 
 
@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Nodes between a stage's output and input that share leaves, and these leaves."""
+    """Nodes between a stage's output and its input that share leaves, with the leaves that they share."""
 
     nodes: list[Node] = field(default_factory=list)
     leaves: dict[Tensor, None] = field(default_factory=dict)
@@ -42,10 +42,10 @@ class _Group:
 def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor | None) -> Callable[[], None]:
     """Set `received.grad`, and return a function that accumulates the gradients of all other leaves.
 
-    `gradient`: of `output`; None: `output` is a scalar loss. `received`: the stage's input. If it is None or requires
-    no gradient, because nothing before this stage is trained, the returned function runs the whole backward pass.
-    Each weight's gradient is computed once. If several layers of a stage share weights, the backward pass between these
-    layers is computed twice.
+    `gradient`: the gradient of `output`; None: `output` is a scalar loss. `received`: the stage's input. If it is None,
+    or requires no gradient because nothing before this stage is trained, the returned function runs the whole backward
+    pass. Each weight's gradient is computed once. If several layers of a stage share weights, the backward pass between
+    these layers is computed twice.
     """
     if output.grad_fn is None:  # the output is the input
         torch.autograd.backward(output, gradient)
@@ -65,8 +65,8 @@ def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor 
 
 
 def _note(reached: dict[Node, Gradients], node: Node, gradients: Gradients) -> None:
-    # Copy, because the gradient of a broadcast weight can be a view of these: the next pass would add to it in place
-    # while the same memory is still being sent to the previous stage.
+    # Copy these gradients, because the gradient of a broadcast weight can be a view of them: the next pass would add to
+    # it in place while the same memory is still being sent to the previous stage.
     reached[node] = tuple(None if each is None else each.clone() for each in gradients)
 
 
@@ -78,7 +78,7 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
                 if gradient is not None:
                     edges.append(GradientEdge(node, number))
                     gradients.append(gradient)
-        # A node may get gradients from another node of its group, which `reached` includes already.
+        # A node may get gradients from another node of its group, but `reached` includes these gradients already.
         hooks = [
             node.register_prehook(lambda _gradients, whole=reached[node]: whole)
             for node in group.nodes
@@ -86,7 +86,7 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
         ]
         try:
             if edges:
-                # Retain the graph, because another group may need the nodes between these.
+                # Retain the graph, because another group may need the nodes between the nodes of this one.
                 torch.autograd.backward(edges, gradients, retain_graph=True, inputs=[*group.leaves])
         finally:
             for hook in hooks:
@@ -98,7 +98,7 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
 def _path(root: Node, received: Tensor) -> dict[Node, None]:
     """The nodes from which a backward pass reaches `received`.
 
-    They have the same order in every run, because gradients are added in this order.
+    The order of the nodes is the same in every run, because gradients are added in this order.
     """
     before: dict[Node, list[Node]] = {root: []}
     ahead, path = [root], dict[Node, None]()
@@ -122,7 +122,7 @@ def _path(root: Node, received: Tensor) -> dict[Node, None]:
 
 
 def _groups(path: dict[Node, None]) -> list[_Group]:
-    """The groups of the second part; nodes that share a leaf are in the same group."""
+    """The groups for the second half of the backward pass; nodes that share a leaf are in the same group."""
     of_leaf: dict[Tensor, _Group] = {}
     for node in path:
         group = _Group([node], _leaves_beside(node, path))
@@ -169,10 +169,10 @@ class Received:
 
 
 class Links:
-    """The connections of one stage to the previous and the next one. `ranks`: the rank of each stage, in order.
+    """The connections of one stage to the previous and the next stage. `ranks`: the rank of each stage, in order.
 
-    A header with its shape is sent before each activation, through host memory: passes may therefore differ in shape,
-    and the host does not wait for a device. Gradients have the shapes of the activations.
+    Before each activation, a header with the activation's shape is sent through host memory: passes may therefore
+    differ in shape, and the host does not wait for a device. Gradients have the shapes of the activations.
     """
 
     def __init__(self, ranks: list[int], stage: int, group: Any, host_group: Any, device: torch.device) -> None:
@@ -186,7 +186,7 @@ class Links:
     def arriving(self) -> Received:
         """Receive the header of the previous stage's next activation, and allocate memory for the activation.
 
-        Waits until that stage has computed it. Raises `StageFailedError`.
+        Waits until the previous stage has computed the activation. Raises `StageFailedError`.
         """
         header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         dist.recv(header, src=self._rank(self.stage - 1), group=self._host_group, tag=self.stage)
@@ -237,11 +237,11 @@ class Links:
 Forward = Callable[[int, int, Received | None], tuple[Tensor, int]]
 """(stage, pass, received activation) -> (the loss on the last stage, else the activation to send; `Received.items`)."""
 Backward = Callable[[Tensor | None, Callable[[], None]], None]
-"""Gets the output of `Forward` if this call completes the pass's backward, else None; and the function to run."""
+"""Runs its second argument. The first is a tensor if this call completes the backward pass of a pass, else None."""
 
 
 class Stage(PipelineStage):
-    """A stage for torch's pipeline schedules whose passes may differ in shape.
+    """A stage, for torch's pipeline schedules, whose passes may differ in shape.
 
     `PipelineStage` needs the same shape in all passes, so the methods that send, receive and compute are overridden;
     torch's schedule calls them in its order. Pass number = the schedule's chunk number + `first`.
@@ -264,11 +264,11 @@ class Stage(PipelineStage):
         self._next: Stage | None = None
 
     def is_followed_by(self, following: "Stage") -> None:
-        """Connect the next stage, on the same rank; the schedules pass tensors to it with `set_local_...`."""
+        """Connect the next stage, which is on the same rank; tensors are passed to it with `set_local_...`."""
         self._next, following._previous = following, self
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # With "zbv", torch 2.10 would send from the middle rank to itself, which gloo does not support. 2.13 does not.
+        # With "zbv", torch 2.10 (but not 2.13) would send from the middle rank to itself, which gloo does not support.
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
     def clear_runtime_states(self) -> None:
@@ -279,7 +279,7 @@ class Stage(PipelineStage):
     # --- Forward ------------------------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of a pass's activation."""
+        """The operation that receives a pass's activation."""
         if self.is_first or self._previous is not None:
             return []
         received = self._received[fwd_chunk_id] = self._links.arriving()
@@ -292,7 +292,7 @@ class Stage(PipelineStage):
         return output[0]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The send of a pass's activation, after its header."""
+        """The operation that sends a pass's activation; its header is sent first."""
         if self.is_last:
             return []
         tensor, items = self._outputs[fwd_chunk_id]
@@ -311,7 +311,7 @@ class Stage(PipelineStage):
     # --- Backward -----------------------------------------------------------------------------------------------------
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receive of the gradient of the sent activation, if that requires one."""
+        """The operation that receives the gradient of the sent activation, if the activation requires a gradient."""
         if self.is_last or self._next is not None or not self._outputs[bwd_chunk_id][0].requires_grad:
             return []
         sent = self._outputs[bwd_chunk_id][0]
@@ -325,7 +325,7 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,  # noqa: ARG002
     ) -> None:
-        """Compute gradients. Without `full_backward`, only the one of the input, which the previous stage waits for."""
+        """Compute gradients; without `full_backward`, only the input's gradient, which the previous stage waits for."""
         tensor, _ = self._outputs.pop(bwd_chunk_id)
         gradient, received = self._gradients.pop(bwd_chunk_id, None), self._received.get(bwd_chunk_id)
 
@@ -341,11 +341,11 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002
         """The second half of a split backward pass: the gradients of the weights."""
-        # An unused tensor: this half starts inside the graph, so no hook on the output would run.
+        # Pass an unused tensor: this half starts inside the graph, so no hook on the output would run.
         self.backward_pass(torch.empty(0), self._weight_backward.pop(bwd_chunk_id, lambda: None))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The send of the received activation's gradient."""
+        """The operation that sends the gradient of the received activation."""
         (gradient,) = self.get_local_bwd_output(bwd_chunk_id)
         if self._previous is not None:
             self._previous.set_local_bwd_input((gradient,), bwd_chunk_id)
@@ -367,7 +367,7 @@ class Stage(PipelineStage):
             self._gradients[mb_index] = gradient
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the strategy reduces gradients over the ranks that hold the same weights."""
+        """Do nothing: the strategy reduces gradients over the ranks that hold the same weights."""
 
 
 def move(operations: list[dist.P2POp]) -> None:
@@ -386,7 +386,7 @@ class Chain:
     prefix: str
     """The name of the ModuleList or Sequential that contains them; "" for the model itself."""
     keys: tuple[str, ...]
-    """The names of the blocks within it."""
+    """The names of the blocks within that ModuleList or Sequential."""
     stages: tuple[range, ...]
     """The indices of the blocks of each stage."""
 
@@ -432,7 +432,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
 
 
 def stages_per_rank(config: ParallelConfig) -> int:
-    """The number of stages on each rank; interleaved schedules have several, from different parts of the model."""
+    """The number of stages on each rank: in interleaved schedules several, from different parts of the model."""
     if config.pipeline_schedule == "zbv":
         return 2
     if config.pipeline_schedule != "interleaved":
@@ -441,7 +441,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def places_of_stages(config: ParallelConfig) -> tuple[int, ...]:
-    """The place of each stage among the ranks of a pipeline: round-robin, or forth and back (V-shaped) for "zbv"."""
+    """The place of each stage among the ranks of a pipeline: round-robin, or forward and back (V-shaped) for "zbv"."""
     places = tuple(range(config.pipeline))
     return (*places, *reversed(places)) if config.pipeline_schedule == "zbv" else places * stages_per_rank(config)
 
@@ -507,8 +507,8 @@ class StageModel:
     """The user's model, in which only the blocks of one stage run.
 
     code outside of the blocks         runs on every stage: masks and positions are computed from the real batch
-    blocks of earlier stages           return NaN of the right shape, which nothing may use;
-                                       the last of them returns the activation that the previous stage sent
+    blocks of earlier stages           return NaN in the right shape, which nothing may use; the last of these blocks
+                                       returns the activation that the previous stage sent
     first block of the next stage      raises `StageBoundary` with its first argument, which is then sent
     """
 
@@ -536,10 +536,10 @@ class StageModel:
         came: Received | None = None,
         before_blocks: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Call `function(model, batch)`. Returns its value on the last stage; other stages raise `StageBoundary`.
+        """Call `function(model, batch)`, and return its value on the last stage; other stages raise `StageBoundary`.
 
-        `came`: the activation from the previous stage; None on the first. `before_blocks`: called before the first
-        block of this stage.
+        `came`: the activation from the previous stage; None on the first stage. `before_blocks`: called before the
+        first block of this stage.
         """
         self._before_blocks = before_blocks
         self._next, self._items = 0, -1
@@ -606,7 +606,10 @@ class StageModel:
             )
 
     def _returned(self, *, is_sent: bool) -> Any:
-        """The output of an earlier stage's block: NaN, so that use is visible; a backward pass through it raises."""
+        """The output that stands in for an earlier stage's block: the received activation if `is_sent`, else NaN.
+
+        NaN makes any use of it visible, and a backward pass through it raises an error.
+        """
         assert self._received is not None, "only the first stage receives nothing"
         whole = self._received
         if not is_sent:
@@ -635,7 +638,8 @@ def holders_before_first_pass(
 ) -> tuple[dict[nn.Parameter, tuple[int, ...]], list[nn.Parameter]]:
     """The places in the pipeline that hold each parameter, and the trained parameters whose users are not known yet.
 
-    All places hold the latter until the first pass has shown which of them use each. `places`: the place of each stage.
+    All places hold the parameters whose users are not known, until the first pass has shown which places use them.
+    `places`: the place of each stage.
     """
     blocks = chain.blocks(model)
     inside: dict[nn.Parameter, set[int]] = {}
@@ -654,9 +658,9 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]
 
 
 def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str]:
-    """The parameters that FSDP shards, each with the name of its block: those that only one block has.
+    """The parameters that FSDP shards, which are those of only one block, each with the name of that block.
 
-    Parameters outside of the blocks stay whole, because their users are known only after the first pass, as do scalars.
+    Scalars stay whole, as do parameters outside of the blocks, whose users are known only after the first pass.
     """
     blocks = chain.blocks(model)
     uses = Counter(each for block in blocks for each in {*block.parameters()})
@@ -672,7 +676,9 @@ def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str
 def holders_after_first_pass(
     model: nn.Module, config: ParallelConfig, function: Callable[[nn.Module, Any], Any], batch: Any
 ) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The places in the pipeline that hold each parameter during training, found by running all stages in this process.
+    """For each parameter, the places in the pipeline that hold it during training.
+
+    They are found by running all stages in this process.
 
     Raises `ConfigError` if the model cannot be divided, and `LossError` if a stage cannot run.
     """

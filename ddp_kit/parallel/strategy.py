@@ -76,7 +76,7 @@ def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
 def whole_gradients_fit(gradients: int, memory: int) -> bool:
     """Whether FSDP accumulates whole gradients, and reduces them once per step instead of once per pass.
 
-    `gradients`, `memory`: bytes, of the whole model and of one device.
+    `gradients`: bytes of the whole model's gradients. `memory`: bytes of one device's memory.
     """
     return gradients * _WHOLE_GRADIENTS_SHARE <= memory
 
@@ -113,7 +113,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """A view of each value in memory once: index 0 of dimensions that are expanded."""
+    """A view that has each value in memory once: it takes index 0 of dimensions that are expanded."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -125,7 +125,7 @@ def stored(tensor: Tensor) -> Tensor:
 
 T = TypeVar("T")
 
-# Names of model wrappers, so that they need not be imported, and what to do instead.
+# Model wrappers, by name so that they need not be imported, and what to do instead of using them.
 _USE_ITS_MODULE = "pass the model itself, which is its .module: the Trainer spreads it over the ranks"
 _WRAPPERS = {
     "DistributedDataParallel": _USE_ITS_MODULE,
@@ -155,20 +155,20 @@ class Passes(Protocol):
     """This rank's forward passes in an optimizer step, which a strategy runs."""
 
     count: int
-    """The number of passes, including those of zero weight if passes are equal; 0: no samples in this step."""
+    """The number of passes; with `equal_passes`, includes passes of zero weight; 0: no samples in this step."""
 
     @property
     def max_passes(self) -> int:
         """The largest number of passes on any rank in the first step; known after the first forward pass."""
 
     def forward(self, number: int) -> Tensor:
-        """The loss of pass `number`, a scalar. Passes begin in order, and each is called `calls_per_pass` times.
+        """The scalar loss of pass `number`. Passes begin in order; each pass number is used in `calls_per_pass` calls.
 
         Raises `StageBoundary` on pipeline stages other than the last.
         """
 
     def without_loss(self) -> None:
-        """Take part in the agreement about the first loss, on a rank that has passes but no losses. A collective.
+        """On a rank that has passes but no losses, agree with the other ranks about the first loss. A collective.
 
         Called after this rank's first pass of the first step.
         """
@@ -220,7 +220,7 @@ class Strategy(ABC):
 
     @property
     def data_rank(self) -> int:
-        """The part that this rank trains on. Ranks that share one model share a part."""
+        """The part of the global batch that this rank trains on. Ranks that share one model share a part."""
         return self.world.rank
 
     @property
@@ -240,7 +240,10 @@ class Strategy(ABC):
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank's losses, weights, metrics and predictions count: one of the ranks that share samples."""
+        """Whether this rank's losses, weights, metrics and predictions count.
+
+        Of several ranks that share samples, only one counts.
+        """
         return True
 
     @property
@@ -291,7 +294,7 @@ class Strategy(ABC):
         )
 
     def offload_parameters(self) -> None:
-        """Keep sharded weights in host memory between uses. Called before `setup`. Not a collective."""
+        """Keep sharded weights in host memory while they are not in use. Called before `setup`. Not a collective."""
 
     @property
     def parameters_on_host(self) -> bool:
@@ -309,7 +312,7 @@ class Strategy(ABC):
         model.to(self.world.device)
 
     def release(self) -> None:
-        """Undo what `setup` built around the model, after a failed step. Not a collective."""
+        """After a failed step, undo what `setup` built around the model. Not a collective."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Let the optimizer hold what this rank updates. Called after `setup`, before the optimizer has any state."""
@@ -317,7 +320,7 @@ class Strategy(ABC):
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> "list[Self]":  # noqa: ARG002
         """One strategy per update of a step, for several updates that each have a loss and parameters of their own.
 
-        They are used instead of this one in steps. Called after `setup`.
+        In steps, the returned strategies are used instead of this one. Called after `setup`.
         """
         raise ConfigError(
             f"several updates per step are not supported with parallel.strategy={self.config.strategy!r}",
@@ -331,7 +334,7 @@ class Strategy(ABC):
         return own
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to those of the parameters. Not a collective."""
+        """Add the gradients of a loss to the gradients of the parameters. Not a collective."""
         loss.backward(inputs=self._trains)  # type: ignore[no-untyped-call]
 
     def local_parameters(self) -> list[Tensor]:
@@ -348,14 +351,14 @@ class Strategy(ABC):
     def run_passes(self, passes: Passes) -> None:
         """Run this rank's passes and reduce the gradients over the ranks, once.
 
-        Afterwards each `.grad` is the sum over the passes of all ranks, divided by `divisor`. A rank without passes
-        contributes zeros to the reductions; a parameter that no pass of any rank used has no gradient.
+        Afterwards, each `.grad` is the sum over all passes of all ranks, divided by `divisor`. A rank without passes
+        contributes zeros to the reductions; a parameter that no pass on any rank used has no gradient.
         """
 
     def accumulate(self, passes: Passes, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
         """Run this rank's passes and accumulate their gradients, for `run_passes`. Not a collective.
 
-        `prepare`: gets the last loss, and returns one whose backward pass also reduces the gradients.
+        `prepare`: takes the last loss, and returns a loss whose backward pass also reduces the gradients.
         """
         for number in range(passes.count):
             loss = passes.forward(number)
@@ -366,7 +369,7 @@ class Strategy(ABC):
             passes.after_backward()
 
     def finish_failed_passes(self) -> None:
-        """Contribute zeros to the reductions that this rank has not started, after `run_passes` raised on it.
+        """After `run_passes` raised on this rank, contribute zeros to the reductions that the rank has not started.
 
         Called only if the strategy is `recoverable`; `run_passes` then returns on the other ranks, and all ranks repeat
         the step.
@@ -392,7 +395,7 @@ class Strategy(ABC):
     def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
         """Run a forward pass of an evaluation or prediction, which uses `call`.
 
-        Returns its result; nothing on pipeline stages other than the last.
+        Returns a tuple with the pass's result; an empty tuple on pipeline stages other than the last.
         """
         return (forward(),)
 
@@ -427,7 +430,7 @@ class Strategy(ABC):
         """Make buffers, such as BatchNorm's statistics, the same on all ranks that hold them."""
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
-        """Yield (number of samples, batch) for this rank's batches, of which ranks may have different numbers.
+        """Yield (number of samples, batch) for each batch of this rank; ranks may have different numbers of batches.
 
         The caller runs one forward pass per batch. With `equal_passes`, batches with 0 samples, whose results do not
         count, make the number of batches equal on all ranks. `spare`: returns a batch for a rank that has none.
@@ -437,7 +440,7 @@ class Strategy(ABC):
     # --- State --------------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state_dict, with a `Piece` in place of each tensor that this rank holds only a part of."""
+        """The model's state_dict, with a `Piece` in place of each tensor of which this rank holds only a part."""
         return self.model.state_dict()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -445,15 +448,15 @@ class Strategy(ABC):
         self.model.load_state_dict(state)
 
     def held_names(self) -> dict[int, str]:
-        """Names of the parameters that the optimizer holds, by their id."""
+        """The names of the parameters that the optimizer holds, by the ids of the parameters."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def piece_of(self, parameter: Tensor) -> Piece | None:  # noqa: ARG002
-        """The piece of a model's parameter that an optimizer's parameter is; None: it is the model's own parameter."""
+        """The piece for which `parameter` stands in an optimizer; None: `parameter` is the model's own parameter."""
         return None
 
     def optimizer_form(self, optimizer: Optimizer) -> Any:  # noqa: ARG002
-        """A description of this rank's part of an optimizer's state that other ranks need to save theirs. JSON."""
+        """A JSON description of this rank's part of an optimizer's state. Other ranks need it to save their parts."""
         return None
 
     def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:  # noqa: ARG002
@@ -465,7 +468,7 @@ class Strategy(ABC):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """State to save so that gradients are reduced the same way after a resume. JSON."""
+        """The state, as JSON, that must be saved to reduce gradients in the same way after a resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
@@ -479,12 +482,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in by_kind.items():
-        # In at least float32: a factor rounded to bfloat16 would be off by the same 0.4 % in every gradient.
+        # In at least float32: a factor rounded to bfloat16 would be wrong by up to 0.4 %, equally in every gradient.
         multiply_all(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The values of a gradient, for norms: torch has no norm of sparse ones, such as of nn.Embedding(sparse=True)."""
+    """A gradient's values, for norms: torch has no norm for sparse gradients, such as of nn.Embedding(sparse=True)."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

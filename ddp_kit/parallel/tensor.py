@@ -21,12 +21,12 @@ from ddp_kit.pieces import Piece
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor, for values whose static type does not tell, such as parameters."""
+    """Whether a value is a DTensor; for values whose static type does not show this, such as parameters."""
     return isinstance(value, DTensor)
 
 
 def is_divided(value: Any, dimension: str) -> bool:
-    """Whether a value is a DTensor of which the ranks along this mesh dimension hold different parts."""
+    """Whether a value is a DTensor, and the ranks along this mesh dimension hold different parts of it."""
     if not isinstance(value, DTensor):
         return False
     names = value.device_mesh.mesh_dim_names or ()
@@ -35,13 +35,13 @@ def is_divided(value: Any, dimension: str) -> bool:
 
 @torch.no_grad()
 def local_part(value: Any) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; any other tensor itself."""
+    """This rank's part of a DTensor, which shares memory with the DTensor; any other tensor as it is."""
     found: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return found
 
 
 def reduced_part(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient, after the reduction that tensor parallelism may have left to do.
+    """This rank's part of a gradient, after a reduction that tensor parallelism may not have done yet.
 
     A collective of the ranks that share the DTensor.
     """
@@ -74,17 +74,17 @@ def piece_of_dtensor(value: Any) -> Piece | None:
 #     kind       layer                               each rank holds       communication
 #     column     Linear, Embedding                   some of the outputs   none, or a gather of the outputs
 #     row        Linear, Embedding                   some of the inputs    a sum of the outputs
-#     sequence   norms, which look at single tokens  the whole weight      none: it gets part of the tokens
+#     sequence   norms, which look at single tokens  the whole weight      none: the layer gets part of the tokens
 #
-# A column layer passes its part of the outputs to a row layer in the same parent module. If there is none, as for the
-# head of a language model, its outputs are gathered. Source: Shoeybi et al. 2019, arXiv 1909.08053.
+# A column layer passes its part of the outputs to a row layer in the same parent module. If there is no row layer, as
+# for the head of a language model, the outputs are gathered. Source: Shoeybi et al. 2019, arXiv 1909.08053.
 
 
 _TOKENS = 1  # the dimension of the sequence
 
 
 def split_layers(model: nn.Module, inside: Set[nn.Module], plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Replace the parameters of the planned layers among the modules `inside` with this rank's part of them.
+    """Replace each parameter of the planned layers among the modules `inside` with this rank's part of the parameter.
 
     Every rank of `mesh` must hold the same whole parameters before the call.
     """
@@ -102,7 +102,7 @@ def _is_split(layer: nn.Module) -> bool:
 
 
 def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> ParallelStyle:
-    """`paired`: a row layer takes the outputs; `sequence`: activations between such pairs are split by tokens."""
+    """`paired`: a row layer takes the outputs. `sequence`: activations between pairs of layers are split by tokens."""
     between: Any = Shard(_TOKENS) if sequence else Replicate()
     embedding = isinstance(layer, nn.Embedding)
     if kind == "sequence":

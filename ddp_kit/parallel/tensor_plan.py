@@ -1,4 +1,4 @@
-"""Which layers tensor parallelism splits, from the configuration or the model. Does not import DTensors."""
+"""The layers that tensor parallelism splits, from the configuration or the model. Does not import DTensors."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import ConfigError, nearest, some
 
 _KINDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "sequence"}
-"""The name of each kind in the plans of transformers models -> our name."""
+"""The name of a kind in the plans of transformers models -> the name in ddpkit."""
 
 
 def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
 
 
 def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parameter, int]:
-    """The dimension along which each parameter of the plan is split; the others stay whole on each rank of a group.
+    """The dimension along which each parameter in the plan is split; other parameters stay whole on each rank.
 
     Raises `ConfigError` like `tensor_plan`.
     """

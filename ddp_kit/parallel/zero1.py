@@ -1,7 +1,7 @@
 """ZeRO-1: DDP with the optimizer's state and update sharded evenly over the ranks.
 
-The parameters of each dtype are in one flat tensor. Each rank updates an equal range of it; an all-gather then
-distributes the ranges. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+The parameters of each dtype are in one flat tensor. Each rank updates a range of that tensor, and all ranges have the
+same size; an all-gather then distributes the ranges. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ddp_kit.torch_internals import gather_ranges
 
 @dataclass(frozen=True)
 class _Flat:
-    """The parameters of one dtype, concatenated."""
+    """All parameters of one dtype, concatenated."""
 
     values: Tensor
     """All values, padded to a multiple of the number of ranks."""
@@ -31,7 +31,7 @@ class _Flat:
 
 
 class Zero1Strategy(DdpStrategy):
-    """Whole weights and gradients on each rank, 1/N of the optimizer state."""
+    """ZeRO-1: each of N ranks has all weights and gradients, and 1/N of the optimizer state."""
 
     shards = True
     divided = Strategy.divided  # raises: several optimizers are not supported
@@ -66,7 +66,7 @@ class Zero1Strategy(DdpStrategy):
 
     @torch.no_grad()
     def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
-        """Move parameters into one tensor, and return this rank's range of each."""
+        """Move parameters into one flat tensor, and return the piece of each parameter in this rank's range."""
         ranks, device = self.world.world_size, self.world.device
         share = -(-sum(each.numel() for each in parameters) // ranks)
         values = torch.zeros(share * ranks, dtype=dtype, device=device)

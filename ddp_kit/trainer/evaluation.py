@@ -36,7 +36,7 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 
 
 class Evaluator:
-    """Runs the evaluations of a Trainer. `call_callbacks(event, *values)`: calls an event of all callbacks."""
+    """Runs the evaluations of a Trainer. `call_callbacks(event, *values)`: calls this event of every callback."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Evaluator:
         self._call_callbacks = call_callbacks
 
     def watch(self, eval_data: object) -> None:
-        """Set the eval_data of `fit`: from then on, only its metrics determine which weights are best."""
+        """Set the eval_data of `fit`: from then on, only metrics on this data determine which weights are best."""
         if eval_data is not None:
             self._watched_data = _dataset(eval_data)
 
@@ -155,7 +155,7 @@ class FitEvaluations:
         """The step of the last evaluation."""
 
     def run(self, *, whole: bool = False) -> None:
-        """Evaluate after this step. `whole`: do not interrupt it.
+        """Evaluate after this step. `whole`: do not interrupt the evaluation.
 
         If this step was already evaluated before a restart, the metrics are computed again, but callbacks do not get
         them a second time.
@@ -199,8 +199,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Mean loss, metrics and values that user code logs, over the samples of all ranks, by name. A collective.
 
-    `stops()`: called between batches; whether to interrupt the evaluation. `label`: of the progress bar. Returns None
-    if any rank was interrupted.
+    `stops()`: called between batches; whether to interrupt the evaluation. `label`: the progress bar's label. Returns
+    None if any rank was interrupted.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
@@ -211,7 +211,7 @@ def evaluate(
     with evaluating(parts.model) as outputs, parts.logged.set_aside():
         batches = parts.strategy.evaluation(data.batches(), data.spare)
         for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, parts.world.is_main)):
-            # Ranks may be interrupted after different batches, so not if the batches run collectives.
+            # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
                 break

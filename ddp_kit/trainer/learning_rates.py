@@ -140,8 +140,8 @@ class WarmUp(LRScheduler):
     afterwards:     scheduler.step()
 
     torch's SequentialLR with a LinearLR is not equivalent: it rises to the optimizer's rate instead of the scheduler's,
-    and re-initialises the scheduler. That fails for nested ones (SequentialLR, ChainedScheduler), starts
-    MultiplicativeLR below the full rate, and restarts a scheduler that has already been stepped.
+    and re-initialises the scheduler. Re-initialising fails for nested schedulers (SequentialLR, ChainedScheduler),
+    starts MultiplicativeLR below the full rate, and restarts a scheduler that has already been stepped.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
@@ -205,7 +205,7 @@ class EveryEpoch(WarmUp):
 
 @contextmanager
 def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
-    """A context that converts the ValueError that a scheduler raises after its last step to `ConfigError`."""
+    """A context that raises a `ConfigError` in place of the ValueError from a scheduler stepped after its last step."""
     try:
         yield
     except ValueError as error:
@@ -221,7 +221,7 @@ class DecayWatch:
 
     Such a scheduler was probably made for one step per epoch. Schedulers that are stepped at the end of epochs, and
     those that are periodic by design, are not watched. Reads only rates that are on the host.
-    `schedulers`: by update name; "" if there is only one.
+    `schedulers`: the schedulers by update name; the scheduler of an only optimizer has the name "".
     """
 
     def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
@@ -237,7 +237,7 @@ class DecayWatch:
         self._epochs = epochs or 0
 
     def after_step(self, step: int, epoch: int) -> None:
-        """Warn once about each scheduler, in the first epoch of several."""
+        """Warn about each scheduler at most once, and only in the first of several epochs."""
         if epoch or self._epochs < 2:
             return
         for name, scheduler in list(self._watched.items()):
@@ -267,7 +267,7 @@ def _rates(scheduler: LRScheduler) -> list[float]:
 
 
 def _all(scheduler: LRScheduler) -> list[LRScheduler]:
-    """The scheduler, and the one that follows its warm-up."""
+    """The scheduler; if it is a warm-up, also the scheduler that follows the warm-up."""
     within = scheduler.scheduler if isinstance(scheduler, WarmUp) else None
     return [scheduler] if within is None else [scheduler, within]
 
@@ -285,7 +285,7 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
     """Raise `ConfigError` if the scheduler ends before the run does: OneCycleLR raises after its total_steps.
 
     `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done. `epochs`: epochs that the run
-    will still complete, without those within the warm-up; None: unknown.
+    will still complete, not counting epochs that end within the warm-up; None: unknown.
     """
     if isinstance(scheduler, EveryEpoch):
         left = _ticks_left(scheduler.scheduler)
@@ -312,7 +312,7 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
 
 
 def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
-    """Warn that the length of the run changed at the start of an epoch, so that its scheduler may not fit.
+    """Warn that the length of the run has changed at the start of an epoch: its scheduler may no longer fit.
 
     Raises `ConfigError` if the scheduler ends before the run does. `total`, `before`: the optimizer steps of the
     run with and without the change. `done`: optimizer steps done.

@@ -1,4 +1,4 @@
-"""Log points: the losses and times measured between them, the rows made of these, and advice about slow steps."""
+"""Log points: losses and times measured between two log points, the rows made of these, and advice on slow steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.parts import LoggedValues, Parts, as_table, over_all_ranks
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
-# At most one line per interval; none if nothing stands out.
+# At most one line of advice per interval; none if nothing stands out.
 
 
 # There is advice about a phase if it takes more than this share of a step.
@@ -34,8 +34,8 @@ COMMUNICATION_SHARE = 0.30
 OPTIMIZER_SHARE = 0.25
 # There is advice about a rank if its `StepTimes.own` is more than this factor above the median of the others.
 SLOW_RANK = 1.2
-# Neither is worth advice below this time per step: getting a batch from a DataLoader worker, or an all-reduce between
-# processes, takes about as long.
+# A phase or rank that costs less than this per step is not worth advice: it takes about as long to get a batch from a
+# DataLoader worker, or to do an all-reduce between processes.
 LEAST_SECONDS = 0.001
 
 
@@ -68,7 +68,7 @@ class Watched:
 
 
 class Adviser:
-    """Gives advice after an interval, at most once of each kind. The first interval is ignored as warm-up.
+    """Gives advice after intervals, each kind of advice at most once. The first interval is ignored as warm-up.
 
     `num_workers`: `data.num_workers`. `compressed`: whether gradients are compressed. `fused`: whether the optimizer is
     fused. `waits`: whether the configuration makes the host wait for the device in each step.
@@ -85,7 +85,7 @@ class Adviser:
         self._said: set[str] = set()
 
     def watch(self, interval: Watched) -> str | None:
-        """The line of advice after an interval; None: nothing stands out."""
+        """The line of advice after an interval; None if nothing new stands out."""
         compiled, self._graphs = interval.graphs > self._graphs, interval.graphs
         if self._sums is None:
             self._sums = [[0.0] * len(each.figures) for each in interval.times]
@@ -118,12 +118,12 @@ class Adviser:
 def advice(
     times: Sequence[StepTimes], num_workers: int | str, *, compressed: bool = False, fused: bool = False
 ) -> str | None:
-    """One line about the largest problem; None: nothing stands out.
+    """One line about the largest problem; None if nothing stands out.
 
-    `times`: of each rank. The other arguments are as in `Adviser`.
+    `times`: the times of each rank. The other arguments are as in `Adviser`.
     """
     rank, factor = slowest_rank(times)
-    # Checked first, because on the other ranks waiting for a slow rank counts as communication.
+    # Checked first, because the time for which other ranks wait for a slow rank counts as communication.
     if factor > SLOW_RANK and times[rank].own * (1 - 1 / factor) > LEAST_SECONDS:
         return _about_rank(times, rank, factor)
     total = fmean(each.total for each in times)
@@ -196,13 +196,13 @@ def _remedies(num_workers: int | str, compressed: bool, fused: bool) -> tuple[tu
 
 _LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
 _FOLD = 256
-"""The number of loss tensors that are kept before they are stacked: on a GPU each occupies at least 512 bytes."""
+"""The number of loss tensors that are kept before stacking: on a GPU, each tensor occupies at least 512 bytes."""
 
 
 class Interval:
-    """The losses since the last log point. Adding one launches no kernel and does not wait for the device.
+    """The losses since the last log point. Adding a loss launches no kernel and does not wait for the device.
 
-    `first_step`: the number of its first optimizer step. `logged`: the values that user code logs.
+    `first_step`: the number of the interval's first optimizer step. `logged`: the values that user code logs.
     """
 
     def __init__(self, world: World, first_step: int, logged: LoggedValues | None = None) -> None:
@@ -258,7 +258,7 @@ class Interval:
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
         """Start the reduction over all ranks and the copy to the host. A collective; does not wait for the device.
 
-        `facts`: float64 [n] on the device, with the same n on each rank; gathered from all ranks.
+        `facts`: a float64 tensor [n] on the device, with the same n on each rank; it is gathered from all ranks.
         """
         self._fold()
         world = self.world
@@ -323,15 +323,15 @@ class Values:
     weight: float
     """The sum of the weights of the losses."""
     norm: float
-    """The gradient norm at the last step that measured it; 0 if none did."""
+    """The gradient norm at the last step at which it was measured; 0 if it was never measured."""
     logged: dict[str, float]
     """The means of the values that user code logged."""
     times: tuple[StepTimes, ...]
     """The times of each rank."""
     memory: tuple[int, ...]
-    """As in `LogRow.rank_memory`."""
+    """Peak bytes of each rank, as in `LogRow.rank_memory`."""
     facts: tuple[tuple[float, ...], ...]
-    """The `facts` that each rank gave to `Interval.close`; empty if none did."""
+    """The `facts` that each rank passed to `Interval.close`; empty for each rank if there were none."""
 
 
 class Reading:
@@ -384,7 +384,7 @@ class Reading:
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """(step, rank) of the first non-finite loss (or weight); None if all are finite. A collective.
 
-        If several ranks have one in that optimizer step, the lowest of them.
+        If several ranks have a non-finite one in that optimizer step, returns the lowest of these ranks.
         """
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 
@@ -463,7 +463,7 @@ class LogPoints:
         self.interval = Interval(self._parts.world, first_step, self._parts.logged)
 
     def note_rates(self) -> None:
-        """Record the learning rates of the step that begins: its scheduler changes them before the log point."""
+        """Record the learning rates of the step that begins, because a scheduler changes them before the log point."""
         self._rates = [
             rate.clone() if isinstance(rate := group.get("lr", nan), Tensor) else rate
             for group in self._parts.optimizer.param_groups
@@ -483,7 +483,7 @@ class LogPoints:
         return [self._row(point) for point in ready]
 
     def _checksums(self) -> Tensor | None:
-        """The checksums that ranks compare; None: there is one rank."""
+        """The checksums that ranks compare; None if there is only one rank."""
         parts, world = self._parts, self._parts.world
         if world.world_size == 1:
             return None
@@ -491,7 +491,7 @@ class LogPoints:
         return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
 
     def rest(self) -> list[LogRow]:
-        """The rows that have not been read, at the end of a run that was stopped right after a log point."""
+        """The rows that have not been read yet when a run was stopped right after a log point."""
         late, self._late = self._late, []
         return [self._row(point) for point in late]
 
@@ -623,7 +623,7 @@ class LogSchedule:
         self.rows = []
 
     def after_step(self, step: Step, *, last: bool) -> LogRow | None:
-        """The row that is ready after this step; None: there is none. `last`: whether no step follows."""
+        """The row that is ready after this step; None if no row is ready. `last`: whether no step follows."""
         self._points.interval.end_step(step.samples)
         rows: list[LogRow] = []
         if last or step.number % self._every == 0:

@@ -145,7 +145,7 @@ class ModelFlops:
         return self._copy is not None and self._samples > 0
 
     def watched(self, fetch: Callable[[], Any], share: Share) -> Callable[[], Any]:
-        """Wrap `fetch`, which returns the next batch, to record the shapes; `fetch` itself once FLOPs are counted."""
+        """Wrap `fetch`, which gets the next batch, to record shapes; once FLOPs are counted, return `fetch` itself."""
         if self._copy is None or not share.passes or not share.passes[0]:
             return fetch
 
@@ -246,7 +246,7 @@ class ModelFlops:
             )
 
     def _kind(self, dtype: torch.dtype) -> str:
-        """Data type of most products, as named in the table of peak rates."""
+        """The name that the table of peak rates has for `dtype`, the data type of most products."""
         if self._precision in ("fp8", "tf32") and dtype in (torch.float32, torch.bfloat16):
             return self._precision
         return _KINDS.get(dtype, str(dtype).removeprefix("torch."))

@@ -62,7 +62,7 @@ class LoggedValues:
         self._pending.append((name, _detached(name, value), samples))
 
     def batch(self, samples: int) -> "_BatchContext":
-        """The context of a loss function whose batch has `samples` samples; 0: values logged in it are discarded."""
+        """The context of a loss function whose batch has `samples` samples; if 0, values logged in it are discarded."""
         return _BatchContext(self, float(samples))
 
     def end_step(self) -> None:
@@ -168,7 +168,7 @@ def _detached(name: str, value: object) -> Tensor | Loss:
 
 
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
-"""(model, batch) -> loss. The model's type is Any, so that a function may be annotated with its own model class."""
+"""(model, batch) -> loss. The model's type is Any, so that users may annotate it with their own model class."""
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
 SchedulerInterval = Literal["step", "epoch"]
 """Whether a scheduler is stepped after each optimizer step, or at the end of each epoch."""

@@ -1,8 +1,8 @@
 """`python -m ddp_kit.trainer.plan_script script.py args`: runs a training script for `ddpkit plan`.
 
 Each parameter is replaced by a fake tensor when its module registers it, so at most one real parameter is in memory at
-a time; other tensors are real. The script's Trainer reads from the environment that it should plan, prints the plan,
-and ends the script.
+a time; other tensors are real. The script's Trainer finds the request for a plan in the environment, prints
+the plan, and ends the script.
 """
 
 import runpy

@@ -43,18 +43,18 @@ class Position:
         self.samples = 0
         """Samples trained on, over all ranks."""
         self.micro_batches: dict[str, int] = {}
-        """Number of ranks -> the micro-batch that "auto" has chosen; a resumed run uses the same."""
+        """Number of ranks -> the micro-batch that "auto" has chosen; a resumed run uses the same one."""
         self.evaluation_pending = False
-        """Whether the evaluation after this step was interrupted; a resumed run starts with it."""
+        """Whether the evaluation after this step was interrupted; a resumed run starts by repeating it."""
         self.was_stopping = False
-        """Whether the run was to end after that evaluation."""
+        """Whether the run was to end after the interrupted evaluation."""
         self.place: tuple[ReaderState, ...] = ()
         """This rank's position in its stream; checkpoints store it for each rank."""
         self.evaluated = -1
-        """The last step whose evaluation the callbacks have received."""
+        """The last step at which callbacks received the metrics of an evaluation; -1: none."""
 
     def begin_epoch(self, facts: Facts) -> None:
-        """Start or continue an epoch whose data has these facts."""
+        """Start or continue an epoch. `facts`: see `epoch_facts`."""
         self.epoch_facts = facts
 
     def advance(
@@ -62,8 +62,8 @@ class Position:
     ) -> None:
         """Record that a step is done.
 
-        `samples`: over all ranks. `epoch_length`: steps of its epoch, if known. `place`: position in this rank's
-        stream.
+        `samples`: the step's samples over all ranks. `epoch_length`: the number of steps in its epoch, if known.
+        `place`: this rank's position in its stream.
         """
         self.evaluation_pending = self.was_stopping = False
         self.step += 1
@@ -81,7 +81,7 @@ class Position:
     def check(self, epoch_length: int | None, facts: Facts) -> None:
         """Raise `DataError` if the unfinished epoch would continue with other samples, because facts have changed.
 
-        `epoch_length`: its steps, if known.
+        `epoch_length`: the number of steps in the epoch, if known. `facts`: see `epoch_facts`.
         """
         found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, epoch_length)]
         before = self.epoch_facts
@@ -121,8 +121,9 @@ class Position:
     ) -> int | None:
         """The number of epochs that the run has yet to complete; None if only the data determines it.
 
-        `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: those of the current
-        epoch, assumed for the others too. `after`: epochs that end at this optimizer step or earlier are not counted.
+        `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: the number of steps
+        in the current epoch, assumed for later epochs too; None: unknown. `after`: epochs that end at this optimizer
+        step or earlier are not counted.
         """
         if steps_per_epoch is None or last is None:
             epochs = config.last_epoch
@@ -244,13 +245,13 @@ def _set(text: str) -> RandomStates:
 
 
 class RunState:
-    """The state of one Trainer's loop. What a call does, by when it is made:
+    """The state of one Trainer's loop. What a call does depends on when it is made:
 
     call          while no loop runs   between two steps     in a callback or an evaluation
     save()        saves                saves                 saves when the step is complete
     stop()        does nothing         no further step       no further step
-    evaluate()    evaluates            evaluates             evaluates; calls callbacks within the outer ones
-    fit, steps    trains               replaces that loop    replaces that loop
+    evaluate()    evaluates            evaluates             evaluates; calls callbacks inside the running ones
+    fit, steps    trains               replaces the loop     replaces the loop
     """
 
     def __init__(self) -> None:
@@ -272,12 +273,12 @@ class RunState:
 
     @property
     def may_save(self) -> bool:
-        """Whether to save at once: no step is incomplete, and no loop is running that would save itself."""
+        """Whether to save at once: no step is incomplete, and no loop is running that would do the save."""
         return not self._in_loop and not self.callbacks.depth
 
     @property
     def is_in_callback(self) -> bool:
-        """Whether callbacks or an evaluation are running: a checkpoint would contain half of their changes."""
+        """Whether callbacks or an evaluation are running: a checkpoint would contain only a part of their changes."""
         return self.callbacks.depth > 0
 
     def begin_loop(self) -> object:

@@ -27,7 +27,7 @@ PredictFunction = Callable[[Any, Any], Any]
 def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData) -> Any:
     """The results of `function(model, batch)` for all samples, concatenated in order, on every rank's CPU.
 
-    A collective. `function`: None: see `_predicted`. Raises `LossError` for results that cannot be concatenated.
+    A collective. If `function` is None: see `_predicted`. Raises `LossError` for results that cannot be concatenated.
     """
     columns: dict[str, list[Tensor]] = {}
     spec = None
@@ -77,7 +77,7 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
 
 
 def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a prediction by their path in it, and its tree spec. Raises `LossError` for other leaves."""
+    """The tensors of a prediction by path, and the prediction's tree spec. Raises `LossError` for other leaves."""
     recorded = _recorded(found)
     leaves, spec = pytree.tree_flatten(recorded)
     for leaf in leaves:
@@ -259,7 +259,7 @@ def _dumped(context: Any) -> Any:
 
 
 def _loaded(context: Any) -> _Context:
-    """The inverse of `_dumped`. Only finds named tuples and dataclasses in modules that are imported already."""
+    """The inverse of `_dumped`. Finds only named tuples and dataclasses in modules that are already imported."""
     module, name, held, empty = context
     kind: Any = sys.modules.get(module)
     for part in name.split("."):

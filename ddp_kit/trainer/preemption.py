@@ -30,7 +30,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _RESERVE_SECONDS = 60.0  # stop this long before the job's time limit: to finish a step, save, and end all processes
 _LONGEST_RESERVE = 0.25  # but at most this part of the time that is left when the run starts
 _SAVES_IN_RESERVE = 3.0  # and at least as long as this many saves take
-_SAVES_IN_GRACE = 1.5  # the time from SIGTERM to SIGKILL must be this many times that of a save, to finish a step first
+_SAVES_IN_GRACE = 1.5  # SIGKILL must come this many save times after SIGTERM, because a step is finished before a save
 _POLL_SECONDS = 0.01
 _numbers = count()
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
@@ -45,7 +45,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        """The signal that was received last; None: none."""
+        """The signal that was received last; None if none was received."""
         self._before: dict[signal.Signals, Any] = {}
         self._entered = 0
         self.outlast = False
@@ -81,8 +81,8 @@ _signals = StopSignals()  # one per process, because a signal stops all its Trai
 class Requests:
     """This rank's requests to stop or save.
 
-    A stop is requested by a signal, by max_seconds, and shortly before the scheduler ends the job; a save, every
-    `checkpoint.every_seconds`.
+    A stop is requested after a signal, after max_seconds, and shortly before the scheduler ends the job. A save is
+    requested every `checkpoint.every_seconds` seconds.
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
@@ -94,11 +94,11 @@ class Requests:
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # only one rank's clock counts
         self.saves = True
-        """Whether to also request saves. Off during an evaluation: a granted save blocks later stop requests."""
+        """Whether to also request saves. False during an evaluation: a granted save would block later stop requests."""
         self._checkpoints = weakref.ref(checkpoints)  # the polling thread must not keep them alive
 
     def latest(self) -> StepRequest | None:
-        """The request that is due now; None: none."""
+        """The request that is due now; None if none is due."""
         received, now = _signals.received, time.monotonic()
         if received is not None:
             return StepRequest(Purpose.STOP, received.name)
@@ -125,7 +125,8 @@ class Preemption:
     """Saves at time intervals; on a stop request, saves and ends the run with `ExitCode.REQUEUE`.
 
     A context manager that is active while steps are done. Without a checkpoint folder it does nothing, and signals end
-    the process as usual. If a process has several Trainers with checkpoint folders, the one that stops saves all.
+    the process as usual. If a process has several Trainers with checkpoint folders, the one that stops also
+    saves the others.
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints, position: Position) -> None:

@@ -45,7 +45,7 @@ _UNITS = ((1e9, "billion"), (1e6, "million"))
 
 
 def described_model(model: nn.Module) -> str:
-    """Class, number of parameters, share that is trained, and size of a model that is not distributed yet, as text."""
+    """A line about a model that is not distributed yet: its class, number of parameters, trained share and size."""
     every = list(model.parameters())
     total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
     share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
@@ -66,8 +66,8 @@ def announce(
 ) -> None:
     """Log what the run will train, from step `done` to step `total`; None if the data determines the end.
 
-    `division`: how a step divides into batches, if not as `plan` says. `model`: see `described_model`.
-    `planned`: bytes per device by the memory plan; None without one.
+    `division`: how a step is divided into batches, if not as in `plan`. `model`: see `described_model`.
+    `planned`: bytes per device according to the memory plan; None if there is no plan.
     """
     if total == done:
         logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
@@ -102,7 +102,7 @@ def _placement(config: TrainerConfig, world: World) -> str:
 
 
 def _device(world: World) -> str:
-    """The type of this rank's device, with the name of a GPU."""
+    """The type of this rank's device; for a GPU, also its name."""
     if world.device.type != "cuda":
         return world.device.type
     return f"cuda ({torch.cuda.get_device_name(world.device)})"
@@ -199,7 +199,7 @@ _GIT_SECONDS = 5.0
 
 
 class RunRecord(Callback):
-    """Writes the record on the main rank, into `record/` of the checkpoint folder or of the launcher's log folder.
+    """Writes the run record on the main rank, into `record/` of the checkpoint folder or of the launcher's log folder.
 
     Without such a folder, nothing is written. If the record cannot be written, a warning is logged, and the run
     continues without it.
@@ -316,7 +316,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """The commit of the repository that `folder` is in, and whether files differ from it; None: there is none."""
+    """The commit of the repository that contains `folder`, and whether files differ from it; None if unknown."""
     commit, changed = _asked_git(folder, "rev-parse", "HEAD"), _asked_git(folder, "status", "--porcelain", "-uno")
     return None if commit is None else {"commit": commit, "changed": bool(changed)}
 

@@ -51,7 +51,7 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         """This rank's error; None if another rank ran out of memory."""
 
     def error_to_raise(self, parts: Parts) -> BaseException:
-        """Return the error to raise if there is no smaller micro-batch; on other ranks, one that is not printed."""
+        """Return the error to raise if one sample does not fit. On ranks that had enough memory, it is not printed."""
         if self.error is not None:
             return with_hint(self.error, parts)
         silent = LossError("another rank is out of memory with a micro-batch of 1", "see the error of that rank")
@@ -60,14 +60,14 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory was exhausted, so that a smaller micro-batch may help."""
+    """Whether an error means that memory was exhausted, in which case a smaller micro-batch may help."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
 def with_hint(error: BaseException, parts: Parts) -> BaseException:
-    """Add a hint to an error that has a known remedy; for out of memory, also the path of a memory snapshot."""
+    """Return the error, with a hint if a remedy is known; for out of memory, also the path of a memory snapshot."""
     if "backward through the graph a second time" in str(error):
         error.add_note(f"hint: {_BACKWARD_TWICE_HINT}")
     if not is_out_of_memory(error):
@@ -86,8 +86,8 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
 
     Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
     step between them, which allocates the optimizer state; then the state of the run is restored.
-    `batches_of(n)`: returns a batch of n samples on the device, and as many more as training prefetches. Raises the
-    out-of-memory error if even one sample does not fit.
+    `batches_of(n)`: returns a batch of n samples on the device, and as many further batches as training prefetches.
+    Raises the out-of-memory error if even one sample does not fit.
     """
     share = -(-plan.global_batch // plan.world_size)
     before, found, failed = RunSnapshot(parts), 0, None
@@ -286,7 +286,7 @@ def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates:
 
 
 def _shares(feed: Feed) -> Iterator[Share]:
-    """Iterate over the steps of successive epochs, without end."""
+    """Iterate over the shares of the steps of successive epochs, without end."""
     epoch = 0
     while True:
         feed.begin(epoch, 0)

@@ -23,7 +23,7 @@ from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
 def check_main() -> None:
     """Raise `ConfigError` if a spawned child process, such as a DataLoader worker, imports the script.
 
-    It would join the process group as another process of this rank, and wait forever.
+    The child process would join the process group as another process of this rank, and wait forever.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself checks
         raise ConfigError(
@@ -182,7 +182,7 @@ def scheduler_for(
 ) -> LRScheduler | None:
     """Return the scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer.
 
-    `every`: when it is stepped. Raises `ConfigError` if that is not possible.
+    `every`: when the scheduler is stepped. Raises `ConfigError` if it cannot be stepped then.
     """
     made: object = scheduler
     if every not in get_args(SchedulerInterval):

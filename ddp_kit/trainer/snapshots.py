@@ -1,4 +1,4 @@
-"""Snapshots of buffers and of the state of a run, to roll back steps; loading of optimizer state."""
+"""Snapshots of buffers and of the state of a run, to roll back steps."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class BufferCopies:
 
 @contextmanager
 def buffers_exchanged(model: nn.Module) -> Iterator[None]:
-    """Context of a forward pass that must not change the model's buffers: the pass uses copies of them.
+    """A context for a forward pass that must not change the model's buffers: the pass uses copies of them.
 
     The buffers themselves are never written to: autograd may have saved them for a later backward pass.
     """
@@ -88,7 +88,7 @@ class StepSnapshot:
 
 @contextmanager
 def without_trace(parts: Parts) -> Iterator[None]:
-    """Context of a forward pass that leaves buffers and random states unchanged."""
+    """A context that leaves buffers and random states unchanged by the forward pass inside it."""
     random = random_states(parts.world)
     try:
         with buffers_exchanged(parts.model):

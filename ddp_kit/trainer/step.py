@@ -26,14 +26,14 @@ from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
 
 # --- Parameters of a run ----------------------------------------------------------------------------------------------
-# The Trainer fixes which ones there are, and which require gradients, when it is created.
+# When the Trainer is created, it fixes which parameters there are, and which of them require gradients.
 
 
 class RunParameters:
     """Parameters of the model and the optimizer when the Trainer was created, kept to detect changes.
 
-    Strategies reduce only the gradients of parameters that required gradients at that time: each rank would train a
-    parameter unfrozen later separately.
+    Strategies reduce only the gradients of parameters that required gradients at that time: if a parameter were
+    unfrozen later, each rank would train it separately.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
@@ -89,7 +89,7 @@ def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
 
 
 # --- Loss function calls ----------------------------------------------------------------------------------------------
-# These check the result of the loss function, and that all ranks get the same kind of loss.
+# These calls check the result of the loss function, and that all ranks get the same kind of loss.
 
 
 _UNKNOWN, _PLAIN, _WEIGHTED = range(3)
@@ -99,8 +99,8 @@ _IGNORED = -100  # the default ignore_index of torch's cross_entropy
 class LossCalls:
     """Calls the loss function for the passes of a Trainer's steps.
 
-    Before the first backward pass, the ranks exchange the kind of their loss, on which the reductions of a step depend,
-    or their error. The host waits for the device once, during this exchange.
+    Before the first backward pass, each rank sends the others the kind of its loss, or its error, because the
+    reductions of a step depend on the kind of loss. The host waits for the device once, during this exchange.
     """
 
     def __init__(self, parts: Parts, parameters: RunParameters) -> None:
@@ -108,7 +108,7 @@ class LossCalls:
         self._parameters = parameters
         self._kind = _UNKNOWN
         self.max_passes = 0
-        """Largest number of passes on any rank in the first step."""
+        """The largest number of passes on any rank in the first step."""
 
     @property
     def agreed(self) -> bool:
@@ -138,8 +138,8 @@ class LossCalls:
     def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
         """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
 
-        `found`: this rank's first loss, or its error; None if the rank has no samples. `passes`: its number of passes
-        in the first step. Raises `LossError` if the ranks have different kinds of loss, or any of them has an error.
+        `found`: this rank's first loss, or its error; None if the rank has no samples. `passes`: this rank's number of
+        passes in the first step. Raises `LossError` if the ranks have different kinds of loss, or if one has an error.
         """
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
@@ -161,7 +161,7 @@ class LossCalls:
             with parts.strategy.forward_context():
                 value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
-            self._parameters.check_frozen()  # a likely cause, with a better error
+            self._parameters.check_frozen()  # frozen parameters are a likely cause; this error is clearer
             raise LossError(
                 f"the loss function returned a tensor that does not require grad at step {step} on rank "
                 f"{parts.world.rank}",
@@ -269,7 +269,7 @@ class OptimizerStep:
         self._losses = LossCalls(parts, self._parameters)
         may_skip = parts.config.non_finite_gradients == "skip" or parts.precision.scales
         self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
-        # Wait to know whether a step was skipped only if something on the host depends on it.
+        # The host waits to know whether a step was skipped, but only if something on the host depends on it.
         ticks = parts.scheduler is not None and not (
             isinstance(parts.scheduler, EveryEpoch) and parts.scheduler.steps == 0
         )
@@ -279,7 +279,7 @@ class OptimizerStep:
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
         """Run one step.
 
-        `share`: the number of samples of each pass. `batch()`: returns the batch of the next pass. `interval`: records
+        `share`: the number of samples in each pass. `batch()`: returns the batch of the next pass. `interval`: records
         the losses. `measure_norm`: also record the gradient norm.
         """
         parts, strategy = self._parts, self._strategy
@@ -303,7 +303,7 @@ class OptimizerStep:
         self._strategy.begin_step()
 
     def _gradient(self, passes: "StepPasses", *, measure_norm: bool) -> None:
-        """Compute the gradient of the global batch in the parameters' `grad`, without clipping."""
+        """Compute the gradient of the global batch, without clipping, and leave it in the parameters' `grad`."""
         parts, strategy = self._parts, self._strategy
         self._run_passes(passes)
         if measure_norm:  # only at log points, because it walks over all modules
@@ -322,7 +322,7 @@ class OptimizerStep:
 
     @property
     def skipped(self) -> int:
-        """Steps skipped because a gradient was not finite. With fp16, reading it waits for the device."""
+        """The number of steps skipped because of a non-finite gradient. With fp16, reading it waits for the device."""
         self._skipped += self._parts.precision.take_skipped_steps()
         return self._skipped
 
@@ -333,7 +333,7 @@ class OptimizerStep:
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
-        """A context in which the scheduler is not stepped: trial steps must not use up its total_steps."""
+        """A context in which the scheduler is not stepped: trial steps must not use up the scheduler's total_steps."""
         parts, self._parts = self._parts, replace(self._parts, scheduler=None)
         try:
             yield
@@ -353,7 +353,7 @@ class OptimizerStep:
         config = self._parts.config
         skipping = (
             config.non_finite_gradients == "skip" and not self._parts.precision.scales
-        )  # fp16's scaler does it itself
+        )  # with fp16, the gradient scaler skips steps itself
         if config.max_grad_norm is not None or measure_norm or skipping:
             norm = self._strategy.grad_norm()
             if skipping and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
@@ -611,7 +611,7 @@ class ClosureStep(OptimizerStep):
 
 
 class _Record:
-    """Records one call of the closure: its mean loss, and for the first call also the losses in the interval."""
+    """Records the mean loss of one call of the closure; for the first call, also adds the losses to the interval."""
 
     def __init__(self, interval: StepRecord, device: torch.device, *, first: bool) -> None:
         self._interval = interval

@@ -122,7 +122,8 @@ class Trainer:
             every log_every_steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
         evaluate every eval_every_steps, or after each epoch; and at the end
 
-    Creating a Trainer is a collective: all ranks do it. It resumes from a checkpoint, as `config.checkpoint` says.
+    Creating a Trainer is a collective: all ranks do it. The new Trainer resumes from a checkpoint according to
+    `config.checkpoint`.
 
     Args:
         model: Any Module. If `torch.compile` returned it, the module inside is used, compiled in place.
@@ -131,7 +132,8 @@ class Trainer:
         loss_fn: A function `loss_fn(model, batch)` that returns the mean over the batch's samples as a scalar tensor,
             or `Loss(sum, weight)`. None: only with `updates`.
         config: The settings of the run. None: the defaults of `TrainerConfig`.
-        updates: Instead of `optimizer`, `loss_fn` and `scheduler`: several `Update`s that have their own, as for a GAN.
+        updates: Several `Update`s, each with its own loss function, optimizer and scheduler, as for a GAN. They
+            replace the arguments `optimizer`, `loss_fn` and `scheduler`.
         scheduler: An LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step
             that is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss
             or the metric of `checkpoint.best_metric`. None: the learning rates are constant after the warm-up.
@@ -260,7 +262,7 @@ class Trainer:
         return precision, activations
 
     def _prepare_loop(self, settings: TrainerConfig, schedulers: dict[str, LRScheduler], counted: int | None) -> None:
-        """Create what the loop calls. `counted`: bytes of weights, gradients and optimizer state, if known."""
+        """Create the objects the loop calls. `counted`: bytes of weights, gradients and optimizer state, if known."""
         parts = self._parts
         self._position = Position()
         self._state = RunState()
@@ -307,7 +309,7 @@ class Trainer:
     def _saved_parts(
         self, random: RandomPart, best: BestPart, by_update: Mapping[str, LRScheduler]
     ) -> Sequence[SavedPart]:
-        """Everything that a checkpoint holds of this run, in the order in which it is loaded."""
+        """The parts of this run that a checkpoint holds, in the order in which they are loaded."""
         world, config, strategy = self.world, self._parts.config, self._parts.strategy
         device_optimizer, kind = self._parts.device_optimizer, optimizer_kind(self.optimizer)
         return (
@@ -337,9 +339,10 @@ class Trainer:
 
     @property
     def total_steps(self) -> int | None:
-        """The number of optimizer steps of the whole run. Without `max_steps`, None before `fit`, and for a stream.
+        """The number of optimizer steps in the whole run.
 
-        If the length of an epoch could not be known before (see docs/training.md), it changes when that epoch begins.
+        Without `max_steps`, it is None before `fit`, and for a stream always. If the length of an epoch could not be
+        known in advance (see docs/training.md), the number changes when that epoch begins.
         """
         return self._total_steps
 
@@ -357,7 +360,7 @@ class Trainer:
         return self._parts.strategy.data_ranks
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` for a sharded one."""
+        """The model's state_dict as this rank holds it: the model's own tensors, or `Piece`s of sharded ones."""
         return self._parts.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -369,7 +372,7 @@ class Trainer:
         self._parts.strategy.load_model_state(state)
 
     def _schedulers(self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval) -> dict[str, LRScheduler]:
-        """The scheduler of each update, by its name, or of the only optimizer, under "". Includes the warm-up.
+        """The schedulers by update name; the scheduler of an only optimizer has the name "". Includes the warm-up.
 
         Scales the learning rates first, because schedulers start from them.
         """
@@ -398,7 +401,7 @@ class Trainer:
 
         Args:
             train_data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-            eval_data: The same for evaluations. None: no evaluations.
+            eval_data: The data for evaluations, of one of the same types. None: no evaluations.
 
         Returns:
             A `FitResult`; apart from times, the same on every rank.
@@ -411,7 +414,7 @@ class Trainer:
             CheckpointError: If a save fails, unless the error is transient and a later save succeeds; and if another
                 run writes to the checkpoint folder.
             WorldError: If another rank makes a different call, or none.
-            SystemExit: With exit code 75, after a stop request (a signal or a time limit) has saved the run in
+            SystemExit: With exit code 75, after a stop request (a signal or a time limit), once the run is saved in
                 `checkpoint.dir`.
         """
         self._print_plan_instead(train_data)
@@ -464,9 +467,9 @@ class Trainer:
     def steps(self, train_data: Data) -> Iterator[Step]:
         """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
-        The loop may be left at any step, which must be the same on all ranks; a later call continues from there. If a
-        save is due after a step, it is done after the loop body, even if the body leaves the loop. A collective: all
-        ranks call it.
+        The loop may be left at any step, but all ranks must leave it at the same one. A later call continues from
+        there. If a save is due after a step, it is done after the loop body, even if the body leaves the loop. A
+        collective: all ranks call it.
 
         Args:
             train_data: The training data, as for `fit`.
@@ -518,7 +521,7 @@ class Trainer:
         self._state.resumed()
 
     def log(self, values: Mapping[str, Logged]) -> None:
-        """Add your own values to the next log row or, during an evaluation, to its metrics.
+        """Add your own values to the next log row or, during an evaluation, to the metrics of that evaluation.
 
         The values are averaged over ranks, micro-batches and the steps since the last row. A value logged in the loss
         function is weighted by the samples of its batch, a `Loss` by its own weight; elsewhere, such as in a callback,
@@ -573,8 +576,8 @@ class Trainer:
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
             predict_fn: A function `predict_fn(model, batch)` that returns tensors whose first dimension is the samples,
-                in any nested containers. None: use the model's output if the batch is a single tensor, else its last
-                output inside the loss function.
+                in any nested containers. None: use the model's output if the batch is a single tensor, and otherwise
+                the model's last output inside the loss function.
 
         Returns:
             The containers that `predict_fn` or the model returns, with tensors of shape [samples, ...].
@@ -591,7 +594,7 @@ class Trainer:
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
     ) -> LearningRateSearch:
-        """Run a learning-rate range test: one optimizer step with each of `steps` rates, then restore the state.
+        """Run a learning-rate range test: do one optimizer step with each of `steps` rates, then restore the state.
 
         The rates are spaced geometrically. The test ends early if the loss diverges. It does not set the learning rate:
         create a new optimizer and Trainer with the suggestion. A collective: all ranks call it.
@@ -699,7 +702,7 @@ class Trainer:
 
     @contextmanager
     def _noting_an_interrupt(self) -> Iterator[None]:
-        """A context that adds a note to a KeyboardInterrupt, which says at which step the run was interrupted."""
+        """A context that adds a note to a KeyboardInterrupt, with the step at which the run was interrupted."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -751,7 +754,7 @@ class Trainer:
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
-        """The contexts in which steps are done: each ends what it has started, however the loop is left."""
+        """The contexts in which steps are done. Each context ends what it has started, however the loop is left."""
         with (
             self._heartbeat.follow(self.step),
             self._heartbeat.during(Phase.DATA),
@@ -803,7 +806,7 @@ class Trainer:
         return Step(number, epoch, samples, ends_epoch, None)
 
     def _wait_at_a_stop(self) -> None:
-        """At a stop, wait once per loop until all ranks have called it, before the collectives that end a run."""
+        """After `stop`, wait once per loop until all ranks have called it, before the collectives that end a run."""
         if self._state.stopping and not self._state.stop_agreed:
             self._state.stop_agreed = True
             if not self._is_complete():
@@ -826,7 +829,7 @@ class Trainer:
         return feed.next()
 
     def _count_steps(self, feed: Feed) -> None:
-        """Count the run's steps anew if this epoch has another length than was known; check what that changes."""
+        """Count the run's steps again if this epoch's length is unexpected, and check that schedulers still fit."""
         total, before = self._position.last_step(self.config, feed.steps_in), self._total_steps
         if total is None or before is None or total == before:
             return
@@ -842,7 +845,7 @@ class Trainer:
             self._preemption.after_step(self._is_finished())
 
     def _feed(self, train_data: Data) -> Feed:
-        """The feed of training data, after determining the micro-batch: configured, the DataLoader's, or searched."""
+        """The feed of training data. First determines the micro-batch: configured, the DataLoader's, or by a search."""
         config = self.config
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
@@ -859,7 +862,7 @@ class Trainer:
         return feed
 
     def _feed_builder(self, plan: BatchPlan) -> FeedBuilder:
-        """Create what opens data for steps that are divided as in `plan`."""
+        """Create the object that opens data for steps that are divided as in `plan`."""
 
         def fetched() -> None:
             self._clock.mark(DATA)
@@ -880,7 +883,7 @@ class Trainer:
 
     @property
     def _epoch_to_train(self) -> int:
-        """The epoch of the next step; the last one if the run is finished, because samplers may have no other."""
+        """The epoch of the next step; if the run is finished, the last epoch, because samplers may have no other."""
         last = self.config.last_epoch
         return self.epoch if last is None else min(self.epoch, last - 1)
 
@@ -892,7 +895,7 @@ class Trainer:
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
 
     def _halve_micro_batch(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share]:
-        """Halve the micro-batch after a step ran out of memory. Returns the new feed, and the step's share to repeat.
+        """Halve the micro-batch after a step ran out of memory. Returns the new feed and the step's new share.
 
         A collective. Raises the out-of-memory error if the micro-batch is already 1.
         """
@@ -975,7 +978,7 @@ class Trainer:
 
 
 class DeferredGarbageCollection:
-    """Collects garbage about once a second, between steps, instead of automatically within one."""
+    """Collects garbage about once a second, between steps, instead of automatically during a step."""
 
     _SECONDS = 1.0
 
@@ -1006,7 +1009,7 @@ class DeferredGarbageCollection:
             gc.enable()
 
     def collect_if_due(self) -> None:
-        """Collect if the last collection was a second ago."""
+        """Collect if the last collection was more than a second ago."""
         if self._on and time.perf_counter() - self._last > self._SECONDS:
             gc.collect()
             self._last = time.perf_counter()

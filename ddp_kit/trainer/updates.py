@@ -103,7 +103,7 @@ def optimizer_kind(optimizer: Optimizer) -> str:
 
 
 class JointScheduler(LRScheduler):
-    """Presents the schedulers of several updates as one, to save and compare state; each update steps its own."""
+    """Presents several updates' schedulers as one, for saving and comparing. Each update steps its own scheduler."""
 
     def __init__(self, schedulers: Mapping[str, LRScheduler]) -> None:
         self.schedulers = list(schedulers.values())
@@ -140,7 +140,7 @@ class Update:
             config=TrainerConfig(...),
         )
 
-    A step runs its updates in order, on the same batch; each uses the weights that the previous ones have updated.
+    A step runs its updates in order, on the same batch; each update uses the weights that the previous one left.
     An update computes gradients only for the parameters of its own optimizer.
     """
 
@@ -151,7 +151,7 @@ class Update:
     optimizer: Optimizer
     """An optimizer for a part of the model's parameters; updates must not share parameters."""
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
-    """A scheduler, or a function that creates one; stepped after each of these updates that is not skipped."""
+    """A scheduler, or a function that creates one; stepped each time this update runs and is not skipped."""
     scheduler_every: SchedulerInterval = "step"
     """ "epoch": step the scheduler at the end of each epoch instead."""
     every: int = 1
@@ -276,7 +276,7 @@ class JointStep(OptimizerStep):
 
 
 class _UpdateRecord:
-    """Records the loss of one update under its name; that of the first update also as the loss of the log row."""
+    """Records the loss of one update under the update's name; the first update's loss is also that of the log row."""
 
     def __init__(self, step: StepRecord, logged: LoggedValues, name: str, *, first: bool) -> None:
         self._step = step
@@ -332,7 +332,7 @@ def check_closure(parts: Parts) -> None:
 def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
-    """Create the object that runs steps of several updates. A collective: the strategy sets up a reduction for each."""
+    """Create the object that runs steps of several updates. A collective: each update gets a reduction of its own."""
     own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
     for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):

@@ -1,13 +1,13 @@
-"""The agent, which runs one node's part of a job: join it, start the workers, monitor them, report how they ended.
+"""The agent, which runs one node's part of a job: joins it, starts the workers, monitors them and reports their ends.
 
 This is the only launcher folder that imports torch.
 
     run.py       a plan -> the link to the job -> the agent -> an outcome
-    loop.py      the agent: orders of the job in, reports to it out
-    inbox.py     the queue of events that the loop reads; sockets; messages while a node waits for others
+    loop.py      the agent: receives orders from the job, sends reports to it
+    inbox.py     the queue of events that the loop reads; sockets; messages while a node waits for other nodes
     workers.py   the worker processes of one round
     hangs.py     detects workers that hang; stacks.py reads their stacks
-    logs.py      where their output goes: torch's log settings and file names, and ddpkit's streams
+    logs.py      where the workers' output goes: torch's log settings and file names, and ddpkit's streams
     nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several
 
     torch_agent.py     runs torch's own agent instead, for etcd and rendezvous plug-ins

@@ -20,8 +20,8 @@ from ddp_kit.masking import masked
 # --- Hang rule --------------------------------------------------------------------------------------------------------
 # Decides whether the ranks of this node hang. Pure: it uses neither files nor a clock. Each check compares the
 # heartbeats of all running ranks with those of the previous check:
-#     one has changed                       that rank is alive; the limit grows to twice its longest pause
-#     none has changed for the limit        a hang: once one rank is stuck, all others soon wait for it
+#     one has changed                       its rank is alive; the limit grows to twice its longest pause
+#     none has changed within the limit     a hang: once one rank is stuck, all others soon wait for it
 #
 # A rank outside of the Trainer may take any time, unless others wait for it in a collective, or all running ranks are
 # in native code that does not return, such as the last one after the others have ended.
@@ -57,9 +57,9 @@ class _Rank:
     heartbeat: Heartbeat
     idle: float = 0.0
     in_native_code: float = 0.0
-    """Seconds without a sign that its main thread executes Python code."""
+    """Seconds without a sign that the rank's main thread executes Python code."""
     uncounted: float = 0.0
-    """Seconds since its collectives were last counted; the count only stops while it holds the interpreter lock."""
+    """Seconds since collectives were last counted; counting stops only while the rank holds the interpreter lock."""
     collectives: int = 0
     """Number of collectives of the default group, or of the last default group if it has been destroyed."""
 
@@ -67,7 +67,7 @@ class _Rank:
 class HangRule:
     """Hang rule for one round on this node.
 
-    `floor`: the minimum limit in seconds. `any_script`: whether it also applies to scripts without a Trainer.
+    `floor`: the minimum limit in seconds. `any_script`: whether the rule also applies to scripts without a Trainer.
     """
 
     def __init__(self, floor: float, any_script: bool, now: float) -> None:
@@ -88,11 +88,11 @@ class HangRule:
         return max(0.0, self._last_check + self.check_interval - now)
 
     def check(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> NoProgress | None:
-        """Return how long no rank has made progress; None: less than the limit.
+        """Return how long no rank has made progress; None if that is less than the limit.
 
-        `heartbeats`: of the ranks that still run. `stopped`: whether a signal such as SIGSTOP has stopped any of them:
-        then the minimum limit applies. At most two intervals are counted per check, so that a suspended machine or
-        launcher is not taken for a hang.
+        `heartbeats`: those of the ranks that still run. `stopped`: whether a signal such as SIGSTOP has stopped any of
+        these ranks; if so, the minimum limit applies. At most two intervals are counted per check, so that a suspended
+        machine or launcher is not taken for a hang.
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
         self._last_check = now
@@ -118,7 +118,7 @@ class HangRule:
 
     @property
     def _settled(self) -> bool:
-        """Whether the run is past its first steps and not saving, which may take long on a slow disk."""
+        """Whether the run is past its first steps and not saving a checkpoint, which may take long on a slow disk."""
         every = [rank.heartbeat for rank in self._ranks.values()]
         settled = all(map(self._has_settled, self._ranks.values()))
         return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
@@ -138,7 +138,7 @@ class HangRule:
             after.uncounted = known.uncounted + passed
         if known.heartbeat == found:
             after.idle = known.idle + passed
-        elif self._in_trainer(known.heartbeat):  # pauses of user code say nothing about how long the Trainer takes
+        elif self._in_trainer(known.heartbeat):  # pauses in user code do not show how long the Trainer takes
             self._pause = max(self._pause, known.idle)
         return after
 
@@ -153,7 +153,7 @@ class HangRule:
         return apart or any(map(self._in_trainer, every)) or all(map(self._is_in_native_code, self._ranks.values()))
 
     def _is_in_native_code(self, rank: _Rank) -> bool:
-        """Whether its main thread has executed no Python code for as long as the limit.
+        """Whether the rank's main thread has executed no Python code for as long as the limit.
 
         In a script without collectives, this counts only if the interpreter lock is held: otherwise, the script may be
         waiting for another program.
@@ -211,12 +211,12 @@ class Hung:
 
     message: str
     trace: str
-    """Its stack, in the form of a traceback."""
+    """The worker's stack, in the form of a traceback."""
     others: tuple[str, ...]
     """What the other ranks of this node were doing, in lines of text."""
     hint: str
     waits: bool = False
-    """Whether it only waits for other ranks, so that the cause is elsewhere."""
+    """Whether the worker only waits for other ranks, which means that the cause of the hang is elsewhere."""
 
 
 class HangMonitor:
@@ -243,7 +243,7 @@ class HangMonitor:
         self.count_interval = (
             self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
         )
-        """Seconds between two counts of a worker's collectives, the heartbeat without a Trainer; 0: never."""
+        """Seconds between two counts of a worker's collectives, which are its heartbeat without a Trainer; 0: never."""
         self.found: dict[int, Hung] = {}
         """Hung workers by local rank; at most one."""
         self.others: tuple[str, ...] = ()
@@ -256,7 +256,7 @@ class HangMonitor:
         return None if self._rule is None or self.found else self._rule.next_check(time.monotonic())
 
     def check(self, pids: Mapping[int, int]) -> int | None:
-        """Return the local rank that hangs; None: none. `pids`: of the running workers, by local rank."""
+        """Return the local rank that hangs, or None. `pids`: the process ids of the running workers, by local rank."""
         if self._rule is None or self.next_check() != 0.0 or not pids:
             return None
         heartbeats, read_at = self._read_heartbeats(pids), time.monotonic_ns()
@@ -286,9 +286,9 @@ class HangMonitor:
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
-        """After a collective timed out, return the local rank that did not reach it; None: not known."""
+        """After a collective timed out, return the local rank that did not reach the collective; None: not known."""
         heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
-        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
+        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # the others ended
         self.others = self._locations(seen, heartbeats)
         self._write_stacks(stacks)
         late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
@@ -305,9 +305,9 @@ class HangMonitor:
         return late[0]
 
     def check_sleeping(self, pids: Mapping[int, int]) -> int | None:
-        """Return a local rank in the kernel's uninterruptible sleep; None: none.
+        """Return a local rank that is in the kernel's uninterruptible sleep, or None.
 
-        It reads no stack, because py-spy would block until the process wakes up.
+        This reads no stack, because py-spy would block until the process wakes up.
         """
         found = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
         if found is not None and found not in self.found:
@@ -325,7 +325,7 @@ class HangMonitor:
         return read_stacks(pids, native_seconds, {rank: self.stacks_file(rank) for rank in pids}, self._interrupted)
 
     def stacks_file(self, local_rank: int) -> str:
-        """The path of the file for a worker's own stack; empty: there are no logs."""
+        """The path of the file for a worker's stacks; empty if no logs are written."""
         path = self._error_files[local_rank]
         return "" if path == os.devnull else str(Path(path).with_name(STACKS_FILE))
 
@@ -379,7 +379,7 @@ class HangMonitor:
         )
 
     def remove_empty_files(self) -> None:
-        """Remove empty stack files: workers that write their own stacks create them when they start."""
+        """Remove empty stack files, which workers that can write their own stacks create when they start."""
         for path in filter(None, map(self.stacks_file, self._ranks)):
             with suppress(OSError):
                 if not os.stat(path).st_size:  # noqa: PTH116
@@ -400,7 +400,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether it ends within a second, like a rank whose own collective has also timed out."""
+    """Whether a process ends within a second, like a rank whose own collective has also timed out."""
     try:
         end = os.pidfd_open(pid)
     except OSError:

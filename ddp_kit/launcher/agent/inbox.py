@@ -1,4 +1,4 @@
-"""Queue of events that the agent's loop reads, listening sockets, and the messages of a node that waits for others."""
+"""Queue of events that the agent's loop reads, listening sockets, and messages while a node waits for others."""
 
 import errno
 import ipaddress
@@ -23,7 +23,7 @@ from ddp_kit.launcher.job import Limits, Order, RankAssignment
 from ddp_kit.launcher.rendezvous import holder
 
 # --- Event queue ------------------------------------------------------------------------------------------------------
-# Events are orders of the job, signals, and the loss of the connection.
+# Events are orders from the job, signals, and the loss of the connection.
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Disconnected:
 
 
 _MAX_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
-_WAKE_UPS = 4096  # bytes; no more than one is needed
+_WAKE_UPS = 4096  # bytes to read at once; every wake-up writes one, but one is enough to wake the reader
 
 Item = Order | StartRound | StopSignal | WorkerSignal | Disconnected
 
@@ -72,7 +72,7 @@ class StoppedError(Exception):
 def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
     """Return when one of `sources` is readable, or after `timeout` seconds.
 
-    It uses poll because the host of a large job has more descriptors than `select` can handle.
+    This uses `poll`, because the host of a large job has more descriptors than `select` can handle.
     """
     poll = select.poll()
     for source in sources:
@@ -109,7 +109,7 @@ class Inbox:
     def wake_on_signals(self) -> None:
         """Make every signal wake the waiting thread.
 
-        The kernel may deliver a signal to another thread, and Python handlers only run in the main one.
+        The kernel may deliver a signal to another thread, and Python runs signal handlers only in the main thread.
         """
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
@@ -166,7 +166,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def allow_connections(count: int) -> None:
-    """Raise the soft limit of open files, often 1024, for `count` connections, but not above the hard limit."""
+    """Raise the soft limit of open files (often 1024) to allow `count` connections, but not above the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(count, _MAX_CONNECTIONS) + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -189,7 +189,7 @@ def own_loopback(address: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address belongs to this machine: tries to bind to it.
+    """Whether a host name or address belongs to this machine, tested by binding a socket to it.
 
     Raises `LaunchError` for a name that does not resolve.
     """
@@ -214,7 +214,7 @@ def resolve(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
 
 
 # --- Messages while a node waits for others ---------------------------------------------------------------------------
-# How many nodes have joined, at which endpoint, and what to type on the others.
+# They state how many nodes have joined, at which endpoint, and what to type on the other nodes.
 
 
 _FIRST_SECONDS = 3.0
@@ -224,7 +224,7 @@ _STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
 
 
 class Reminder:
-    """Decides when to print the message: after 3 s, then at growing intervals. `at_once`: also immediately."""
+    """Decides when to print that a node waits: after 3 s, then at growing intervals. `at_once`: also immediately."""
 
     def __init__(self, now: float, at_once: bool = False) -> None:
         self._interval = _FIRST_SECONDS / _FACTOR if at_once else _FIRST_SECONDS
@@ -241,7 +241,7 @@ class Reminder:
 
 @dataclass(frozen=True)
 class Commands:
-    """Command lines for the other nodes of a job: that of this node, with other flags where they must differ."""
+    """Command lines for the other nodes of a job: this node's command line, except for the flags that must differ."""
 
     flags: Sequence[str]
     """The launcher's flags as they were typed here."""
@@ -296,7 +296,7 @@ def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlac
 def waiting_for_nodes(
     here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands, place: JobPlace | None = None
 ) -> str:
-    """The message of the host of the rendezvous. `here`: how many nodes have joined, including itself."""
+    """The message of the host of the rendezvous. `here`: how many nodes have joined, including the host."""
     joined = f"{here} of {limits.min_nodes} nodes {'has' if here == 1 else 'have'} joined"
     if here >= limits.min_nodes:
         return f"{joined}, which is enough; waiting up to {limits.last_call_timeout:g} s for more (last_call_timeout)"

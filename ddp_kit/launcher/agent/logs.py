@@ -17,12 +17,12 @@ from ddp_kit.launcher.plan import Logs, Plan
 
 
 def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
-    """torch's `LogsSpecs` or a plug-in's, which chooses the files that the workers of a round write to.
+    """The `LogsSpecs` of torch or of a plug-in, which choose the files that the workers of a round write to.
 
-    Raises `UsageError` for settings that it rejects.
+    Raises `UsageError` for settings that these `LogsSpecs` reject.
     """
     try:
-        with private_files():  # it creates a folder
+        with private_files():  # the constructor creates a folder
             return _kind(logs.logs_specs)(
                 log_dir=folder,
                 redirects=Std.from_str(logs.redirects),
@@ -53,7 +53,7 @@ class RoundLogs:
         envs: dict[int, dict[str, str]],
         is_ending: Callable[[int], bool],
     ) -> None:
-        """Create the files; `specs` adds the path of its error file to each worker's environment.
+        """Create the files; `specs` adds to each worker's environment the path of the worker's error file.
 
         `is_ending`: see `Output`. Raises `LaunchError` if the folder cannot be used.
         """
@@ -76,19 +76,19 @@ class RoundLogs:
             ) from None
 
     def start(self) -> None:
-        """Start reading, after every worker has inherited its streams."""
+        """Start to read the output; call this only after every worker has inherited its streams."""
         self.output.start()
         for each in self._filtered:
             each.start()
 
     def end(self) -> None:
-        """Stop, once the workers' files are complete."""
+        """Stop filtering; call this only once the workers' files are complete."""
         for each in self._filtered:
             each.end()
 
 
 class _Filtered:
-    """A file with those lines of all ranks' files that contain one of the given words."""
+    """A file that collects, from the files of all ranks, the lines that contain one of the given words."""
 
     def __init__(self, role: str, files: dict[int, str], path: str, words: Collection[str]) -> None:
         with private_files():

@@ -73,7 +73,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     hung = workers.hang_monitor.found
     secondary = bool(extra.get(NOTE_SECONDARY)) or verdict.is_secondary(noted or message) or (timed_out and bool(hung))
     if terminated and code == -SIGTERM and message and not secondary:
-        code = 1  # it was already ending with an exception of its own when SIGTERM arrived
+        code = 1  # the worker was already ending with its own exception when SIGTERM arrived
     out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()
     found = Failure(
         rank=rank,
@@ -113,7 +113,7 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
-    """Range of steps of these workers; None: none has begun a step."""
+    """The range of the steps of these workers; None if no worker has begun a step."""
     heartbeats = map(read_heartbeat, error_files)
     known = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
     return combined_steps([Steps(began, step) for began, step in known])
@@ -140,7 +140,7 @@ class EventRecords:
         """Record that the node got its rank assignment and started its workers."""
         self._workers = workers
         self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
-        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # they came with the assignment
+        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # the ranks came with the assignment
         for local_rank in workers.pids:
             self._record("START", local_rank)
 
@@ -221,7 +221,7 @@ _INTERVAL_SECONDS = 0.1  # as in torch's agent
 
 
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start the timer server of a round, which kills workers that time out; its path is in their environment."""
+    """Start a round's timer server, which kills workers that time out; their environment contains the server's path."""
     if os.environ.get(FILE_TIMER) != "1":
         return None
     path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
@@ -300,7 +300,7 @@ class Agent:
         elif isinstance(item, Disconnected):
             self._outcome = Outcome(lost=item.why)
             if self._workers is not None and self._running:
-                self._workers.stop_after_failure()  # without the others they cannot save
+                self._workers.stop_after_failure()  # without the other nodes, the workers cannot save
                 self._stop_workers()
                 self._workers.record_end(self._outcome)
         elif isinstance(item, StopSignal):
@@ -344,7 +344,7 @@ class Agent:
         self._events.round_began(self._workers)
 
     def _serve(self, assignment: RankAssignment) -> TCPStore | None:
-        """Serve the workers' store on the first node, a new one per round: the old one has stale addresses."""
+        """On the first node, serve a new workers' store for each round: the old store has stale addresses."""
         listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
@@ -361,7 +361,7 @@ class Agent:
         )
 
     def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count: torch would remove them."""
+        """Rename the previous round's logs if this round has the same restart count: torch would remove these logs."""
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             folder.rename(f"{folder}.round_{assignment.round - 1}")
@@ -408,7 +408,7 @@ class Agent:
         self._running = False
 
     def _report_stopped(self, state: State) -> None:
-        """Close the round's store, and report that none of its workers is left."""
+        """Close the round's store, and report that all workers of the round on this node have ended."""
         assert self._workers is not None
         workers = self._workers
         self._latest, self._store, self._latest_reported = self._failures(workers), None, self._round
@@ -424,7 +424,7 @@ class Agent:
         if self._workers is not None:
             if self._running:
                 self._workers.stop(item.number)
-            # They may have saved earlier, when another node left.
+            # The workers may have saved earlier, when another node left.
             failures = self._failures(self._workers) if self._workers.saved() else ()
         self._outcome = Outcome(failures, stopped_by=item.number)
         if self._workers is not None and self._round != self._latest_reported:
@@ -454,16 +454,16 @@ class Agent:
 
     @property
     def stacks(self) -> dict[int, str]:
-        """The stacks of this node's ranks, if one has hung in the latest round."""
+        """The stacks of this node's ranks, if a rank has hung in the latest round."""
         return {} if self._workers is None else self._workers.hang_monitor.stacks
 
     @property
     def folder(self) -> str:
-        """The folder of this job's logs on this node; empty: none."""
+        """The folder of this job's logs on this node; empty: no logs."""
         return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def recorded_failures(self) -> dict[int, ProcessFailure]:
-        """This node's failures if the script wrote an error file for one of them, as torch's @record does."""
+        """This node's failures if the script wrote an error file for one of these failures, as torch's @record does."""
 
         def by_script(failure: ProcessFailure) -> bool:
             note = note_of(failure)

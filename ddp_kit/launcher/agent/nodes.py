@@ -148,7 +148,7 @@ class Coordinator:
         self._closed.set()
 
     def _run_until_closed(self, work: Any) -> None:
-        with suppress(DistError, RuntimeError):  # the store closes with the host
+        with suppress(DistError, RuntimeError):  # the store closes when the host's launcher ends
             work()
 
     def _listen(self) -> None:
@@ -160,7 +160,7 @@ class Coordinator:
     def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
             self._informed.add(event["bye"])
-            early = not self._job.ended  # the launcher of the node failed
+            early = not self._job.ended  # the node left before the end, because its launcher failed
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             return self._job.reported(_read_report(event["report"]), now)
@@ -255,7 +255,7 @@ class MultiNodeLink:
         shutdown_timeout: float,
         commands: Commands,
     ) -> None:
-        """`shutdown_timeout`: seconds that other nodes may take to stop workers. `commands`: to type on other nodes.
+        """`shutdown_timeout`: seconds that other nodes may take to stop workers. `commands`: what to type on these.
 
         Raises `LaunchError` if the endpoint cannot be opened or reached, `StoppedError` if a stop signal arrives.
         """
@@ -309,7 +309,7 @@ class MultiNodeLink:
                 return self._serve()
             except LaunchError:
                 if is_host:
-                    raise  # no other node can host it
+                    raise  # no other node can host the rendezvous
         store: Any = self._reach()
         try:
             found = store.get(_JOB).decode()
@@ -348,7 +348,7 @@ class MultiNodeLink:
                     break
             except socket.gaierror as error:
                 if self._place is None or time.monotonic() - started > self._limits.join_timeout:
-                    resolve(self._host)  # raises a LaunchError that says what is wrong
+                    resolve(self._host)  # raises a LaunchError that names the problem
                 elif self._reminder.due(time.monotonic()):
                     self._print_message(
                         waiting_for_name(self._host, error.strerror or str(error), self._limits, self._place)
@@ -394,7 +394,7 @@ class MultiNodeLink:
         self._sender.start()
 
     def report(self, report: Report) -> None:
-        """Report the state of this node's workers, or that it leaves."""
+        """Report the state of this node's workers, or that the node leaves the job."""
         if self._listening is None:
             self._listening = listen(self._node.address, 0)
         port = self._listening.getsockname()[1]
@@ -402,7 +402,7 @@ class MultiNodeLink:
         self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
 
     def take_listening(self) -> socket.socket | None:
-        """Return the socket for the workers' store of the next round; None: they use the store of the rendezvous."""
+        """Return the socket for the workers' store of the next round; None: workers use the store of the rendezvous."""
         listening, self._listening = self._listening, None
         return listening
 

@@ -5,7 +5,7 @@
     python -P probe.py product                           a matrix product on the only visible GPU
     python -P probe.py host NAME                         the addresses of a host name
 
-It prints one line of JSON. On failure, the exit code is not 0 and the last line says why.
+The program prints one line of JSON. On failure, the exit code is not 0 and the last line gives the reason.
 """
 
 import json
@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 _TIMEOUT = timedelta(seconds=30)
-_ROUNDING = 1e-3  # relative to the largest element: usually 1e-6, with TF32 (set by a variable) 4e-4
+_ROUNDING = 1e-3  # relative to the largest element; the error is usually 1e-6, or 4e-4 with TF32 (set by a variable)
 
 
 def facts() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _is_own(family: int, address: Any) -> bool:
 
 
 def _why(error: Exception) -> str:
-    """The first line of an error, and NCCL's own message from its last line."""
+    """The first line of an error, and NCCL's own message from the error's last line."""
     lines = str(error).strip().splitlines() or [""]
     last = f": {lines[-1]}" if "Last error:" in lines else ""
     return f"{type(error).__name__}: {lines[0]}{last}"

@@ -42,7 +42,7 @@ class RunResult:
     folder: str = ""
     """The log folder; empty: none is kept."""
     stacks: Mapping[int, str] = field(default_factory=dict)
-    """The stacks of this node's ranks, if one has hung."""
+    """The stacks of this node's ranks, if a rank has hung."""
 
 
 def nproc_per_node(processes: str | None) -> str | None:
@@ -67,7 +67,7 @@ def check(plan: Plan) -> None:
 
 
 def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
-    """Run this node's workers until the job ends. `warm`: starts them; None: this process does.
+    """Run this node's workers until the job ends. `warm`: the server that starts them; None: this process starts them.
 
     Raises `UsageError` for settings that torch rejects, `LaunchError` if the rendezvous fails.
     """
@@ -177,7 +177,7 @@ def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> Non
 
 @contextmanager
 def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage) -> Iterator[str]:
-    """The folder for logs and error files: the user's, or a private one that is removed with the job."""
+    """The folder for logs and error files: the user's, or a private one that is removed when the job ends."""
     if logs.log_dir is not None:
         yield logs.log_dir
     elif logs.are_kept:  # with --redirects, the user needs the files after the job

@@ -52,7 +52,7 @@ class Frame:
 
     @property
     def is_user_code(self) -> bool:
-        """Whether it belongs neither to a library nor to ddpkit."""
+        """Whether the frame belongs neither to a library nor to ddpkit."""
         return not self.native and not any(part in self.file for part in _LIBRARY_PATHS)
 
 
@@ -62,15 +62,15 @@ class Stack:
 
     pid: int = 0
     frames: tuple[Frame, ...] = ()
-    """The frames of its main thread, innermost first; empty: the stack could not be read."""
+    """The frames of the main thread, innermost first; empty: the stack could not be read."""
     text: str = ""
     """The stacks of all threads."""
     stopped: bool = False
-    """Whether a signal such as SIGSTOP has stopped it."""
+    """Whether a signal such as SIGSTOP has stopped the process."""
     holds_lock: bool = False
-    """Whether one of its threads holds the interpreter lock (GIL)."""
+    """Whether a thread of the process holds the interpreter lock (GIL)."""
     loader: "Stack | None" = None
-    """The DataLoader worker that it waits for, if that worker is stopped or is running dataset code."""
+    """The DataLoader worker that the process waits for, if that worker is stopped or is running dataset code."""
 
     @property
     def python(self) -> tuple[Frame, ...]:
@@ -86,7 +86,7 @@ class Stack:
 
     @property
     def waits_for_ranks(self) -> str:
-        """The collective or other wait for ranks that it is in; empty: none."""
+        """The collective, or other wait for ranks, that the process is in; empty: none."""
         for frame in self.python:
             if frame.file.endswith(_COLLECTIVES):
                 return frame.name
@@ -104,11 +104,11 @@ class Stack:
 
     @property
     def waits_for_data(self) -> bool:
-        """Whether it waits for a DataLoader worker."""
+        """Whether the process waits for a DataLoader worker."""
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:
-        """Describe what it is doing, as in `in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
+        """Describe what the process does, as in `in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
         what = self.waits_for_ranks
         if not what:
             what = "data" if self.waits_for_data and phase.in_user_code else phase.description
@@ -116,7 +116,7 @@ class Stack:
         return f"in {what} ({location})" if location else f"in {what}"
 
     def as_trace(self) -> str:
-        """Its Python frames in the form of a traceback: the user's code, and the first library frames below it."""
+        """The Python frames in the form of a traceback: the user's code, and the first library frames below that."""
         frames = list(reversed(self.python))
         own = [number for number, frame in enumerate(frames) if frame.is_user_code]
         shown = {*own, *range(max(own, default=-1) + 1, len(frames))[:_MAX_CALLED]}
@@ -126,7 +126,7 @@ class Stack:
             if own and number not in shown:
                 left_out += 1
                 continue
-            if left_out and lines:  # frames outside the script's first one belong to the launcher
+            if left_out and lines:  # frames before the script's first one belong to the launcher
                 lines.append(f"  ... {left_out} frames of libraries")
             left_out = 0
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.name}')
@@ -138,11 +138,11 @@ class Stack:
 def read_stacks(
     pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Read the stack of each process, by its key in `pids`; an empty one if it cannot be read.
+    """Read the stack of each process, under the process's key in `pids`; a stack that cannot be read is empty.
 
-    `native_seconds`: time limit for native frames, which are slow to resolve. Python's frames get as long, but at least
-    3 s: on a busy machine, py-spy takes seconds to start. `files`: where processes write their own stacks if py-spy
-    cannot read them. `interrupted`: whether to return at once with what is known.
+    `native_seconds`: time limit for native frames, which are slow to resolve. The time limit for Python frames is
+    the same, but at least 3 s: on a busy machine, py-spy takes seconds to start. `files`: where processes write their
+    own stacks if py-spy cannot read these. `interrupted`: whether to return at once with what is known.
     """
     spy = program()
     if not spy:
@@ -175,14 +175,14 @@ def _with_own_stacks(
 
 
 def _request_own_stack(pid: int) -> bool:
-    """Send STACKS_SIGNAL to the main thread of a process, if it has a handler; return whether it was sent."""
+    """Send STACKS_SIGNAL to the main thread of a process, if it has a handler; return whether the signal was sent."""
     with suppress(OSError, AttributeError):  # a C library without tgkill
         return has_handler(pid, STACKS_SIGNAL) and bool(ctypes.CDLL(None).tgkill(pid, pid, STACKS_SIGNAL) == 0)
     return False
 
 
 def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
-    """Whether a process has a handler for a signal. `or_ignores`: or ignores it, so that it survives the signal."""
+    """Whether a process has a handler for a signal or, with `or_ignores`, ignores it, and so survives the signal."""
     fields = ("SigCgt:", "SigIgn:") if or_ignores else ("SigCgt:",)
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -203,7 +203,7 @@ def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
 
 
 def can_be_inspected(pid: int) -> bool:
-    """Whether py-spy is installed and the kernel lets it read a process, which it checks when `mem` is opened."""
+    """Whether py-spy is installed and the kernel, which checks this when `mem` is opened, lets it read a process."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -225,7 +225,7 @@ def wait_channel(pid: int) -> str:
 
 
 def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool]) -> Stack:
-    """Add the DataLoader worker that the process waits for, if any: one that is stopped or runs dataset code."""
+    """Add the DataLoader worker that the process waits for, if there is one that is stopped or runs dataset code."""
     if not stack.waits_for_data:
         return stack
     children = _children(stack.pid)
@@ -246,11 +246,11 @@ def _children(pid: int) -> list[int]:
 def _dumps(
     spy: str, pids: Collection[int], flags: list[str], seconds: float, interrupted: Callable[[], bool]
 ) -> dict[int, list[dict[str, Any]]]:
-    """Run py-spy on all processes in parallel; return its output for those that it could read in time."""
+    """Run py-spy on all processes in parallel; return its output for each process that it could read in time."""
     pipe, nothing, started = subprocess.PIPE, subprocess.DEVNULL, {}
     stopped = {pid for pid in pids if is_stopped(pid)}
     for pid in pids:
-        # A stopped process need not be paused.
+        # py-spy need not pause a process that is already stopped.
         command = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
         with suppress(OSError):
             started[pid] = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=nothing)
@@ -266,7 +266,7 @@ def _dumps(
 
 
 def _output_of(process: "subprocess.Popen[bytes]", deadline: float, interrupted: Callable[[], bool]) -> bytes:
-    while True:  # at least once, because it may have ended during the wait for another process
+    while True:  # at least once, because py-spy may have ended during the wait for another process
         try:
             return process.communicate(timeout=_POLL_SECONDS)[0]
         except subprocess.TimeoutExpired:

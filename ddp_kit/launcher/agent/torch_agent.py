@@ -65,7 +65,7 @@ def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:
     message = masked(str(note_of(failure).get("message", "")), os.environ)
-    terminated = failure.exitcode == -signal.SIGTERM  # how torch's agent ends the others
+    terminated = failure.exitcode == -signal.SIGTERM  # how torch's agent ends the other workers
     return Failure(
         rank,
         failure.local_rank,
@@ -80,7 +80,7 @@ def _failure(rank: int, failure: ProcessFailure) -> Failure:
 def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
     """End workers that torch's agent lost track of because a signal arrived while it was starting them.
 
-    `warm`: the server, which is a child of this process but no worker.
+    `warm`: the server, which is a child of this process but not a worker.
     """
     left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
     for worker in left:

@@ -70,7 +70,7 @@ def launch_config(settings: argparse.Namespace) -> LaunchConfig:
 
 
 def numa_cpus(local_rank: int, numa_binding: str) -> set[int]:
-    """The logical CPUs that --numa-binding gives a local rank. torch.numa.binding: 2.10 to 2.15.
+    """The logical CPUs that --numa-binding gives a local rank. Source: torch.numa.binding of torch 2.10 to 2.15.
 
     The argument `gpu_index` is called `device_index` from 2.14 on.
     """

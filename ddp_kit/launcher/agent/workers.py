@@ -34,13 +34,13 @@ from ddp_kit.launcher.warm.cleanup import state
 from ddp_kit.launcher.warm.client import Process, WarmServer
 
 _SIGNAL_CHECK_SECONDS = 0.05
-_SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep, which the user has to enable
-# A process in the kernel's uninterruptible sleep survives SIGKILL; the launcher does not wait for it any longer.
+_SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
+# A process in the kernel's uninterruptible sleep survives SIGKILL; the launcher waits at most this long for it.
 _UNKILLABLE_SECONDS = 5.0
-# From SIGTERM to SIGKILL for ranks in a Trainer, after another rank failed: they cannot save without it, and Python
-# does not run signal handlers during an NCCL collective.
+# From SIGTERM to SIGKILL for ranks in a Trainer, after another rank failed: they cannot save without that rank, and
+# Python does not run signal handlers during an NCCL collective.
 _TRAINING_SECONDS = 0.2
-_SAVING_SECONDS = 1.0  # the same while one of them is saving
+_SAVING_SECONDS = 1.0  # the same while one of these ranks is saving
 _LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes after all workers have ended
 
 
@@ -60,7 +60,9 @@ class Workers:
         print_message: Callable[[str], None],
         on_failure: Callable[[], None],
     ) -> None:
-        """`warm`: starts the workers; None: this process does. `on_failure`: called before a failure stops the others.
+        """`warm`: the server that starts the workers; None: this process starts them.
+
+        `on_failure`: called before a failure stops the other workers.
 
         Raises `LaunchError` if the log folder cannot be used.
         """
@@ -71,7 +73,7 @@ class Workers:
         self._logs = RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
         path = next((each for each in self.error_files.values() if each != os.devnull), None)
-        self._folder = None if path is None else Path(path).parents[1]  # of the attempt
+        self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
         self._round_file = None if self._folder is None else RoundFile(self._folder)
         self._record_keeper: RecordKeeper | None = None
         self.hang_monitor = HangMonitor(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
@@ -99,7 +101,7 @@ class Workers:
         if self._warm is None:
             for rank in self._envs:
                 self._processes[rank] = self._start_here(rank)
-                self._running.add(rank)  # to be killed if a later one cannot be started
+                self._running.add(rank)  # so that it is killed if a later one cannot be started
         else:
             self._processes = self._start_warm(self._warm)
         self._running = set(self._processes)
@@ -132,21 +134,21 @@ class Workers:
         )
 
     def _note_shutdown_timeout(self) -> None:
-        """Write the shutdown timeout to a file for the workers: their environment is the same as under torchrun."""
+        """Write the shutdown timeout to a file for workers: their environment must be the same as under torchrun."""
         if self._folder is not None:
             noted = self._folder / GRACE_FILE
             noted.touch(mode=0o600)
             noted.write_text(str(self._plan.shutdown_timeout))
 
     def _keep_record(self) -> None:
-        """Start to sample this machine for the run record, once a Trainer has set its folder."""
+        """Start to sample this machine for the run record, as soon as a Trainer has set the record's folder."""
         if self._folder is not None:
             kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
             self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
             self._record_keeper.start()
 
     def record_end(self, outcome: Outcome) -> None:
-        """Add how this attempt ended on this node to the run record, if there is one."""
+        """Record in the run record, if there is one, how this attempt ended on this node."""
         if self._record_keeper is not None:
             self._record_keeper.end(attempt_id(self._envs[0]), verdict.record(outcome), self.hang_monitor.stacks)
 
@@ -173,7 +175,7 @@ class Workers:
         )
 
     def _wait_for_answers(self, processes: Collection[Process], warm: WarmServer) -> bool:
-        """Wait until the server has started all workers. False if a stop signal arrives while it still imports torch.
+        """Wait until all workers are started. False if a stop signal arrives while the server still imports torch.
 
         Once one worker has started, a first signal has to reach the workers, so only a second one ends the wait.
         """
@@ -221,7 +223,7 @@ class Workers:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _timeout_of_others(self) -> float | None:
-        """Seconds left for the other workers after one has saved and asked for another run; None: no limit."""
+        """Seconds left for the other workers after a worker has saved and asked for another run; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         limit = self._plan.shutdown_timeout
         return max(0.0, self._began + min(left) + limit - time.monotonic()) if left else None
@@ -248,7 +250,7 @@ class Workers:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
 
     def _asleep_too_long(self) -> int | None:
-        """Return a local rank in uninterruptible sleep at every check for too long, which counts as a hang."""
+        """Return a local rank that has been in uninterruptible sleep at every check for too long, which is a hang."""
         allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
         if not allowed:
             return None
@@ -258,7 +260,7 @@ class Workers:
         return self.hang_monitor.check_sleeping(late)
 
     def _timed_out(self, local_rank: int) -> bool:
-        """Whether this worker ended with the timeout of a collective that other ranks did not reach."""
+        """Whether this worker ended because a collective that other ranks did not reach timed out."""
         code = self._exit_code(local_rank)
         if not code:
             return False
@@ -291,7 +293,10 @@ class Workers:
     # Results ----------------------------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """The workers that ended with an exit code other than 0, by rank, in the order in which they ended."""
+        """The workers that hung or had an exit code other than 0, by rank.
+
+        They are in the order in which they ended, but those that the launcher terminated come last.
+        """
         hung = self.hang_monitor.found  # a hung worker in uninterruptible sleep survives SIGKILL and has no exit code
         codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
         return {
@@ -301,7 +306,7 @@ class Workers:
         }
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """Describe how a worker ended as torch's `ProcessFailure`, with its error file if torch can read it."""
+        """torch's record of how a worker ended, with the worker's error file if torch can read that file."""
         path = self.error_files[local_rank]
         return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
 
@@ -310,12 +315,12 @@ class Workers:
         return self._after.get(local_rank, 0.0), local_rank in self._terminated
 
     def ended_well(self) -> tuple[int, ...]:
-        """The ranks that exited with code 0 before the launcher terminated any."""
+        """The ranks that exited with code 0 before the launcher terminated any worker."""
         well = [rank for rank in sorted(self._after) if rank not in self._terminated and self._exit_code(rank) == 0]
         return tuple(self.assignment.first_rank + rank for rank in well)
 
     def saved(self) -> bool:
-        """Whether workers asked for another run with their exit code, and none failed."""
+        """Whether any worker asked for another run through its exit code, and no worker failed."""
         codes = {self._exit_code(rank) for rank in self._after}
         return ExitCode.REQUEUE in codes and codes <= {0, ExitCode.REQUEUE}
 
@@ -334,7 +339,7 @@ class Workers:
     # Signals and stopping ---------------------------------------------------------------------------------------------
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every worker that has a handler for it; it would kill the others."""
+        """Send a signal to every worker that handles or ignores it; the signal would kill the others."""
         without_handler = []
         for rank in sorted(self._running):
             pid = self._processes[rank].pid
@@ -367,7 +372,7 @@ class Workers:
         return {read_heartbeat(self.error_files[rank]).phase for rank in self._running}
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send `number`; then SIGKILL after the shutdown timeout, or at a second signal to the launcher."""
+        """Send the signal `number`, then SIGKILL after the shutdown timeout, or at a second signal to the launcher."""
         if self._processes:
             self._end(number, self._plan.shutdown_timeout)
 
@@ -398,7 +403,7 @@ class Workers:
         if self._round_file is not None:
             self._round_file.close()
         failed = [rank for rank in self._after if self._exit_code(rank)]
-        # Without another cause, the tracebacks of terminated ranks are shown.
+        # The tracebacks of terminated ranks are shown only if no other rank failed.
         has_cause = any(rank not in self._terminated for rank in failed)
         self._final_output = self._output.end(
             failed,
@@ -416,7 +421,7 @@ class Workers:
         return self._interrupted or Path(self.error_files[local_rank]).is_file()
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        """Signal only the ranks, which need their DataLoader workers to save; of a wrapper, signal the whole group."""
+        """Signal ranks but not their DataLoader workers, which a save needs; for a wrapper, signal the whole group."""
         self._terminated |= self._running - self.hang_monitor.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
@@ -425,7 +430,7 @@ class Workers:
                 (os.killpg if self._plan.is_wrapped else os.kill)(pid, number)
 
     def _kill(self, local_ranks: Iterable[int]) -> None:
-        """Kill these ranks; the server kills the processes they started."""
+        """Kill these ranks and the processes that they started."""
         for rank in local_ranks:
             proc = self._processes[rank]
             if self._warm is not None and isinstance(proc, Process):

@@ -1,6 +1,6 @@
-"""Environments in which several nodes run one job: what their variables say, and the job files they take.
+"""Environments in which several nodes run one job: what their variables mean, and which job files they accept.
 
-One module per environment. Each has `read(env)`, from its variables to a `JobPlace`, or `job_file(request)`, from a
-request to the text that the engine takes, or both. `recognition.py` tries all `read` functions in turn; `engines.py`
-names what `ddpkit submit --on` accepts.
+One module per environment. Each has `read(env)`, which turns variables into a `JobPlace`, or `job_file(request)`,
+which turns a request into the text that the engine accepts, or both. `recognition.py` tries all `read` functions in
+turn; `engines.py` names what `ddpkit submit --on` accepts.
 """

@@ -16,7 +16,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     if _NODES not in env or _INDEX not in env:
         return None
     index, main = number(env, _INDEX, _NAME), number(env, _MAIN, _NAME)
-    # The main node is node 0; those before it move up by one.
+    # The main node gets rank 0; the rank of each node that precedes it is its index plus one.
     rank = 0 if index == main else index + (index < main)
     # The variable with the address is not set on the main node itself.
     host = env.get(_ADDRESS) or (env.get(_POD) or "localhost" if rank == 0 else "")

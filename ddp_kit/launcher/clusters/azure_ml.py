@@ -22,7 +22,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
             f"{_NAME} starts {env[LOCAL_WORLD_SIZE]} processes per instance; `ddpkit launch` starts them itself",
             "set process_count_per_instance: 1 in the job's distribution",
         )
-    nodes = _NODES if _NODES in env else WORLD_SIZE  # with one process per instance they are the same
+    nodes = _NODES if _NODES in env else WORLD_SIZE  # with one process per instance, both numbers are equal
     return check_rank(
         JobPlace(
             environment=_NAME,

@@ -12,7 +12,7 @@ class Engine:
     """An engine: its job file, and the command that submits it."""
 
     job_file: Callable[[Request], str]
-    """A pure function, from a request to the job file."""
+    """A pure function that turns a request into the text of the job file."""
     submission: Callable[[Request, str], tuple[str, ...]]
     """The command line that submits the job file at a path; its first word is the engine's program."""
     flags: frozenset[str]
@@ -20,9 +20,9 @@ class Engine:
     suffix: str
     """File name suffix of the job file."""
     install: str
-    """Hint for when its program is missing."""
+    """Hint to show when the engine's program is missing."""
     script_needed: bool = True
-    """Whether there is no job file without a script."""
+    """Whether the job file requires a script."""
     image_needed: bool = False
     run: Callable[[Request, Callable[[str], None]], int] | None = None
     """Function that runs the job, for an engine without a program that takes a job file."""

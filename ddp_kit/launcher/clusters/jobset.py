@@ -1,6 +1,6 @@
 """JobSet: an Indexed Job that is restarted as a whole. Source: JobSet 0.12, `jobset.x-k8s.io/v1alpha2`.
 
-Its variables are those of the Indexed Job within it: kubernetes.py reads them.
+The variables in its pods are those of the Indexed Job within it; kubernetes.py reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ def job_set(request: Request, env: Sequence[Mapping[str, Any]], metadata: Mappin
 
     `env`: variables of the container; `metadata`: metadata of the Job.
     """
-    # The first failure that counts fails the Job, and the JobSet counts.
+    # The Job fails at the first pod failure that counts, because the JobSet counts the restarts.
     spec = {"backoffLimit": 0, **job_spec(request, env)}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},

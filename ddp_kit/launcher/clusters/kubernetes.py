@@ -29,7 +29,7 @@ def manifest(request: Request, *objects: Mapping[str, Any]) -> str:
 
 
 def labels(request: Request) -> dict[str, Any]:
-    """Metadata: the label by which Kueue finds its queue."""
+    """Metadata with the label that names the job's queue for Kueue; empty if the request names no queue."""
     return {"labels": {_KUEUE_QUEUE: request.queue}} if request.queue else {}
 
 
@@ -43,7 +43,7 @@ def container(request: Request, env: Sequence[Mapping[str, Any]] = ()) -> dict[s
     }
     if resources(request):
         found["resources"] = resources(request)
-    # DataLoader workers and NCCL share memory there; the default of 64 MiB is too small.
+    # DataLoader workers and NCCL share memory in /dev/shm; the default of 64 MiB is too small.
     found["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     return found
 
@@ -99,7 +99,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 # --- Indexed Job ------------------------------------------------------------------------------------------------------
-# Alone or in a JobSet; both number their pods by JOB_COMPLETION_INDEX.
+# A Job may be alone or in a JobSet; both number their pods by JOB_COMPLETION_INDEX.
 # Kubernetes sets no variable for the number of pods or the name of the first one. The manifests of `ddpkit submit` set
 # PET_NNODES, and a headless service with the job's name makes pod 0 known as `<job>-0.<job>`. Other manifests may set
 # MASTER_ADDR to the name of pod 0.
@@ -109,13 +109,13 @@ def _rules() -> list[dict[str, Any]]:
 _INDEX = "JOB_COMPLETION_INDEX"
 _POD = "HOSTNAME"
 _REPLACEMENT_SECONDS = 300.0
-"""Time for the Job to replace a lost pod: to notice the loss, schedule, pull and start."""
+"""Time for the Job to replace a lost pod: to notice the loss, schedule a pod, pull its image and start it."""
 JOBSET = "JOBSET_NAME"
 """Name of the JobSet; the manifest sets it from a label."""
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This pod's place; None outside of an Indexed Job, and without PET_NNODES (independent pods)."""
+    """This pod's place; None outside of an Indexed Job, and if PET_NNODES is not set (the pods are independent)."""
     if _INDEX not in env or NODES_DEFAULT not in env:
         return None
     name = "a JobSet of Kubernetes" if JOBSET in env else "an Indexed Job of Kubernetes"

@@ -3,7 +3,7 @@
     python -m ddp_kit.launcher.clusters.ray_driver --nodes 3 --gpus 8 -- train.py --lr 0.1
 
 Ray restarts the actor of a lost node on another node, where its launcher joins the remaining ones, which keep their
-processes. If node 0, which hosts the rendezvous, is lost, or no replacement is there in time, all launchers end with
+processes. If node 0, which hosts the rendezvous, is lost, or no replacement arrives in time, all launchers end with
 exit code 4, and the driver restarts them all.
 """
 
@@ -25,14 +25,14 @@ from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED
 
 _REMINDER_SECONDS = 30.0
 _REPLACEMENT_SECONDS = 120  # for Ray to notice a loss, and to start an actor on another node
-_OTHERS_SECONDS = 10.0  # for the other launchers to end after the first that failed
+_OTHERS_SECONDS = 10.0  # for the other launchers to end after the first one has failed
 
 
 class Host:
     """One node of the job: a Ray actor."""
 
     def address(self) -> str:
-        """The address of its node."""
+        """The address of this actor's node."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, launch: Sequence[str]) -> int:

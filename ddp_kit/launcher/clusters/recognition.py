@@ -9,13 +9,14 @@ from ddp_kit.launcher.clusters import aws_batch, azure_ml, kubeflow, kubernetes,
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.spec import LaunchSpec
 
-# What starts processes comes before what allocates nodes: mpirun before Slurm, SkyPilot and Kubeflow before Kubernetes.
+# Environments that start processes come before those that allocate nodes: mpirun before Slurm, SkyPilot and
+# Kubeflow before Kubernetes.
 _ALL = (kubeflow, skypilot, azure_ml, aws_batch, mpi, slurm, kubernetes, pytorch_job)
 _RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint"}
 
 
 def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
-    """The spec with this node's place in the job, unless the command line says that it runs on this machine alone.
+    """The spec with this node's place in the job, unless the command line restricts the job to this machine.
 
     Values given by flags are kept. Raises `UsageError` if variables are missing or contradict each other.
     """
@@ -49,7 +50,7 @@ def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in a job, as the first environment that recognises its variables reads them; None: no job.
+    """This node's place in a job, from the first environment that recognises its own variables; None: no job.
 
     Raises `UsageError` if variables are missing or contradict each other.
     """

@@ -19,20 +19,20 @@ class JobPlace:
     """The place of this node in a job of several nodes."""
 
     environment: str
-    """Such as `Slurm`."""
+    """The environment's name, such as `Slurm`."""
     nodes: int
     node_rank: int
     host: str
     """A name or address of node 0, which hosts the rendezvous."""
     port: int
     run_id: str
-    """The same on all nodes; a job with another id is refused at this port."""
+    """The job's id, the same on all nodes; a node with another job's id is refused at this port."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The variable that each value comes from: `nodes`, `node rank`, `host` and others, for --dry-run."""
     gpus: int | None = None
     """Number of GPUs that the environment gives this node; None: not known."""
     end_time: float | None = None
-    """When the environment ends the job, as `time.time`; None: not known."""
+    """When the environment ends the job, on the clock of `time.time`; None: not known."""
     replacement: float | None = None
     """Seconds that the environment needs to replace a lost node; None: the launcher's default."""
     waits_for: str = ""
@@ -40,7 +40,7 @@ class JobPlace:
 
 
 def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) -> int:
-    """The whole number in the variable `name`. Raises `UsageError` if it is not one, or below `least`."""
+    """The whole number in the variable `name`. Raises `UsageError` if there is none, or if it is below `least`."""
     text = env.get(name, "")
     if not text.isdecimal() or int(text) < least:
         found = f"is {text!r}" if name in env else "is not set"
@@ -53,7 +53,7 @@ def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) 
 
 
 def optional_number(env: Mapping[str, str], name: str) -> int | None:
-    """The whole number in the variable `name`; None if it has none."""
+    """The whole number in the variable `name`; None if the value is not a whole number."""
     text = env.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -102,16 +102,16 @@ def hosts_of(text: str | None) -> tuple[str, ...]:
 AGAIN = (int(ExitCode.NODE_LOST), int(ExitCode.REQUEUE))
 """Exit codes after which the job is restarted without a limit: a node was lost, or the workers have saved."""
 COUNTED = (int(ExitCode.LAUNCH_FAILED), int(ExitCode.HUNG))
-"""Exit codes after which the job is restarted at most `Request.retries` times, as after those above 128."""
+"""Exit codes after which the job is restarted at most `Request.retries` times, as after codes above 128."""
 SIGNALLED = 129
-"""Smallest exit code of a process ended by a signal. Other codes end the job: ddpkit has restarted workers already."""
+"""Smallest exit code of a process ended by a signal. Other codes end the job: ddpkit itself has restarted workers."""
 
 _CPUS_PER_GPU = 8
 
 
 @dataclass(frozen=True)
 class Request:
-    """One job: how many nodes, what each gets, and the command that runs on each."""
+    """One job: how many nodes, what each node gets, and the command that runs on each node."""
 
     nodes: int
     words: tuple[str, ...]
@@ -122,7 +122,7 @@ class Request:
     gpus: int | None = None
     """GPUs per node."""
     gpu_type: str | None = None
-    """Such as `H100`, as the engine spells it."""
+    """The type of GPU in the engine's spelling, such as `H100`."""
     cpus: int | None = None
     """CPU cores per node."""
     seconds: int | None = None
@@ -144,7 +144,7 @@ class Request:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """The CPU cores of a node's processes together; None: as many as the engine gives."""
+        """The CPU cores for all processes of a node together; None: as many as the engine gives."""
         return self.cpus if self.cpus is not None else (self.gpus * _CPUS_PER_GPU if self.gpus else None)
 
     @property

@@ -54,7 +54,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
         environment=_NAME,
         nodes=nodes,
         node_rank=number(env, _NODE, _NAME),
-        # Where the names of nodes do not resolve, users set MASTER_ADDR to an address of the first one.
+        # Where the names of nodes do not resolve, users set MASTER_ADDR to an address of the first node.
         host=env.get(MASTER_ADDR) or first_host(env[_LIST]),
         port=derived_port(str(number(env, _JOB, _NAME) + number(env, _STEP, _NAME))),
         run_id=run_id,
@@ -99,7 +99,7 @@ _WARNING_SECONDS = 120
 
 
 def job_file(request: Request) -> str:
-    """A batch script for sbatch. Without a script in the request, its arguments are those of `ddpkit launch`."""
+    """A batch script for sbatch. If the request names no script, it passes its own arguments to `ddpkit launch`."""
     log = "%x-%A_%a.log" if request.array else "%x-%j.log"
     directives = {
         "job-name": request.name,
@@ -156,7 +156,7 @@ _HOW_TO = {
 
 
 def _cases() -> str:
-    """Cases of the batch script: after which exit codes the job is requeued."""
+    """The `case` branches of the batch script, which decide after which exit codes the job is requeued."""
     again, counted = "|".join(map(str, AGAIN)), "|".join(map(str, COUNTED))
     return f"""\
     {again}) again ;;  # a node was lost, or the workers have saved

@@ -40,7 +40,7 @@ def found_first(command: Sequence[str], programs: str) -> str:
 def script(launch: Sequence[str], folder: str = "", programs: str = "") -> tuple[str, ...]:
     """The command `sh -c ...` that runs `launch`; its exit code is the launcher's.
 
-    `folder`: its working folder; `programs`: a folder to put first in PATH. Empty: unchanged.
+    `folder`: the launcher's working folder; `programs`: a folder to put first in PATH. Empty: unchanged.
     """
     start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
     start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
@@ -74,11 +74,11 @@ def job_file(request: Request) -> str:
 
 
 # --- Session ----------------------------------------------------------------------------------------------------------
-# Runs a job on all hosts: prints their output here, returns one exit code, and leaves no process behind on them.
+# Runs a job on all hosts: prints the hosts' output here, returns one exit code, and leaves no process on the hosts.
 
 
 _SSH_FAILED = 255  # ssh's own exit code
-_NOT_FOUND = 127  # the shell's
+_NOT_FOUND = 127  # the shell's exit code for a missing program
 _BETWEEN_TRIES = 5.0
 _LOOK_SECONDS = 0.05
 _OURS = "ddpkit: "
@@ -118,7 +118,7 @@ class _Session:
         self._said: dict[str, str] = {}
         self._running: dict[str, subprocess.Popen[str]] = {}
         self.stopped = False
-        """Whether a signal has ended it."""
+        """Whether a signal has ended the attempt."""
         self.unreachable: list[str] = []
         self.missing: list[str] = []
         """The hosts without ddpkit."""
@@ -153,7 +153,7 @@ class _Session:
         return next((code for code in codes.values() if code), 0)
 
     def _wait(self) -> dict[str, int]:
-        """The exit codes by host, in the order in which they ended. If ssh itself fails, all are stopped."""
+        """The exit codes by host, in order of the launchers' ends. If ssh fails or finds no ddpkit, all are stopped."""
         codes: dict[str, int] = {}
         while len(codes) < len(self._running):
             for host, process in self._running.items():
@@ -165,7 +165,7 @@ class _Session:
         return codes
 
     def _copy(self, host: str, source: IO[str], target: TextIO) -> None:
-        """Copy a host's output, with its name before each line; equal lines of several launchers are printed once."""
+        """Copy a host's output: a script's lines after the host's name, equal lines of several launchers only once."""
         for line in source:
             if not line.startswith(_OURS):
                 text = f"{host}: {line}" if len(self._commands) > 1 else line

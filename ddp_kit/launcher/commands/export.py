@@ -103,7 +103,7 @@ def _size(text: str) -> float:
 
 
 def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> Found:
-    """The checkpoint at a path, or the best or newest whole one in a folder."""
+    """The checkpoint at a path, or, in a folder, the best or the newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
         found = best(source) if wants_best else examine(source)
         if found.whole:
@@ -149,7 +149,7 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
                 places.setdefault(names[name], []).extend(place)
         files.read(places)
         if len(shards) > 1:
-            made.append(stack.enter_context(_NewFile(index)))  # last, so that an index implies all shards
+            made.append(stack.enter_context(_NewFile(index)))  # last: where there is an index, all shards exist
             made[-1].write(_index(weights, paths, shards))
         for file in made:
             file.finish()

@@ -165,7 +165,7 @@ def _title(job: JobReading, width: int) -> Text:
 class _Column:
     title: str
     width: int
-    """The minimum width: that of most values, so that columns do not move between updates."""
+    """The minimum width, which fits most values, so that columns do not move between updates."""
     value: Callable[[RankReading], str]
     priority: int
     """On a narrow terminal, columns with higher numbers are left out first."""

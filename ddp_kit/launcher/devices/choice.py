@@ -14,7 +14,7 @@ Chosen = tuple[tuple[str, Gpu], ...]
 def choose(
     asked: str | None, command: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
 ) -> Chosen:
-    """Choose the GPUs for --gpus. `asked`: its value; None: not given, so all visible GPUs, possibly none.
+    """Choose the GPUs for --gpus. `asked`: its value; None: not given, which selects all visible GPUs, if any.
 
     `held`: GPU UUID -> the launch that holds it. Raises `UsageError` if GPUs are missing, held or not free.
     """

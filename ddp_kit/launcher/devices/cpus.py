@@ -50,7 +50,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = PurePath(path.strip("/"))
-        # In a container the path may be that of the host: then only the mount itself exists.
+        # In a container, the path may be the one on the host: then only the mount itself exists.
         yield from (mount / part for part in (group, *group.parents))
 
 
@@ -80,7 +80,7 @@ class Cpus:
     """The CPU cores that this process may use."""
 
     core_of: Mapping[int, int]
-    """Logical CPU -> physical core; with hyper-threading, several have the same one."""
+    """Logical CPU -> physical core; with hyper-threading, several logical CPUs share a physical core."""
     quota: float | None = None
     """The CPU quota of the control group, in cores; None: no limit."""
 

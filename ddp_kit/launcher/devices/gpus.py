@@ -60,10 +60,10 @@ class Process:
     """A process of this machine."""
 
     pid: int
-    """0: a process in another container, whose process ids are not valid here."""
+    """The process id; 0: a process in another container, whose process ids are not valid here."""
     user: str = ""
     command: str = ""
-    """Empty, like `user`, if this process may not see it."""
+    """The command; empty, like `user`, if this process may not see it."""
 
     def __str__(self) -> str:
         if not self.pid:
@@ -81,7 +81,7 @@ def process_info(pid: int) -> Process:
         user = process.username()
         argv = process.cmdline()
         command = " ".join([PurePath(argv[0]).name, *argv[1:]]) if argv else process.name()
-    except psutil.Error:  # it has ended, or this process may not see it
+    except psutil.Error:  # the process has ended, or may not be visible to this one
         pass
     return Process(pid, user, _shown(command))
 
@@ -97,7 +97,8 @@ def _shown(command: str) -> str:
 
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
 _SHOWN_PROCESSES = 3
-# The driver itself uses some memory. If more is used, a process uses the GPU, perhaps invisibly to this container.
+# The driver itself uses some memory. If more is used, a process uses the GPU, perhaps one that is invisible in
+# this container.
 _IDLE_MEMORY_SHARE = 0.1
 
 
@@ -112,50 +113,50 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A whole GPU or a MIG device: what one process uses. Memory in bytes."""
+    """A whole GPU or a MIG device: the unit that one process uses. Memory in bytes."""
 
     index: int
     """NVML's number: the order on the PCI bus."""
     uuid: str
     name: str
     memory_total: int
-    """0: not known."""
+    """Bytes; 0: not known."""
     memory_used: int
     processes: tuple[GpuProcess, ...] = ()
     load: int | None = None
     """Utilisation in percent; None: not known."""
     numa_node: int | None = None
     near: tuple[int, ...] = ()
-    """The CPU cores near it; empty: not known."""
+    """The CPU cores near the GPU; empty: not known."""
     mig: int | None = None
-    """The number of the MIG device on its GPU; None: a whole GPU."""
+    """The number of a MIG device on its GPU; None: a whole GPU."""
     usable: bool = True
     """False for a GPU in MIG mode without MIG devices."""
 
     @property
     def label(self) -> str:
-        """Its name in messages: `2`, or `2:0` for the first MIG device on GPU 2."""
+        """The GPU's name in messages: `2`, or `2:0` for the first MIG device on GPU 2."""
         return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
 
     @property
     def is_mig(self) -> bool:
-        """Whether it is a MIG device; CUDA shows a process at most one of these."""
+        """Whether this is a MIG device; CUDA shows a process at most one MIG device."""
         return self.uuid.startswith("MIG-")
 
     @property
     def busy(self) -> bool:
-        """Whether a process uses it."""
+        """Whether a process uses the GPU."""
         return bool(self.processes) or self.memory_used > _IDLE_MEMORY_SHARE * self.memory_total > 0
 
     @property
     def memory(self) -> str:
-        """`1.5 of 80 GiB`; empty: not known."""
+        """The used and the total memory, such as `1.5 of 80 GiB`; empty: not known."""
         if not self.memory_total:
             return ""
         return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"
 
     def state(self, holder: str = "") -> str:
-        """Held, busy or free. `holder`: the launch that holds it, if any."""
+        """Held, busy or free. `holder`: the launch that holds the GPU, if any."""
         if holder:
             return f"held by {holder}"
         if not self.usable:
@@ -181,8 +182,8 @@ def gpus() -> tuple[Gpu, ...]:
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
     """The GPUs that a process with this environment sees, each with the number or UUID that selects it.
 
-    CUDA reads CUDA_VISIBLE_DEVICES as numbers or prefixes of UUIDs. It ignores everything from an invalid or ambiguous
-    one on, and shows no GPU if one is listed twice. MIG devices unknown to NVML are assumed to exist.
+    CUDA reads CUDA_VISIBLE_DEVICES as numbers or prefixes of UUIDs. It ignores an invalid or ambiguous entry and all
+    entries after it, and shows no GPU if a GPU is listed twice. MIG devices unknown to NVML are assumed to exist.
     """
     mask = env.get(VISIBLE_GPUS)
     if mask is None:
@@ -228,7 +229,7 @@ def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
 
 
 def _gpu(index: int, handle: Any) -> Gpu | None:
-    """Query one GPU; None: its UUID cannot be read, for example because it has failed."""
+    """Query one GPU; None: its UUID cannot be read, for example because the GPU has failed."""
     uuid = query(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
         return None
@@ -269,7 +270,7 @@ class GpuUsage:
     temperature: int | None = None
     """Degrees Celsius."""
     pids: tuple[int, ...] = ()
-    """The processes that use it."""
+    """The processes that use the GPU."""
 
 
 def gpu_usage() -> tuple[GpuUsage, ...]:
@@ -360,7 +361,7 @@ def _nvlinks(handle: Any) -> list[_Address | None]:
     ends: list[_Address | None] = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)
-        if active is None:  # there is no such link
+        if active is None:  # the GPU has no link with this number
             break
         if active and query(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == _TO_SWITCH:
             ends.append(_SWITCH)

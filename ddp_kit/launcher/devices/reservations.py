@@ -2,7 +2,7 @@
 
 A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). Binding is atomic
 and visible to all users, and the kernel removes the socket when the process ends. The name of a second socket contains
-the launcher's process id, so that others need not ask the launcher, which may be suspended.
+the launcher's process id, so that other launchers need not ask this one, which may be suspended.
 Linux only, and within one network namespace: containers with their own network do not see each other's reservations.
 """
 
@@ -40,7 +40,7 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
     with ExitStack() as ours:
         with _one_at_a_time():
             found = holders()
-            # If another launcher started this one, as one of its workers, they share the GPUs.
+            # If this launcher is a worker of another launcher, the two share the GPUs.
             parents = {parent.pid for parent in psutil.Process().parents()}
             others = {uuid: str(holder) for uuid, holder in found.items() if holder.pid not in parents}
             plan = make(others)
@@ -76,7 +76,7 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Wait for other launches to finish choosing, but at most 10 s, because one may be suspended.
+    """Wait for other launches to finish choosing, but at most 10 s, because a launch may be suspended.
 
     Even after that, no GPU is reserved twice.
     """

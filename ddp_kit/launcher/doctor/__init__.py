@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
     checks.visible_gpus,
     checks.orphaned_processes,
     checks.ecc,
-    # These wait for processes that import torch.
+    # These checks wait for processes that import torch.
     checks.torch,
     checks.torch_and_driver,
     checks.torch_and_gpus,

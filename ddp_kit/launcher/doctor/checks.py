@@ -41,7 +41,7 @@ class CheckResult:
     status: Status
     found: str
     fix: str = ""
-    """The command that fixes it; empty: nothing to fix."""
+    """The command that fixes the problem; empty: nothing to fix."""
 
 
 def ok(name: str, found: str) -> CheckResult:
@@ -100,7 +100,7 @@ def cpu(machine: Machine) -> CheckResult:
 
 
 def open_files(machine: Machine) -> CheckResult:
-    """The limit on open files: DataLoader workers need one per tensor in transit, and each connection needs one."""
+    """The limit on open files: DataLoader workers need one file per tensor in transit, and each connection is one."""
     soft, hard = machine.open_files
     if soft < 0 or soft >= _MIN_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
@@ -181,7 +181,7 @@ def clock(machine: Machine) -> CheckResult:
 
 
 def host_name(machine: Machine) -> CheckResult:
-    """Whether the host name resolves to this machine: gloo and other nodes use it."""
+    """Whether the host name resolves to this machine: gloo and other nodes use the host name."""
     name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if result.error:
@@ -245,7 +245,7 @@ def _is_free(port: int) -> bool:
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
-# These checks do not use torch. Without a GPU, `driver` says so in one line, and the others do not apply.
+# These checks do not use torch. Without a GPU, `driver` reports that in one line, and the other checks do not apply.
 
 
 _NVIDIA = "0x10de"
@@ -254,7 +254,7 @@ _INIT_PID = 1
 
 
 def driver(machine: Machine) -> CheckResult:
-    """The NVIDIA driver and its GPUs; also says if there is no GPU."""
+    """The NVIDIA driver and its GPUs; also reports if there is no GPU."""
     found = machine.driver
     if found.cards:
         cuda = ".".join(map(str, found.cuda or ())) or "unknown"
@@ -282,7 +282,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
     asked = [word.strip() for word in mask.split(",")]
     if asked in ([""], ["-1"]):
         return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs: training runs on the CPU", fix)
-    # One at a time: CUDA shows the GPUs before an unknown one, and none at all if one is listed twice.
+    # Check the entries in turn: CUDA shows only the GPUs before an unknown entry, and none if a GPU is listed twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
     setting = f"{VISIBLE_GPUS}={mask}"
     if len(set(seen)) < len(seen):
@@ -352,7 +352,7 @@ def _driver_fix(machine: Machine) -> str:
 
 
 def _is_orphan(proc: Path, pid: int) -> bool:
-    """Whether init is the parent. In a container, process 1 may be a launcher, whose children are not orphans."""
+    """Whether the parent is init. In a container, process 1 may be a launcher, whose children are not orphans."""
     after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
     return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
 

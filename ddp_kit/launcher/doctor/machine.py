@@ -39,11 +39,11 @@ class Card:
 
     gpu: Gpu
     ecc_errors: int | None = None
-    """Uncorrected memory errors since its last reset; None: the GPU does not count errors."""
+    """Uncorrected memory errors since the GPU's last reset; None: the GPU does not count errors."""
     capability: Version | None = None
-    """Its compute capability, such as (9, 0)."""
+    """The GPU's compute capability, such as (9, 0)."""
     processes: tuple[int, ...] = ()
-    """The ids of the processes that use it, except those in other containers."""
+    """The ids of the processes that use the GPU, except those in other containers."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Driver:
     """Whether there is no driver."""
     version: str = "unknown"
     cuda: Version | None = None
-    """The newest CUDA version that it supports."""
+    """The newest CUDA version that the driver supports."""
     cards: tuple[Card, ...] = ()
 
     def visible(self, env: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -112,7 +112,7 @@ class ProbeResult:
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why it failed: the last output line of the process that failed first."""
+    """Why the probe failed: the last output line of the process that failed first."""
 
 
 Probe = Callable[[], ProbeResult]

@@ -40,7 +40,7 @@ Values = list[float | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: a value per point of its run."""
+    """One line of a chart: a value for each point of the run."""
 
     label: str
     values: Values
@@ -171,7 +171,7 @@ class _Builder:
     def _curves(
         self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
     ) -> Curves:
-        """Average the lines in buckets of neighbours: one point per bucket, at the x of its last line."""
+        """Average neighbouring lines of the record: one point per bucket, at the x of the bucket's last line."""
         wanted = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
         count = min(max(wanted, _LEAST_POINTS), len(lines))
         edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
@@ -221,7 +221,7 @@ def _share(part: str, whole: str) -> _Value:
 
 
 def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
-    """A value for each rank or GPU; if there are many, the lowest, the median and the highest of them."""
+    """A value for each rank or GPU; if there are many, only the lowest, the median and the highest value."""
     if count <= _MOST_LINES:
         return {f"{what} {index}": value_of(index) for index in range(count)}
     values = [value_of(index) for index in range(count)]
@@ -308,7 +308,7 @@ def write_pictures(runs: Sequence[RunHistory], folder: Path) -> list[Path]:
 
 
 def _draw(chart: Chart, names: Sequence[str], path: Path) -> None:
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
     figure = Figure(figsize=_INCHES, layout="constrained")
     axes = figure.add_subplot()

@@ -29,7 +29,7 @@ class Profile:
 
 
 def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
-    """One profile per file; for a file that cannot be read, its line states the reason."""
+    """One profile per file; if a file cannot be read, the only line of its profile is the reason."""
     return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
 
 
@@ -75,19 +75,19 @@ def place_of(line: LineMemory) -> str:
 
 
 # --- Findings about a run ---------------------------------------------------------------------------------------------
-# How it ended, the advice given during it, and what only the whole run shows.
+# How the run ended, the advice given during the run, and what only the whole run shows.
 
 
 _ENOUGH_ROWS = 8
 """Minimum rows to judge a trend by."""
 _RISEN = 1.05
-"""Multiple of the lowest evaluation loss above which it has risen."""
+"""Multiple of the lowest evaluation loss; a loss above it counts as risen."""
 _SLOWER = 0.8
-"""Fraction of the earlier throughput below which training has slowed down."""
+"""Fraction of the earlier throughput; a throughput below it counts as slower."""
 _OFF_PLAN = 0.10
 _IDLE_GPU = 0.5
 _COMPILED_AGAIN = 3
-"""Graphs compiled late that count as a problem; a smaller last batch and the first evaluation need one each."""
+"""Minimum of late compilations that is a problem; a smaller last batch and the first evaluation cause one each."""
 _FULL_HOST = 0.95
 
 
@@ -162,7 +162,7 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
 
 
 def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """Time at which the failed attempt reached the step that the next one resumed from, according to its rows."""
+    """Time at which the failed attempt reached the step from which the next one resumed, according to the rows."""
     step = after.begin["step"]
     reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
     return float(max(reached, default=before.begin["time"]))
@@ -221,7 +221,7 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
         row["samples_per_second"]
         for row in run.rows
         if row.get("attempt") == run.last.name and _is_number(row.get("samples_per_second"))
-    ][1:]  # the first interval warms up
+    ][1:]  # the first interval includes the warm-up
     if len(rates) < 2 * _ENOUGH_ROWS:
         return
     quarter = len(rates) // 4
@@ -251,7 +251,7 @@ def _machine(run: RunHistory) -> Iterator[Finding]:
         where = f"node {node}" if len(run.samples) > 1 else "the machine"
         used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
         ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
-        shared = len(used) > ranks // nodes  # with other jobs, so that the load may not be ours
+        shared = len(used) > ranks // nodes  # with other jobs, which may cause the load
         busy = fmean(load for loads in used for load in loads) if used else 1.0
         if busy < _IDLE_GPU and not shared:
             yield Finding(

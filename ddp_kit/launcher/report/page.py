@@ -157,7 +157,7 @@ def _differences(runs: Sequence[RunHistory]) -> str:
 
 
 def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
-    """The figures of `own`. Appends its charts to `charts`, those of the whole page."""
+    """The figures for the charts in `own`, which are appended to `charts`, the list for the whole page."""
     figures = []
     for chart in own:
         unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""

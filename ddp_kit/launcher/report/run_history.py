@@ -27,7 +27,7 @@ class Attempt:
     done: Line | None
     """None: `fit` has not ended."""
     ends: tuple[Line, ...]
-    """The event `end` of each node; empty while it runs."""
+    """The event `end` of each node; empty while the attempt runs."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunHistory:
     """Everything recorded about one run."""
 
     name: str
-    """The name of its folder, such as runs/7; unique within a report."""
+    """The name of the run's folder, such as runs/7; unique within a report."""
     attempts: tuple[Attempt, ...]
     """At least one."""
     rows: tuple[Line, ...]
@@ -134,7 +134,7 @@ class _Reader:
             raise UsageError(f"{path} cannot be read: {error.strerror}", "look at its permissions") from None
         whole, _, torn = text.rpartition("\n")
         if not whole and torn:
-            whole = torn  # the only line
+            whole = torn  # the file has only one line, without a newline
         for line in whole.split("\n"):
             try:
                 found = json.loads(line)
@@ -176,7 +176,7 @@ def _attempt(begin: Line, lines: Sequence[Line]) -> Attempt:
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
-    """Profile files of the latest attempt with `profile.steps`, if they are still where it wrote them."""
+    """Profile files of the latest attempt with `profile.steps`, if they are still where the attempt wrote them."""
     for attempt in reversed(attempts):
         profile = attempt.begin.get("config", {}).get("profile", {})
         if profile.get("steps") is not None:

@@ -34,7 +34,7 @@ from ddp_kit.launcher.trace.records import (
 )
 
 # --- Host-device synchronisations -------------------------------------------------------------------------------------
-# Where the host waits for the GPU; on a CPU, where it would wait.
+# Where the host waits for the GPU, or, in training on a CPU, where it would wait for a GPU.
 
 # CUDA and HIP functions that return when the GPU is done. Source: CUDA Runtime API, "API synchronization behavior".
 # torch calls one of the first three after each blocking copy.
@@ -43,7 +43,7 @@ _OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
 
 
 def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchronisation, ...]:
-    """Synchronisations by operator and place, the most frequent first. Without a GPU: those that would wait for one."""
+    """Synchronisations by operator and place, the most frequent first. Without a GPU: what would wait for a GPU."""
     spent: dict[tuple[str, CodeLocation | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
         inner = recording.calls.operator[index] if recording.gpu else index
@@ -170,7 +170,7 @@ def _cause(recording: Recording, start: float, following: Event, waits: Spans) -
 
 
 # --- Matrix products and convolutions ---------------------------------------------------------------------------------
-# Finds those that do not use the tensor cores, or not at full speed.
+# Finds operations that do not use the tensor cores, or not at full speed.
 # Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
 # cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes. This module applies the
 # same rule to the channels of a convolution and to the head dimension of attention. float32 uses tensor cores only as
@@ -394,7 +394,7 @@ _IDLE, _ALONE, _PRODUCTS, _DATA, _OUTSIDE, _LARGE = 0.05, 0.05, 0.01, 0.10, 0.30
 _MOST_EACH = 3
 
 Finding = tuple[float, str]
-"""Weight, mostly a share of the recorded time, and text."""
+"""The weight of a finding, mostly a share of the recorded time, and its text."""
 
 
 def lines(summary: TraceSummary) -> list[str]:
@@ -501,7 +501,7 @@ def _padding(product: MatrixProduct) -> str:
 
 
 def _host(summary: TraceSummary) -> Iterator[Finding]:
-    """Findings about the host, for CPU traces only: for a GPU, its idle time shows them."""
+    """Findings about the host, for CPU traces only: in a GPU trace, the GPU's idle time shows these."""
     if summary.device == "gpu" or not summary.wall:
         return
     data, outside = summary.waited_for_data / summary.wall, summary.outside / summary.wall

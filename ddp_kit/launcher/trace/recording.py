@@ -243,10 +243,10 @@ class CallTree:
             outer = self.operator[outer]
 
     def place(self, index: int) -> CodeLocation | None:
-        """The innermost Python function around an event, without those of torch and the standard library.
+        """The innermost Python function around an event, leaving out those of torch and the standard library.
 
-        In a backward pass: the function around the forward operator. Functions of ddpkit count, to tell them apart
-        from the user's code.
+        In a backward pass: the function around the forward operator. Functions of ddpkit are not left out, so
+        that they can be distinguished from the user's code.
         """
         for outer in self.callers(self._source(index)):
             found = _place(self.events[outer])
@@ -381,8 +381,8 @@ def recording_of(trace: TraceFile) -> Recording:
     """Build a recording from the events of a file."""
     calls = CallTree(trace.events)
     marks = [(int(found[1]), event) for event in calls.events if (found := _STEP.match(event.name))]
-    # Without step marks: from the first operator to the last, because Python functions that were already running appear
-    # to begin with the trace.
+    # Without step marks, the recording lasts from the first operator to the last: Python functions that were already
+    # running appear to begin when the trace begins.
     bounds = [mark for _, mark in marks] or [e for e in calls.events if e.kind in ("cpu_op", "user_annotation")]
     gpu = tuple(event for event in trace.events if event.kind in GPU)
     bounds = bounds or list(gpu) or trace.events

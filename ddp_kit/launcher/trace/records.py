@@ -39,9 +39,9 @@ class Operation:
 class GpuTime:
     """Time breakdown of the busiest GPU, from its first to its last kernel.
 
-    These add up to `recorded`: `computing`, `communication_alone`, `copying` (no kernel ran, but a copy or memset) and
-    the idle times: after the host waited for the GPU, while it waited for data, while it had not launched the next
-    kernel (`idle_host`), and between kernels that were launched in time (`idle_queued`).
+    The following times add up to `recorded`: `computing`, `communication_alone`, `copying` (no kernel ran, but a copy
+    or memset) and the idle times: after the host waited for the GPU, while the host waited for data, while the host had
+    not launched the next kernel (`idle_host`), and between kernels that were launched in time (`idle_queued`).
     """
 
     recorded: float
@@ -67,7 +67,7 @@ class GpuTime:
 
 @dataclass(frozen=True)
 class Synchronisation:
-    """A place where the host waits for the GPU; on a CPU, where it would.
+    """A place where the host waits for the GPU, or, in training on a CPU, where it would wait for a GPU.
 
     `operation` is the torch operator, or else the CUDA function. `place` is None without recorded stacks and in
     threads without Python.

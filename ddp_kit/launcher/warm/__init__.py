@@ -6,6 +6,6 @@
                  <----Started-----                                  runs the script (script.run_as_main)
                  <-----Ended------  wait status             <---    ends
 
-They communicate over a socketpair that the server inherits; an end of file tells it that the launcher has ended.
-docs/launching.md lists the differences from plain Python that a script can see.
+Launcher and server communicate over a socketpair that the server inherits; the server reads an end of file when the
+launcher has ended. docs/launching.md lists the differences from plain Python that a script can see.
 """

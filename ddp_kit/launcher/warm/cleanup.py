@@ -17,14 +17,14 @@ _LIBC = ctypes.CDLL(None)
 
 # Helper processes that remove shared memory once their clients have ended, and then exit on their own.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# The server waits for them because only they know the names of the memory. torch_shm_manager exits two seconds after
+# The server waits for them because only they know the names of that memory. torch_shm_manager exits two seconds after
 # its last client, or later on a busy machine.
 _CLEANERS_SECONDS = 5.0
 _TERM_SECONDS = 0.2
 _POLL_SECONDS = 0.01
 # A process in the kernel's uninterruptible sleep survives SIGKILL; nothing waits for it longer than this.
 _UNKILLABLE_SECONDS = 5.0
-# Shared memory with names made by libraries, and the socket folders of multiprocessing and torch_shm_manager.
+# Shared memory whose names are made by libraries, and the socket folders of multiprocessing and torch_shm_manager.
 _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:torch_|nccl-)\S+)$", re.MULTILINE)
 _SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
 
@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`, so that this process can clean up after its parent has died.
 
-    The kernel sends SIGCONT instead, in case a signal has stopped this process.
+    When the parent dies, the kernel only sends SIGCONT, in case a signal has stopped this process.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
@@ -71,12 +71,12 @@ class Child:
 
     @property
     def command(self) -> bytes:
-        """Its command line, separated by zero bytes; empty for a zombie."""
+        """The command line, its words separated by zero bytes; empty for a zombie."""
         return _read(f"/proc/{self.pid}/cmdline")
 
     @property
     def name(self) -> str:
-        """Its command line, else its name in brackets as in `ps`; empty if it has ended."""
+        """The command line, or else the name in brackets as in `ps`; empty if the child has ended."""
         command_line = self.command.replace(b"\0", b" ").decode(errors="replace").strip()
         before, _, after = _read(f"/proc/{self.pid}/stat").rpartition(b") ")
         if command_line or not after or after[:1] in b"ZX":
@@ -85,7 +85,7 @@ class Child:
 
     @property
     def is_cleaner(self) -> bool:
-        """Whether it is a helper that removes shared memory and then exits on its own."""
+        """Whether the child is a helper that removes shared memory and then exits on its own."""
         return any(name in self.command for name in _CLEANERS)
 
 
@@ -93,11 +93,11 @@ def children() -> list[Child]:
     """The children of this process that it has not yet waited for, zombies included.
 
     A killed process with several threads is a zombie that cannot be waited for until its last thread has ended. Only
-    then do its own children become children of this process.
+    then do the children of the killed process become children of this one.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the usual case at the end of a job, where searching takes milliseconds
+    except ChildProcessError:  # usual at the end of a job; a search would take milliseconds
         return []
     own, found = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
@@ -109,9 +109,9 @@ def children() -> list[Child]:
 
 
 def signal_children(which: Callable[[Child], bool], number: signal.Signals, leftovers: set[Path]) -> bool:
-    """Send a signal to the children that `which` selects, except cleaners. Returns whether there were any.
+    """Send a signal to the children that `which` selects, except cleaners. Returns whether it selects any.
 
-    Adds the files that they would leave behind to `leftovers`.
+    Adds to `leftovers` the files that these children would leave behind.
     """
     selected = [child for child in filter(which, children()) if not child.is_cleaner]
     for child in selected:
@@ -124,7 +124,7 @@ def signal_children(which: Callable[[Child], bool], number: signal.Signals, left
 def end_children(
     which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, leftovers: set[Path] | None = None
 ) -> None:
-    """End the children that `which` selects, except cleaners, and the orphans they leave, until none remains.
+    """End the children that `which` selects, except cleaners, and the orphans that these leave, until none remains.
 
     `reap` waits for zombies. `gently`: send SIGTERM first. `leftovers`: files found earlier, which are removed too.
     """
@@ -171,7 +171,7 @@ def leftovers_of(pid: int) -> set[Path]:
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                inodes.add(os.readlink(entry.path).encode())  # noqa: PTH115  # thousands of them
+                inodes.add(os.readlink(entry.path).encode())  # noqa: PTH115  # there may be thousands
     for line in _read("/proc/net/unix").splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and b"socket:[%b]" % fields[6] in inodes:
@@ -193,5 +193,5 @@ def _remove(leftovers: Iterable[Path]) -> None:
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return b""

@@ -37,8 +37,9 @@ hidden, preload = (tuple(filter(None, names.split(","))) for names in sys.argv[5
 server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload)
 """
 _CLOSE_SECONDS = 10.0  # that the server may take to clean up
-# How often to check whether a signal has stopped the server. The launcher acts only if it is stopped at two checks in a
-# row, and the second one is in time: a job that was suspended as a whole, launcher included, may be about to continue.
+# How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
+# checks in a row, and the second check is not late: a job that was suspended as a whole, launcher included, may be
+# about to continue.
 _CHECK_SECONDS = 5.0
 _LATE_SECONDS = 1.0
 
@@ -54,10 +55,10 @@ class WarmServer:
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
     ) -> None:
-        """Start the server. `argv`: the launcher's arguments; workers overwrite them in memory with theirs, for `ps`.
+        """Start the server. `argv`: the launcher's arguments; for `ps`, workers write their own over these.
 
-        `warm`: whether it imports torch. `print_message`: called with the message if the server was stopped by a
-        signal. `preload`: modules to import in addition to torch.
+        `warm`: whether the server imports torch. `print_message`: called with a message if a signal stops the server.
+        `preload`: modules to import in addition to torch.
         """
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
@@ -104,7 +105,7 @@ class WarmServer:
         """Request a worker. The caller must then call `pump` until the worker's `answered` is true.
 
         `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for the worker's
-        stdout and stderr; if empty, it uses those of this process. `count_interval`, `stacks`: see `Start`.
+        stdout and stderr; if empty, the worker uses those of this process. `count_interval`, `stacks`: see `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
@@ -114,7 +115,7 @@ class WarmServer:
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """Kill a worker and the processes it started. A stopped server is continued for that."""
+        """Kill a worker and the processes it started. If a signal has stopped the server, continue the server first."""
         self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
@@ -127,7 +128,7 @@ class WarmServer:
         self._send(RemoveAtEnd(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Process the server's messages; wait for one for at most `timeout` seconds, and never more than 5 s."""
+        """Process the server's messages; wait for a message for at most `timeout` seconds, and never more than 5 s."""
         self._check_if_stopped()
         timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
@@ -145,7 +146,7 @@ class WarmServer:
             self._lose()
 
     def next_check(self) -> float:
-        """Seconds after which to call `pump` even without a message: it checks whether the server is stopped."""
+        """Seconds after which to call `pump` even without a message, to check whether the server is stopped."""
         return max(0.0, self._last_check + _CHECK_SECONDS - time.monotonic())
 
     def _check_if_stopped(self) -> None:
@@ -171,7 +172,7 @@ class WarmServer:
         """End all remaining workers, the processes they left behind, and the server."""
         self._channel.close()
         self._process.send_signal(signal.SIGCONT)  # a stopped server cannot clean up
-        if self._has_started and self._process.poll() is None:  # not started: it may still be importing torch
+        if self._has_started and self._process.poll() is None:  # otherwise, it may still be importing torch
             watched = os.pidfd_open(self.pid)  # `Popen.wait` with a timeout looks only every 50 ms
             poll = select.poll()
             poll.register(watched, select.POLLIN)
@@ -190,7 +191,7 @@ class WarmServer:
             self._lose()
 
     def _lose(self) -> None:
-        """Handle the death of the server and its workers. The processes they started are now children of this one."""
+        """Handle the death of the server and its workers, whose child processes are now children of this process."""
         self.gone = True
         self._process.wait()
         _end_leftovers()
@@ -207,23 +208,23 @@ class Process:
         self._server = server
         self.number = number
         self.answered = False
-        """Whether the server has started it, or failed to."""
+        """Whether the server has started the worker, or failed to."""
         self.pid = 0
         self.cold = ""
-        """Why it was executed instead of forked; see `Started`."""
+        """Why the worker was executed instead of forked; see `Started`."""
         self.error = ""
-        """Why it could not be started."""
+        """Why the worker could not be started."""
         self.lost = False
-        """Whether it died with the server."""
+        """Whether the worker died with the server."""
         self.returncode: int | None = None
         self.ended_at = 0.0
-        """When its end was noticed; monotonic clock."""
+        """When the worker's end was noticed; monotonic clock."""
 
     def poll(self) -> int | None:
         """The exit code, or minus the signal's number; None: still running, as far as known.
 
-        It does not call `WarmServer.pump`, which would also consume messages about other workers: a caller that has
-        already polled those would then wait forever.
+        This does not call `WarmServer.pump`, which would also consume messages about other workers: a caller that has
+        already polled those workers would then wait forever.
         """
         return self.returncode
 

@@ -42,7 +42,7 @@ class Start:
     number: int
     """Identifies the worker in later messages."""
     command: tuple[str, ...]
-    """What to execute if it cannot be forked."""
+    """What to execute if the worker cannot be forked."""
     env: Mapping[str, str]
     """The worker's whole environment."""
     program: Program | None = None
@@ -69,7 +69,7 @@ class Clear:
     """Launcher to server: all workers of a round have ended; end the processes they left behind."""
 
     succeeded: bool
-    """Whether all exited with code 0: leftover processes are then unexpected, and a message names them."""
+    """Whether all workers exited with code 0; if so, leftover processes are unexpected, and a message names them."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Started:
 
     number: int
     pid: int
-    """0: it could not be started."""
+    """The process id; 0: the worker could not be started."""
     cold: str = ""
-    """Why it was started cold although a fork was requested; empty: it was forked, or no fork was requested."""
+    """Why the worker was started cold, not forked as requested; empty: it was forked, or no fork was requested."""
     error: str = ""
-    """Why it could not be started."""
+    """Why the worker could not be started."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Ended:
 
     number: int
     returncode: int
-    """Its exit code; negative: minus the signal that killed it."""
+    """The worker's exit code; negative: minus the number of the signal that killed the worker."""
 
 
 Message = Start | Kill | Clear | RemoveAtEnd | Started | Ended

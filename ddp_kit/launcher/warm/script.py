@@ -37,15 +37,15 @@ _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE
 
 
 def later_imports(program: Program) -> tuple[str, ...]:
-    """The modules besides torch that every worker will import, for an optimizer or a Trainer."""
+    """The modules besides torch that every worker will import, because its script uses an optimizer or a Trainer."""
     return _later_imports(_text(program))
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
     """A variable that the script changes although a preloaded module has already read it; empty: none.
 
-    A variable that is set to the value it already has is not changed; torch's allocator has one under several names.
-    `env`: the environment at its start. Only the script's own source is checked, not the modules it imports.
+    Setting a variable to the value that it already has is no change; the variable of torch's allocator has several
+    names. `env`: the script's initial environment. Only the script's own source is checked, not the modules it imports.
     """
 
     def changes(name: str, default: bool, literal: str) -> bool:
@@ -75,12 +75,12 @@ def _later_imports(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _sets(text: str) -> list[tuple[str, bool, str]]:
-    """The import-time variables that the script sets: name, whether only as a default, string literal if it is one."""
+    """The import-time variables that the script sets: name, whether only as a default, and value if a literal."""
     if "environ" not in text:
         return []
     try:
         statements = list(map(ast.unparse, ast.parse(text).body))  # in one style, without comments
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python shows it when the script runs
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python reports the error when the script runs
         return []
     too_late = _READ_LATER if _later_imports(text) else ()
     before_torch = len(list(takewhile(lambda statement: not _IMPORTS_TORCH.match(statement), statements)))
@@ -105,7 +105,7 @@ _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
     """Why this program needs a new interpreter; empty: it can be forked.
 
-    `env`: its environment. `preloaded`: the top-level modules that the warm server has imported.
+    `env`: the program's environment. `preloaded`: the top-level modules that the warm server has imported.
     """
     if not program.module and (not program.name.endswith(".py") or not Path(program.name).is_file()):
         return f"{program.name} is not a .py file"
@@ -129,9 +129,10 @@ def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: f
 
 
 def set_title(program: Program) -> None:
-    """Make `ps` show the program's command line, by overwriting this process's own in memory.
+    """Make `ps` show the program's command line, by overwriting this process's own command line in memory.
 
-    A last byte other than 0 tells the kernel that it was overwritten. Source: get_mm_cmdline in Linux's fs/proc/base.c.
+    A last byte other than 0 shows the kernel that the command line was overwritten. Source: get_mm_cmdline in Linux's
+    fs/proc/base.c.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
@@ -144,8 +145,8 @@ def set_title(program: Program) -> None:
 def run_as_main(program: Program) -> None:
     """Run `program` as the main program of this process.
 
-    It returns or raises like the program. The caller lets every exception propagate to the interpreter, which prints
-    it, finalises and sets the exit code as for `python program`.
+    This function returns or raises as the program does. The caller lets every exception propagate to the interpreter,
+    which prints it, finalises and sets the exit code as for `python program`.
     """
     sys.orig_argv[:] = program.command_line
     try:
@@ -208,7 +209,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _at_start(error: BaseException) -> bool:
-    """Whether an import at the top level or the syntax of the script failed, so that a restart cannot help."""
+    """Whether the script's syntax or an import at its top level failed, which means that a restart cannot help."""
     if not isinstance(error, ImportError | SyntaxError):
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

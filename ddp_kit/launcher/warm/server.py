@@ -57,18 +57,18 @@ class ParentSignals:
     """Forwards to the launcher the first stop signal that a descendant of this process sends."""
 
     def __init__(self, launcher: int) -> None:
-        """`launcher`: its process id. The signals must be blocked."""
+        """`launcher`: the launcher's process id. The stop signals must already be blocked."""
         self._launcher = launcher
         self._has_forwarded = False
         signals = sum(1 << (number - 1) for number in _STOPPING).to_bytes(_SIGSET_BYTES, sys.byteorder)
         self._descriptor: int = ctypes.CDLL(None).signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """The descriptor for `select`: readable when a signal is pending. A forked worker closes it."""
+        """The descriptor for `select`: readable when a signal is pending. A forked worker closes the descriptor."""
         return self._descriptor
 
     def forward(self) -> None:
-        """Consume all pending signals. If several ranks send one, only the first is forwarded."""
+        """Consume all pending signals. If several ranks send a signal, only the first signal is forwarded."""
         while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
             if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
                 self._has_forwarded = True
@@ -80,7 +80,7 @@ def _is_descendant(pid: int) -> bool:
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it is gone
+        except OSError:  # the process is gone
             return False
         if pid == os.getpid():
             return True
@@ -88,21 +88,21 @@ def _is_descendant(pid: int) -> bool:
 
 
 # --- Server -----------------------------------------------------------------------------------------------------------
-#     import torch                     (not with --cold: it then only starts workers, watches them and cleans up)
+#     import torch                     (not with --cold: the server then only starts and watches workers, and cleans up)
 #     loop:
 #         Start         fork a worker, or execute it if a fork would differ from a new interpreter
 #         Kill, Clear   kill a worker and the processes it started; end what the workers of a round left behind
 #         a child ends  report it to the launcher
-#         end of file   the launcher has ended: end all processes, remove its folder, exit
+#         end of file   the launcher has ended: end all processes, remove the launcher's folder, exit
 #
-# It uses no tensor operations and no threads. Orphaned descendants become its children, so that it can end all of them.
-# `client.WarmServer` starts it as a separate process; the launcher never imports it.
+# The server uses no tensor operations and no threads. Orphaned descendants become its children, so that it can end all
+# of them. `client.WarmServer` starts the server as a separate process; the launcher never imports it.
 
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # loguru's default handler checks whether stderr is a terminal, which has to happen in the worker.
 _WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
-_LEAVING_SECONDS = 2.0  # for processes that successful workers left: most of them exit on their own in this time
+_LEAVING_SECONDS = 2.0  # for processes that successful workers left behind: most of them exit on their own in this time
 _OWN_FAULTS = {
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -117,15 +117,15 @@ _OWN_FAULTS = {
 def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], preload: tuple[str, ...] = ()) -> None:
     """Serve until the launcher ends. In a forked worker, `serve` returns, and the worker runs its script.
 
-    Only `gc.unfreeze` may follow the script: the interpreter then finalises the worker as usual.
+    After the script, only `gc.unfreeze` may run, so that the interpreter finalises the worker as usual.
 
-    `launcher`: its process id. `hidden`: variables that were set only for this server. `preload`: modules to import
-    in addition to torch.
+    `launcher`: the launcher's process id. `hidden`: variables that were set only for this server. `preload`: modules
+    to import in addition to torch.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
-    # Signals to the whole job are meant for the workers, which would die with this process. They are blocked rather
-    # than ignored, so that a new worker receives pending ones when it restores the mask.
+    # Signals to the whole job are meant for the workers, which would die with this process. The signals are blocked
+    # rather than ignored, so that a new worker receives pending ones when it restores the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS - {signal.SIGCHLD})
     wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     parent_signals = ParentSignals(launcher)
@@ -151,10 +151,10 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], pr
 
 
 def _has_nanobind() -> bool:
-    """Whether nanobind is loaded, which prints objects that were never collected when the interpreter ends.
+    """Whether nanobind is loaded, which at the interpreter's end prints the objects that were never collected.
 
-    These include objects that the server froze, so they are unfrozen first. The last collection then takes a second,
-    as in plain Python. triton contains nanobind since 3.9 (torch 2.15).
+    Objects that the server froze would be among these, so all objects are unfrozen first. The last collection then
+    takes a second, as in plain Python. triton has contained nanobind since version 3.9 (torch 2.15).
     """
     version = getattr(sys.modules.get("triton"), "__version__", "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9)
@@ -169,7 +169,7 @@ def _preload(names: tuple[str, ...]) -> str:
     try:
         for name in names:
             import_module(name)
-    except BaseException as error:  # a worker with a new interpreter will show it
+    except BaseException as error:  # a worker with a new interpreter will show the error
         return f"torch cannot be imported here ({type(error).__name__}: {error})"
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, shared pages
@@ -240,7 +240,7 @@ class _Server:
                 self._end()
 
     def _preload_more(self, names: tuple[str, ...]) -> bool:
-        """Import further modules at the first start, before any worker runs. Returns whether there were any.
+        """Import further modules at the first start, before any worker runs. Returns whether there were new ones.
 
         Failed imports are ignored; the workers then import the modules themselves.
         """
@@ -263,7 +263,7 @@ class _Server:
     # Starting ---------------------------------------------------------------------------------------------------------
 
     def _start(self, start: Start) -> Program | None:
-        """Start a worker; in a forked one, returns its program."""
+        """Start a worker. In a forked worker, return the program to run; in the server, None."""
         streams = self._channel.take_descriptors(2) if start.streams else []
         cold, warm = "", None
         if start.program is not None and self._warm:
@@ -321,7 +321,7 @@ class _Server:
     # Ending -----------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Wait for children that have ended, report workers, and kill what failed workers left in their sessions."""
+        """Reap ended children, report the workers among them, and kill what failed workers left in their sessions."""
         with suppress(BlockingIOError):
             os.read(self._wake, 4096)
         failed = set()
@@ -381,7 +381,7 @@ class _Server:
         os._exit(0)
 
     def _send(self, message: Message) -> None:
-        with suppress(ClosedError):  # the end of file comes next
+        with suppress(ClosedError):  # the server reads the end of file next
             self._channel.send(message)
 
 
@@ -392,5 +392,5 @@ def _top_level_modules() -> frozenset[str]:
 def _points_to(link: Path, beginning: str) -> bool:
     try:
         return str(link.readlink()).startswith(beginning)
-    except OSError:  # the listing's own descriptor
+    except OSError:  # the descriptor of the listing itself
         return False

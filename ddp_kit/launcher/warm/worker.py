@@ -1,4 +1,4 @@
-"""Set up a worker process: a forked one like a new Python process, with monitoring, or another program."""
+"""Set up a worker process: a fork that behaves like a new Python process and is monitored, or another program."""
 
 import _thread
 import atexit
@@ -34,7 +34,7 @@ _SEMAPHORE_BYTES = 64  # at least the size of C's sem_t on any platform
 
 
 def allow_inspection_by(pid: int) -> None:
-    """Let a process and its descendants read this one's stack, where the kernel permits only ancestors (Yama)."""
+    """Let a process and its descendants read this process's stack, even if the kernel permits only ancestors (Yama)."""
     _LIBC.prctl(_SET_PTRACER, pid)
 
 
@@ -51,8 +51,8 @@ def write_stacks_on_signal(path: str) -> None:
 def count_collectives(every: float) -> None:
     """Record in a daemon thread, every `every` seconds, how many collectives have been started.
 
-    Also record whether the main thread has executed Python code since the last time. If it has not, it is in one call
-    of native code, which may hold the interpreter lock: then this thread cannot run either.
+    Also record whether the main thread has executed Python code since the last count. If not, the main thread is still
+    in one call of native code. While that call holds the interpreter lock, the counting thread cannot run either.
     """
     memory = heartbeat_memory()
     if memory is not None:
@@ -73,14 +73,14 @@ def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType"
                 memory[HeartbeatField.COUNTED_AT] = now
                 if main_thread.has_executed_python():
                     memory[HeartbeatField.PYTHON_AT] = now
-    memory[HeartbeatField.PYTHON_AT] = 0  # no longer observed
+    memory[HeartbeatField.PYTHON_AT] = 0  # the main thread is no longer observed
 
 
 class _MainThread:
     """Detects whether the main thread executes Python code, without running any Python code there.
 
-    The interpreter makes a pending call of its C API in the main thread, between two instructions of Python code. The
-    call here is C's `sem_post`, which increments a semaphore.
+    The interpreter executes pending calls (a feature of its C API) in the main thread, between two instructions of
+    Python code. Here, the pending call is C's `sem_post`, which increments a semaphore.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class _MainThread:
         ctypes.pythonapi.Py_AddPendingCall(self._call, self._semaphore)
 
     def has_executed_python(self) -> bool:
-        """Whether it has executed Python code since this was last true."""
+        """Whether the main thread has executed Python code since this method last returned True."""
         if _LIBC.sem_trywait(self._semaphore) != 0:
             return False
         self._add_pending_call()
@@ -101,7 +101,7 @@ class _MainThread:
 
 
 def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None:
-    """Stop the thread: the process would abort if the interpreter ended while the thread runs torch's code.
+    """Stop the counting thread: the process would abort if the interpreter ended while that thread runs torch's code.
 
     Also record an exact last count, so that a rank that takes long to exit does not seem to be behind the others.
     """
@@ -199,14 +199,15 @@ def _set_streams_and_cores(start: Start, streams: Sequence[int]) -> None:
 def _set_threads(env: Mapping[str, str]) -> None:
     """Give torch and BLAS the number of threads that they would have in a new process with this environment.
 
-    OpenMP has read the server's environment, and torch asks it and MKL, which allows one thread per core, at its first
-    operation in this process. Only the launcher's own value, which is not above the number of cores, is set here.
+    OpenMP has already read the server's environment. At its first operation in this process, torch asks OpenMP and MKL
+    for the number of threads; MKL allows one per core. Only the launcher's own value, which is not above the number of
+    cores, is set here.
     """
     torch, value = sys.modules["torch"], env.get(THREADS, "")
     is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
     if is_launchers and int(value) != torch.get_num_threads():  # a redundant call: later calls start other threads
         torch.set_num_threads(int(value))
-    if not _leading_number(env.get(BLAS_THREADS, "")):  # else the server's BLAS has read it
+    if not _leading_number(env.get(BLAS_THREADS, "")):  # otherwise, the server's BLAS has read the number
         cores = len(os.sched_getaffinity(0))
         threads = min(_leading_number(value) or cores, cores)
         if threads != 1:  # the server's number
