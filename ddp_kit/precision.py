@@ -275,7 +275,7 @@ def _unavailable(name: str, device: str, instead: str) -> ConfigError:
 def _choose_float32(tf32: bool) -> None:
     """Allow or forbid TF32 for float32 matrix products and convolutions; cuDNN's default allows it.
 
-    Uses torch's older switches, because torch.compile reads these, and that raises an error if newer ones were set.
+    Uses torch's older switches: torch.compile reads them, and reading them raises an error if the newer ones were set.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

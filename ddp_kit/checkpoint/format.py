@@ -193,7 +193,7 @@ def best(folder: Path) -> Found:
 
 
 def leftovers(folder: Path) -> tuple[Path, ...]:
-    """Folders that are being written or removed, or whose writer was killed meanwhile. Raises `CheckpointError`."""
+    """Folders that are still being written or removed, or whose writer was killed. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
 
 

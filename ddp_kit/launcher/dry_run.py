@@ -173,7 +173,7 @@ def _logs(logs: Logs) -> str:
 
 
 def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
-    """The command that prints the memory plan of this job; making one runs the script, but a dry run runs nothing."""
+    """The command that prints the memory plan of this job: a plan runs the script, and a dry run runs nothing."""
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
     rendezvous = plan.rendezvous

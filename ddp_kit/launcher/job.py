@@ -52,8 +52,8 @@ class GiveUp:
 class Restarts:
     """Restart counters of one job, and the decision after each failure.
 
-    A round made progress if it started from a later step than the last round with progress, and reached a new step. A
-    run that starts from step 0 each time never makes progress.
+    A round makes progress if it starts from a later step than the last round that made progress did, and goes beyond
+    the last step that any earlier round reached. A run that starts from step 0 each time never makes progress.
     """
 
     def __init__(self, max_restarts: int) -> None:

@@ -432,7 +432,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
 
 
 def stages_per_rank(config: ParallelConfig) -> int:
-    """The number of stages on each rank: in interleaved schedules several, from different parts of the model."""
+    """The number of stages on each rank. Interleaved schedules place several, from different parts of the model."""
     if config.pipeline_schedule == "zbv":
         return 2
     if config.pipeline_schedule != "interleaved":

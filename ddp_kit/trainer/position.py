@@ -139,7 +139,7 @@ class Position:
     def check_state(state: dict[str, Any]) -> None:
         """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values.
 
-        States of older versions lack some of the values.
+        Values that older versions did not save may be missing.
         """
         for name in ("step", "epoch", "steps_in_epoch"):
             whole_number(state[name], name)

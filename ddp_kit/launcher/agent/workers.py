@@ -260,7 +260,7 @@ class Workers:
         return self.hang_monitor.check_sleeping(late)
 
     def _timed_out(self, local_rank: int) -> bool:
-        """Whether this worker ended because a collective that other ranks did not reach timed out."""
+        """Whether this worker ended because of a timeout in a collective that other ranks did not reach."""
         code = self._exit_code(local_rank)
         if not code:
             return False

@@ -245,8 +245,8 @@ class CallTree:
     def place(self, index: int) -> CodeLocation | None:
         """The innermost Python function around an event, leaving out those of torch and the standard library.
 
-        In a backward pass: the function around the forward operator. Functions of ddpkit are not left out, so
-        that they can be distinguished from the user's code.
+        In a backward pass: the function around the forward operator. Functions of ddpkit are included;
+        otherwise their events could not be distinguished from those of the user's code.
         """
         for outer in self.callers(self._source(index)):
             found = _place(self.events[outer])

@@ -120,7 +120,7 @@ class WarmServer:
         self._send(Kill(worker.number))
 
     def clear(self, succeeded: bool) -> None:
-        """End the processes that the workers left behind, before any later request. `succeeded`: see `Clear`."""
+        """Request the end of what the workers left behind, before any later request. `succeeded`: see `Clear`."""
         self._send(Clear(succeeded))
 
     def remove_at_end(self, folder: str) -> None:
