@@ -16,6 +16,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from reads import Reads
 
+from ddp_kit.log import logger
+
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(
     "ddpkit", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
@@ -97,6 +99,15 @@ def _gpus() -> tuple[int, str]:
         return 0, "this torch is built without CUDA"
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return found, f"torch sees {found}"
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The messages that are logged during the test."""
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(handler)
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """parallel="auto": the first placement that fits, the same on all ranks."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loguru import logger
 from torch import nn
 
 from ddp_kit import ConfigError, TrainerConfig
@@ -23,14 +21,6 @@ def model(plan: dict[str, str] | None = None) -> nn.Module:
     made = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(4)))
     made.tp_plan = plan  # type: ignore[assignment]
     return made
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{message}")
-    yield found
-    logger.remove(handler)
 
 
 @pytest.fixture
@@ -73,9 +63,9 @@ def test_it_is_the_first_that_fits(chosen: Any, memory: int, plan: Any, strategy
     assert found.parallel.bucket_mb == 7
 
 
-def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: Any, lines: list[str]) -> None:
+def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: Any, said: list[str]) -> None:
     chosen(45 * MIB)
-    (line,) = lines
+    (line,) = said
     assert line.startswith(
         'parallel="auto": parallel="fsdp", memory={"activation_checkpointing": "blocks"} needs 32.00 MiB of 38.25 MiB; '
         'parallel="ddp" needs 64.00 MiB of 31.50 MiB; parallel="zero1" needs 40.00 MiB of 31.50 MiB; parallel="fsdp" '

@@ -1,4 +1,4 @@
-"""What a Trainer saves, and what it refuses to go on from."""
+"""What a Trainer saves, and from which checkpoints it refuses to resume."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that goes on has what was around it too: averages, patience, logs, the best, and its own course."""
+"""A resumed run also has its averages, patience, logs, best value and lineage."""
 
 import csv
 import json

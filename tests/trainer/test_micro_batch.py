@@ -1,6 +1,6 @@
 """What the search for the micro-batch counts, and what a step that is done again finds as it was; in one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import ConfigError, LossError, MemoryConfig, Trainer, TrainerConfig
-from ddp_kit.log import logger
 from ddp_kit.memory import choose
 from ddp_kit.trainer.searches import with_hint
 
@@ -54,15 +53,7 @@ def trainer_for(loss: Loss = mean_loss, model: nn.Module | None = None, **settin
     return Trainer(model or Net(), lambda parameters: torch.optim.Adam(parameters, lr=0.01), loss, config)
 
 
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{message}")
-    yield found
-    logger.remove(handler)
-
-
-def test_the_optimizer_s_state_takes_memory_too(lines: list[str]) -> None:
+def test_the_optimizer_s_state_takes_memory_too(said: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if len(batch[0]) > 4 and trainer.optimizer.state:  # from the second step on
             raise full()
@@ -71,8 +62,8 @@ def test_the_optimizer_s_state_takes_memory_too(lines: list[str]) -> None:
     trainer = trainer_for(loss)
     trainer.fit(data())
     assert trainer.batch_plan.micro_batch == 4
-    assert "micro_batch_size='auto' chose 4 samples (the limit is 16)" in lines
-    assert not any("halved" in line for line in lines)
+    assert "micro_batch_size='auto' chose 4 samples (the limit is 16)" in said
+    assert not any("halved" in line for line in said)
 
 
 def test_what_is_tried_is_tried_as_training_does_it_and_leaves_no_trace() -> None:
@@ -153,7 +144,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_micro_batch_that_it_had(tmp_path
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_an_error_that_ends_the_run_says_what_to_do(lines: list[str]) -> None:
+def test_an_error_that_ends_the_run_says_what_to_do(said: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise full()
 
