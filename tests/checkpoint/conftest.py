@@ -1,4 +1,4 @@
-"""Whether two states are the same, bit by bit."""
+"""Compares two states: whether they are bitwise identical."""
 
 import struct
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes back: the same types, the same bits; and what cannot is named."""
+"""A state comes back from a checkpoint bitwise identical, with its types; a value that cannot be stored is named."""
 
 import json
 import math

@@ -207,7 +207,7 @@ def test_a_checkpoint_can_be_loaded_from_a_folder_of_another_name(tmp_path: Path
     assert same(load(tmp_path / "good"), state(1.5))
 
 
-# Copies that go on ---------------------------------------------------------------------------------------------------
+# Overlapped copies ----------------------------------------------------------------------------------------------------
 
 
 def of_the_optimizer(part: str, name: str) -> bool:

@@ -493,7 +493,7 @@ def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Scri
 
 @pytest.fixture
 def go(tmp_path: Path) -> Iterator[Path]:
-    """A pipe of which each rank reads one byte before it goes on: `GOES_ON`; they come from `let_go`."""
+    """A pipe from which each rank reads one byte before it continues (`GOES_ON`); `let_go` writes the bytes."""
     yield from pipe_at(tmp_path / "go")
 
 

@@ -1,4 +1,4 @@
-"""A run that is told to stop saves, asks to be started again, and goes on as if nothing had been."""
+"""A run that gets a stop request saves, exits with the code for a restart, and later continues bitwise."""
 
 import json
 import re

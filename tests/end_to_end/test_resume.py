@@ -1,4 +1,4 @@
-"""A killed run goes on from its last checkpoint and ends as the undisturbed one would have, bit by bit."""
+"""A killed run resumes from its last checkpoint, and ends bitwise identical to an undisturbed run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`make gpu` goes on where a part fails or hangs, leaves nothing of it, and tells of each."""
+"""`make gpu` continues after a part that fails or hangs, ends its processes, and reports each part."""
 
 import json
 import sys

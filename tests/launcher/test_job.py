@@ -184,7 +184,7 @@ def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
         if isinstance(order, End):
             assert order.outcome.lost.startswith(f"nodes were lost {LOST_NODES + 1} times")
             return
-    raise AssertionError("it goes on without end")
+    raise AssertionError("it does not end")
 
 
 def test_a_newcomer_is_let_in_where_there_is_room() -> None:
@@ -273,7 +273,7 @@ def test_failures_that_all_say_they_were_terminated_count_as_any_other() -> None
 
 
 def waiting(limits: Limits, *nodes: Node) -> Job:
-    """A job that has crashed twice by time 2, and is to go on at time 3."""
+    """A job that has crashed twice by time 2, and restarts at time 3."""
     machine, _ = job(limits, *nodes)
     for round_ in range(2):
         orders: list[Order] = []
@@ -516,7 +516,7 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
         if ended:
             break
     if rounds and not ended and not living & rounds[-1].assignments.keys():
-        raise AssertionError("a round without anybody goes on")
+        raise AssertionError("a round without nodes continues")
     most = restarts * len(kept)  # each new one may begin the count anew, once
     assert len(rounds) <= 1 + most + came_or_went, "a round without a reason that counts"
     assert max([assignment.restarts for go in rounds for assignment in go.assignments.values()], default=0) <= most

@@ -128,7 +128,7 @@ def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> No
     other = f"open({str(turns[0])!r}).read(); print('other')"
     with started(*host_of(f"run([{halting!r}, {other!r}])"), stderr=None) as host:
         assert host.stdout is not None
-        assert host.stdout.read(len("half ")) == "half ", "it is shown though its line goes on"
+        assert host.stdout.read(len("half ")) == "half ", "it is shown although its line is not complete"
         turns[0].write_text("go")
         assert host.stdout.read(len("\n[rank 1] other\n")) == "\n[rank 1] other\n"
         turns[1].write_text("go")

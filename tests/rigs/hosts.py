@@ -89,7 +89,7 @@ class Tree:
         self.command.send_signal(number)
 
     def wait(self, within: float) -> int:
-        """The exit code of the command, and `TimeoutExpired` where it goes on for longer."""
+        """The exit code of the command. Raises `TimeoutExpired` if it takes longer."""
         return self.process.wait(timeout=seconds(within))
 
     @property
