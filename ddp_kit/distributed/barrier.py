@@ -1,4 +1,6 @@
-"""A monitored barrier before the Trainer's collectives, which reports the missing ranks and where they are.
+"""A monitored barrier, which reports the missing ranks and where they are.
+
+All ranks pass it before the Trainer's collectives, and before they run FSDP's units in another order than before.
 
 It uses the process group's store instead of a collective: if another rank is in a gradient reduction, the mismatched
 collectives would hang, crash, or silently return wrong numbers.
@@ -6,6 +8,7 @@ collectives would hang, crash, or silently return wrong numbers.
     wait_for_all(world, "trainer.fit() after step 0"):
         write to the store that this rank has arrived
         until all ranks have arrived:
+            another rank has arrived from another place      -> WorldError: the ranks made different calls
             a missing rank's process has ended               -> WorldError
             a missing rank has started later collectives     -> WorldError: it skipped this barrier
             a few seconds have passed                        -> log which ranks are missing, and where they are
@@ -33,19 +36,19 @@ from ddp_kit.progress import HeartbeatWriter
 from ddp_kit.torch_internals import collectives_of_default_group, default_store
 
 TIMEOUT_SECONDS = 600.0
-"""The barrier timeout, the same as that of collectives, because a missing rank may be busy."""
+"""The barrier timeout. It is as long as the timeout of collectives, because a missing rank may be busy."""
 ANSWER_SECONDS = 1.0
-"""The interval between two checks for questions from other ranks, and between two questions of a waiting rank."""
+"""The interval between checks for questions from other ranks, and between the questions that a waiting rank asks."""
 SILENT_SECONDS = 5.0
-"""The time before the first log line about missing ranks, and before a rank that skipped the barrier is an error."""
+"""The time until the first log line about missing ranks, and until a rank that skipped the barrier causes an error."""
 REPEAT_SECONDS = 60.0
 """The time between two log lines about missing ranks."""
 _LONGEST_PAUSE = 0.25  # between two polls for missing ranks
-_JOIN_SECONDS = 5.0  # for the answering thread
-_POLLS_PER_SECOND = 500  # the maximum of store polls, summed over all ranks
+_JOIN_SECONDS = 5.0  # how long to wait for the answering thread to end
+_POLLS_PER_SECOND = 500  # the maximum number of store polls, summed over all ranks
 
 _PREFIX = "ddp_kit/barrier"
-_HINT = (
+HINT = (
     "all ranks must call fit, steps, evaluate, predict, save, resume and stop at the same step, and leave a loop over "
     "steps() at the same step: base such decisions on values that are equal on all ranks. Do not make these calls "
     "under `if trainer.world.is_main:`; that is for printing and writing your own files"
@@ -57,7 +60,7 @@ class RankLocation:
     """Where a rank is in its program."""
 
     collectives: int
-    """The number of collectives that it has started in the default group."""
+    """The number of collectives that the rank has started in the default group."""
     words: str
     """A description, such as a call of the Trainer or a phase of a step."""
 
@@ -93,7 +96,7 @@ class _Barriers:
         return self.heartbeat.where if self.heartbeat is not None else "the script"
 
     def serve(self, store: Any, pause: float) -> None:
-        """Write where this rank is whenever another rank asks."""
+        """Write this rank's location to the store whenever another rank asks."""
         asked = "0"
         with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
             while not self.closed.wait(pause):
@@ -139,7 +142,7 @@ def _barriers(world: World) -> _Barriers:
 def join_world(place: str, *, share_gpus: bool) -> World:
     """Join the process group with `world.join`, and wait at a barrier until all ranks have joined.
 
-    If that takes long, ranks 0 and 1 log a warning. `place`: the call, for messages.
+    If this takes long, ranks 0 and 1 log a warning. `place`: the user's call, for messages.
     """
     world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
     log.start(world.rank, world.world_size)
@@ -154,8 +157,9 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
     def warn() -> None:
         log.start(rank, world_size)
         logger.warning(
-            "rank {} is at {} and waits: not all of the {} processes have reached it. Each of them must create the "
-            "Trainer; is that under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
+            "rank {} is waiting at {}: not all of the {} processes have reached this call. Every process must create "
+            "the Trainer: is it under a condition such as `if rank == 0`? After {:.0f} minutes, the wait ends with an "
+            "error",
             rank,
             place,
             world_size,
@@ -173,26 +177,25 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
 
 
 def watch(world: World, heartbeat: HeartbeatWriter) -> None:
-    """Answer, from the heartbeat, when other ranks ask where this rank is, and announce when its process ends."""
+    """Tell other ranks that ask where this rank is, according to `heartbeat`, and announce when this process ends."""
     if world.world_size > 1:
         _barriers(world).heartbeat = heartbeat
 
 
-def wait_for_all(world: World, place: str) -> None:
-    """Wait until all ranks are at the same place. Raises `WorldError` if a rank is elsewhere, or does not arrive."""
+def wait_for_all(world: World, place: str, *, seconds: float | None = None, hint: str = HINT) -> None:
+    """Wait until all ranks are at the same place. Raises `WorldError` if a rank is elsewhere, or does not arrive.
+
+    `seconds`: the timeout; None: `TIMEOUT_SECONDS`. `hint`: the hint of the error.
+    """
     if world.world_size == 1:
         return
     barriers = _barriers(world)
-    keys = [f"{_PREFIX}/{barriers.passed}/{rank}" for rank in range(world.world_size)]
     barriers.passed += 1
-    found = _arrive_and_wait(world, barriers, keys, place, TIMEOUT_SECONDS)
-    if len({each.words for each in found}) > 1:
-        raise WorldError(
-            "the ranks made different calls: "
-            + ", ".join(f"rank {rank} at {each.words}" for rank, each in enumerate(found)),
-            "let all ranks call the same methods of the Trainer in the same order",
-        )
+    keys = [f"{_PREFIX}/{barriers.passed}/{rank}" for rank in range(world.world_size)]
+    found = _arrive_and_wait(world, barriers, keys, place, TIMEOUT_SECONDS if seconds is None else seconds, hint)
     barriers.collectives = [each.collectives for each in found]
+    with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
+        barriers.store.delete_key(f"{_PREFIX}/{barriers.passed - 1}/{world.rank}")  # all ranks have read it
 
 
 def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
@@ -201,32 +204,36 @@ def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
         return True
     barriers = _barriers(world)
     try:
-        _arrive_and_wait(
-            world, barriers, [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)], place, seconds
-        )
+        keys = [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)]
+        _arrive_and_wait(world, barriers, keys, place, seconds, HINT)
     except WorldError:
         return False
     return True
 
 
 def _arrive_and_wait(
-    world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float
+    world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float, hint: str
 ) -> list[RankLocation]:
     """Announce this rank's arrival and wait for the others; returns the ranks' locations. Raises `WorldError`."""
     own = RankLocation(collectives_of_default_group(), words)
     try:
         barriers.store.set(keys[world.rank], str(own))
-        _Wait(world, barriers, keys, own, time.monotonic() + seconds).until_all_arrived()
-        return [RankLocation.parse(text.decode()) for text in barriers.store.multi_get(list(keys))]
+        wait = _Wait(world, barriers, keys, own, time.monotonic() + seconds, hint)
+        wait.until_all_arrived()
+        return wait.locations(range(world.world_size))
     except (RuntimeError, ValueError) as error:
-        raise _gone(world, words, error) from None
+        raise WorldError(
+            f"rank {world.rank} is at {words}, but cannot reach the other ranks: the store does not answer ({error})",
+            "the process that serves the store (rank 0 or the launcher) has probably ended: see the output there. "
+            f"{hint}",
+        ) from None
 
 
 class _Wait:
     """One rank's wait for the others at a barrier."""
 
     def __init__(
-        self, world: World, barriers: _Barriers, keys: Sequence[str], own: RankLocation, deadline: float
+        self, world: World, barriers: _Barriers, keys: Sequence[str], own: RankLocation, deadline: float, hint: str
     ) -> None:
         self._world = world
         self._barriers = barriers
@@ -234,6 +241,7 @@ class _Wait:
         self._keys = keys
         self._own = own
         self._deadline = deadline
+        self._hint = hint
         self._missing: list[int] = []
         self._next_question = self._next_line = time.monotonic() + SILENT_SECONDS
         self._next_question -= 2 * ANSWER_SECONDS
@@ -242,17 +250,34 @@ class _Wait:
     def until_all_arrived(self) -> None:
         pause = 0.001
         while not self._store.check(list(self._keys)):  # not store.wait: if it fails, torch logs lines of its own
-            ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
-            self._missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-            self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
             now = time.monotonic()
-            if now >= self._deadline:
-                self._refuse(self._missing, "did not arrive before the timeout")
-            if now >= self._next_question:
-                self._next_question = now + ANSWER_SECONDS
-                self._ask(now)
+            if pause == _LONGEST_PAUSE or now >= self._deadline:  # most waits are short and need no further requests
+                self._examine(now)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def locations(self, ranks: Sequence[int]) -> list[RankLocation]:
+        """The locations of ranks that have arrived. Raises `WorldError` if they made different calls."""
+        found = [
+            RankLocation.parse(text.decode()) for text in self._store.multi_get([self._keys[rank] for rank in ranks])
+        ]
+        if len({each.words for each in found}) > 1:
+            places = ", ".join(f"rank {rank} at {each.words}" for rank, each in zip(ranks, found, strict=True))
+            raise WorldError(f"the ranks made different calls: {places}", self._hint)
+        return found
+
+    def _examine(self, now: float) -> None:
+        """Look at the ranks that are missing. Raises `WorldError` if one of them will not arrive."""
+        ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
+        arrived = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
+        self._missing = [rank for rank in range(self._world.world_size) if rank not in arrived]
+        self.locations(arrived)
+        self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
+        if now >= self._deadline:
+            self._refuse(self._missing, "did not arrive before the timeout")
+        if now >= self._next_question:
+            self._next_question = now + ANSWER_SECONDS
+            self._ask(now)
 
     def _ask(self, now: float) -> None:
         locations = {rank: self._answer(rank) for rank in self._missing}
@@ -262,7 +287,7 @@ class _Wait:
         if now >= due and self._world.rank == source_rank:
             self._next_line = now + REPEAT_SECONDS
             shown = "; ".join(f"rank {rank} {_shown(location)}" for rank, location in locations.items())
-            logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)
+            logger.warning("rank {} is waiting at {}: {}", self._world.rank, self._own.words, shown)
         for rank, location in locations.items():
             # If the rank has arrived in the meantime, its answer is stale.
             if location is None or not self._is_past(rank, location) or self._store.check([self._keys[rank]]):
@@ -283,9 +308,9 @@ class _Wait:
         if not ranks:
             return
         error = WorldError(
-            f"rank {self._world.rank} is at {self._own.words}, and other ranks do not arrive: "
+            f"rank {self._world.rank} is waiting at {self._own.words}, but other ranks did not arrive: "
             f"rank {', '.join(map(str, ranks))} ({why})",
-            _HINT,
+            self._hint,
         )
         if "ended" not in why:
             error.only_this_rank = True  # other ranks do not raise it
@@ -298,10 +323,3 @@ def _shown(location: RankLocation | None) -> str:
 
 def _ended(rank: int) -> str:
     return f"{_PREFIX}/ended/{rank}"
-
-
-def _gone(world: World, words: str, error: Exception) -> WorldError:
-    return WorldError(
-        f"rank {world.rank} is at {words}, and cannot reach the other ranks: the store does not answer ({error})",
-        f"the process that serves the store (rank 0 or the launcher) has probably ended: see its output. {_HINT}",
-    )

@@ -4,12 +4,10 @@ A unit is a module that FSDP shards. FSDP gathers all weights of a unit at once.
 """
 
 import fnmatch
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, nearest, some
-from ddp_kit.log import logger
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, broadcast, sizes_of, whole_gradients_fit
 from ddp_kit.parallel.tensor import is_divided, is_dtensor, piece_of_dtensor, reduced_part, split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.structures import repeated_blocks, with_copied_containers
-from ddp_kit.torch_internals import default_store
 
 T = TypeVar("T")
 
@@ -38,8 +35,8 @@ T = TypeVar("T")
 def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> FSDPModule:
     """Shard a module over the mesh dimension `shard`, and replicate it over `replicate` if that has several ranks.
 
-    `mesh`: has both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if that
-    fails. Call `check_dtypes` first.
+    `mesh`: a mesh with both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if
+    `fully_shard` fails. Call `check_dtypes` first.
     """
     own = _own_parameters(unit, settings.get("ignored_params") or ())
     for each in own.values():  # FSDP does not support other layouts, such as channels_last
@@ -74,9 +71,9 @@ def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Paramet
         kinds = "; ".join(f"{dtype} in {some(names)}" for dtype, names in by_dtype.items())
         rarer = dict.fromkeys(each.rpartition(".")[0] for each in min(by_dtype.values(), key=len))
         raise ConfigError(
-            f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, and they "
+            f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, but they "
             f"have several dtypes: {kinds}",
-            "convert them to one before creating the Trainer, such as model.to(torch.float32)"
+            "convert them to one dtype before creating the Trainer, for example with model.to(torch.float32)"
             + (f"; or {hint.format(some([*rarer]))}" if hint else ""),
         )
 
@@ -87,7 +84,7 @@ class FsdpUnits:
     def __init__(
         self, units: Iterable[FSDPModule], *, whole_gradients: bool, replicated: bool, gathered: bool = False
     ) -> None:
-        """Set the units up.
+        """Set up the units.
 
         `whole_gradients`: accumulate whole gradients, and reduce them in the last pass of a step. `replicated`: there
         are several replicas; without `whole_gradients`, sharded gradients are accumulated, and reduced over the
@@ -110,7 +107,7 @@ class FsdpUnits:
         return self._replicated and not self._whole_gradients
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare the units for a backward pass. `last`: it is the last one of the step."""
+        """Prepare the units for a backward pass. `last`: whether it is the last one of the step."""
         for unit in self._units:
             if self._whole_gradients:
                 unit.set_requires_gradient_sync(last, recurse=False)
@@ -120,7 +117,7 @@ class FsdpUnits:
                 unit.set_reshard_after_backward(last, recurse=False)
 
     def reduce_too(self, units: Iterable[FSDPModule]) -> None:
-        """Reduce what earlier passes accumulated in these units, although the last backward pass does not run them.
+        """Reduce the gradients of earlier passes in these units, which the last backward pass does not run.
 
         Gradients of zero make torch reduce them in that backward pass.
         """
@@ -176,23 +173,17 @@ def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], worl
 #
 #     before each unit of a pass, and at the end of the model's forward pass:
 #         the same unit as in the previous pass         -> continue, without communication
-#         another unit, or the first pass               -> wait for all ranks, in the process group's store
-#             one of the ranks is at another unit       -> LossError
-#             the timeout has passed, because other ranks wait in the collective of a skipped unit    -> LossError
+#         another unit, or the first pass               -> the monitored barrier
+#             another rank is at another unit           -> WorldError
+#             the timeout has passed, because other ranks wait in the collective of a skipped unit    -> WorldError
 
 
-SILENT_SECONDS = 5.0
-"""The time that a rank waits for others before it logs a warning."""
 TIMEOUT_SECONDS = 120.0
-"""How long a rank waits for other ranks, which may only be late."""
-_FIRST_TIMEOUT_SECONDS = 600.0  # the timeout of collectives, because a rank may be compiling in the first pass
-_LONGEST_PAUSE = 0.25
-_PREFIX = "ddp_kit/units"
-_numbers = count()  # numbers the models that this process trains
-_END = "the end of the pass"
+"""Seconds that a rank waits for other ranks, except in the first pass, in which a rank may be compiling."""
 _HINT = (
-    "let all ranks run the same modules: decide what is left out by numbers that are the same on all of them, or "
-    'multiply its result by 0. With parallel={"strategy": "ddp", "find_unused_parameters": True} they may differ'
+    "run the same modules on all ranks: choose them by values that are the same on all ranks, or multiply a module's "
+    "result by 0 instead of skipping the module; different modules on different ranks need "
+    'parallel={"strategy": "ddp", "find_unused_parameters": True}'
 )
 
 
@@ -201,16 +192,14 @@ class UnitOrder:
 
     def __init__(self, world: World, units: Mapping[str, nn.Module]) -> None:
         self._world = world
-        self._store: Any = None  # a separate connection
-        self._prefix = f"{_PREFIX}/{next(_numbers)}"
         self._orders: dict[str, list[str]] = {}  # the order in the last pass of each kind
         self._expected: list[str] | None = None  # None: outside of a forward pass, as in recomputation
         self._kind = ""
         self._seen: list[str] = []
         self._at = 0  # the position in `_expected`
-        self._passes = self._compared = 0
+        self._passes = 0
         for name, unit in units.items():
-            unit.register_forward_pre_hook(partial(self._before, name or "the model's begin"), prepend=True)
+            unit.register_forward_pre_hook(partial(self._before, name or "the model's start"), prepend=True)
             if not name:
                 unit.register_forward_hook(partial(self._before, "the model's end"))
 
@@ -218,14 +207,14 @@ class UnitOrder:
     def in_pass(self, kind: str) -> Iterator[list[str]]:
         """The context of one forward pass. Yields a list to which the names of units are appended as they run.
 
-        `kind`: a name for passes that usually have the same order. Raises `LossError` if the ranks differ.
+        `kind`: a name for passes that usually have the same order. Raises `WorldError` if the ranks differ.
         """
         self._kind, self._expected, self._seen, self._at = kind, self._orders.get(kind, []), [], 0
         self._passes += 1
         try:
             yield self._seen
             if self._at < len(self._expected) or not self._expected:
-                self._compare(_END)
+                self._compare("the end of the pass")
             self._orders[kind] = self._seen
         finally:
             self._expected = None
@@ -244,48 +233,12 @@ class UnitOrder:
             self._at = expected.index(name, self._at) + 1
 
     def _compare(self, place: str) -> None:
-        """Wait until all ranks are at the same place. Raises `LossError` if one is elsewhere, or does not arrive."""
-        if self._store is None:
-            self._store = default_store().clone()  # type: ignore[attr-defined]
-        store, rank = self._store, self._world.rank
-        keys = [f"{self._prefix}/{self._compared}/{each}" for each in range(self._world.world_size)]
-        before, self._compared = f"{self._prefix}/{self._compared - 1}/{rank}", self._compared + 1
-        own = f"{place} in {self._kind} {self._passes}"
-        store.set(keys[rank], own)
-        self._wait(keys, own)
-        self._check(keys, own)
-        store.delete_key(before)  # all ranks have read it
-
-    def _check(self, keys: list[str], own: str) -> list[int]:
-        """The ranks that have not arrived yet. Raises `LossError` if a rank is at another place."""
-        there = {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
-        if set(there.values()) != {own}:
-            shown = ", ".join(f"rank {rank} is at {words}" for rank, words in there.items())
-            raise LossError(f"the ranks do not run the same units of FSDP: {shown}", _HINT)
-        return [rank for rank in range(self._world.world_size) if rank not in there]
-
-    def _wait(self, keys: list[str], own: str) -> None:
-        began, pause, warned = time.monotonic(), 0.0005, False
-        limit = TIMEOUT_SECONDS if self._expected else _FIRST_TIMEOUT_SECONDS
-        while not self._store.check(keys):
-            waited = time.monotonic() - began
-            if pause >= _LONGEST_PAUSE:
-                missing = self._check(keys, own)
-                if waited > limit:
-                    error = LossError(f"{self._problem(own, missing)} after {limit:.0f} seconds", _HINT)
-                    error.only_this_rank = True
-                    raise error
-                if waited > SILENT_SECONDS and self._expected and not warned:
-                    warned = True
-                    logger.warning("{}; after {:.0f} seconds this is an error", self._problem(own, missing), limit)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _problem(self, own: str, missing: list[int]) -> str:
-        left = self._expected[self._at : self._at + 1] if self._expected else []
-        before = f"where the pass before had {left[0]}" if left else "which the pass before did not have"
-        others = ", ".join(map(str, missing))
-        return f"rank {self._world.rank} is at {own}, {before}; rank {others} did not reach the same unit of FSDP"
+        """Wait until all ranks are at the same place. Raises `WorldError` if one is elsewhere, or does not arrive."""
+        place = f"{place} in {self._kind} {self._passes}"
+        if self._expected:
+            left = self._expected[self._at : self._at + 1]
+            place += f", where the previous pass ran {left[0]}" if left else ", which the previous pass did not run"
+        wait_for_all(self._world, place, seconds=TIMEOUT_SECONDS if self._expected else None, hint=_HINT)
 
 
 # --- FSDP strategy ----------------------------------------------------------------------------------------------------
@@ -295,7 +248,7 @@ class UnitOrder:
 
 
 class FsdpStrategy(Strategy):
-    """FSDP2 over `shard` ranks in `replicate` groups (HSDP if there are several), with layers split over `tensor`."""
+    """FSDP2 over `shard` ranks in `replicate` groups (HSDP if there are several); layers are split over `tensor`."""
 
     equal_passes = True
     shards = True
@@ -341,30 +294,30 @@ class FsdpStrategy(Strategy):
         for name in ("static_graph", "find_unused_parameters", "compression"):
             if getattr(self.config, name):
                 raise ConfigError(
-                    f"parallel.{name} is a setting of DDP, and parallel.strategy is {self.config.strategy!r}",
+                    f"parallel.{name} is a setting of DDP, but parallel.strategy is {self.config.strategy!r}",
                     f"leave out {name}"
-                    + (": FSDP needs each trained parameter in each step" if name == "find_unused_parameters" else "")
+                    + (" (FSDP needs each trained parameter in each step)" if name == "find_unused_parameters" else "")
                     + ", or use parallel='ddp'",
                 )
         if self.config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
-                "parallel.share_gpus is not supported with FSDP and tensor parallel: gloo lacks their collectives "
-                "for the memory of a GPU",
+                "parallel.share_gpus is not supported with FSDP or tensor parallelism: gloo does not support their "
+                "collectives on GPU tensors",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
         check_dense_gradients(model, self.config.strategy)
         scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
         if scalars:
             raise ConfigError(
-                f"FSDP cannot shard parameters without a dimension: {some(scalars)}",
-                "give them one: nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.tensor(1.0))",
+                f"FSDP cannot shard scalar parameters: {some(scalars)}",
+                "give them a dimension: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))",
             )
 
     def check_recoverable(self) -> None:
         raise ConfigError(
             f"micro_batch_size='auto' is not supported with parallel.strategy={self.config.strategy!r}: it tries "
-            "sizes until one does not fit, and where one rank runs out of memory, the others wait in the pass's "
-            "collectives",
+            "sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in the "
+            "collectives of the pass",
             "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
         )
 
@@ -415,7 +368,7 @@ class FsdpStrategy(Strategy):
         if self._parallelize is not None:
             raise ConfigError(
                 "memory.offload_parameters has no effect on weights that parallelize=... shards",
-                "leave it out, and give offload_policy=CPUOffloadPolicy() to fully_shard in your function",
+                "leave it out, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
             )
         self._offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
 
@@ -434,12 +387,12 @@ class FsdpStrategy(Strategy):
         if apart:
             raise ConfigError(
                 f"after parallelize(model, mesh), {some(apart)} are not on the mesh dimensions {sorted(needed)}: each "
-                "rank would train them by itself",
-                "let the function end with fully_shard(model, mesh=mesh['shard']), or mesh['replicate', 'shard']",
+                "rank would train its own copy of them",
+                "end the function with fully_shard(model, mesh=mesh['shard']), or use mesh['replicate', 'shard']",
             )
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                check_dtypes(name, module, "call fully_shard on {} first in the function")
+                check_dtypes(name, module, "call fully_shard on {} first in your function")
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
         """The units by name, inner ones first; the remaining parameters belong to the root."""
@@ -473,7 +426,7 @@ class FsdpStrategy(Strategy):
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
         reshard = None if self.config.reshard_after_forward == "auto" else self.config.reshard_after_forward
         hint = "name other modules in parallel.fsdp_units, or use parallel='ddp'"
-        check_dtypes(name, unit, "name {} in parallel.fsdp_units, besides the blocks, or use parallel='ddp'")
+        check_dtypes(name, unit, "name {} in parallel.fsdp_units, in addition to the blocks, or use parallel='ddp'")
         settings = {"reshard_after_forward": reshard, "offload_policy": self._offload}
         self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
 
@@ -516,8 +469,8 @@ class FsdpStrategy(Strategy):
         if missing:
             when = "the last micro-batch of a step" if self._units.add_up else "a step"
             raise LossError(
-                f"{some(missing)} got no gradient in {when}, and FSDP reduces those of all ranks together",
-                "use them in the loss, or freeze them (requires_grad=False) before creating the Trainer",
+                f"{some(missing)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
+                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
@@ -527,7 +480,7 @@ class FsdpStrategy(Strategy):
         return self._held
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm, from local sums of squares, which are added up over the ranks that hold different parts."""
+        """The 2-norm, computed from local sums of squares, added up over the ranks that hold different parts."""
         split = set(map(id, self._split))
         rest = [each for each in self._held if id(each) not in split]
         squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
@@ -582,7 +535,7 @@ class FsdpStrategy(Strategy):
         return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
-        """The piece, which only the first of the ranks that hold the same piece owns."""
+        """The piece, marked as owned only on the first of the ranks that hold it."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 
@@ -599,7 +552,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
             other = owners.setdefault(parameter, name)
             if other != name and not (other.startswith(f"{name}.") or name.startswith(f"{other}.")):
                 raise ConfigError(
-                    f"the units {other} and {name} share a parameter, which FSDP cannot gather twice",
+                    f"the FSDP units {other} and {name} share a parameter, which cannot be gathered twice",
                     "name other modules in parallel.fsdp_units, such as one that contains both",
                 )
     inside = set(owners)
@@ -609,8 +562,8 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter in inside:
                 raise ConfigError(
-                    f"{name or 'the model'} shares a parameter with the unit {owners[parameter]}",
-                    "name other modules in parallel.fsdp_units: tied weights have to be in one unit, or outside of all",
+                    f"{name or 'the model'} shares a parameter with the FSDP unit {owners[parameter]}",
+                    "name other modules in parallel.fsdp_units: tied weights must be in one unit, or outside all units",
                 )
 
 
@@ -624,7 +577,7 @@ def _explained() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" in text or "lazily initialized" in text or "root module first" in text:
             raise LossError(
                 f"the loss function uses weights outside of the model's forward pass, where they are sharded: {text}",
-                "call model(...) in the loss function, and compute what needs weights inside the model's forward; "
-                "parallel='ddp' keeps weights whole everywhere",
+                "call model(...) in the loss function, and use weights only inside the model's forward; or use "
+                "parallel='ddp', which does not shard weights",
             ) from error
         raise

@@ -85,9 +85,9 @@ def test_five_mistakes_in_a_configuration_are_listed_once(
     for line in (
         "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
         "nearest: 'bf16'",
-        "log_every_steps = 0: allowed is at least 1; nearest: 1",
+        "log_every_steps = 0: must be at least 1; nearest: 1",
         "num_workers = 2: there is no such setting; nearest: data.num_workers",
-        "max_steps = -5: allowed is at least 1; nearest: 1",
+        "max_steps = -5: must be at least 1; nearest: 1",
     ):
         assert run.stderr.count(line) == 1
     if launcher != "torchrun":  # torchrun shows a traceback of its own
@@ -198,7 +198,7 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
             "loss",
             False,
             PREDICT.format(width="(rank in on) * len(batch)") + "; data = data[:10]",
-            "the number of samples: ",
+            "differ in shape or dtype: ",
         ),
     ],
 )
@@ -273,13 +273,15 @@ else:
     [
         (
             "on_step",
-            "rank 1 is at trainer.stop() after step 3, and other ranks do not arrive: rank 0 (it did not make this",
+            "rank 1 is waiting at trainer.stop() after step 3, but other ranks did not arrive: rank 0 (it did not make "
+            "this",
         ),
-        ("on_evaluate", "rank 1 is at trainer.stop() after step 10, and other ranks do not arrive: rank 0"),
-        ("left", "rank 1 is at trainer.evaluate() after step 3, and other ranks do not arrive: rank 0"),
+        ("on_evaluate", "rank 1 is waiting at trainer.stop() after step 10, but other ranks did not arrive: rank 0"),
+        ("left", "rank 1 is waiting at trainer.evaluate() after step 3, but other ranks did not arrive: rank 0"),
         (
             "saves",
-            "rank 0 is at trainer.save() after step 1, and other ranks do not arrive: rank 1 (it did not make this",
+            "rank 0 is waiting at trainer.save() after step 1, but other ranks did not arrive: rank 1 (it did not make "
+            "this",
         ),
         ("other", "rank 0 at trainer.evaluate() after step 0, rank 1 at trainer.fit() after step 0"),
     ],
@@ -304,7 +306,7 @@ def test_a_rank_that_ends_without_taking_part_is_named(
 ) -> None:
     run = start(launcher, 2, script(APART), place)
     assert run.returncode == 1
-    assert f"rank 0 is at {said}, and other ranks do not arrive: rank 1 (its process ha" in run.stderr
+    assert f"rank 0 is waiting at {said}, but other ranks did not arrive: rank 1 (its process ha" in run.stderr
 
 
 ALONE = """
@@ -334,7 +336,7 @@ Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch:
 def test_a_rank_that_waits_for_the_others_trainers_says_so(start: Start, script: Script, rank: int) -> None:
     run = start("ddpkit", 2, script(ALONE.replace("WAITS", repr(str(rank)))))
     assert run.returncode == 0, run.stderr
-    assert f"rank {rank} is at Trainer(...) and waits: not all of the 2 processes have reached it" in run.stderr
+    assert f"rank {rank} is waiting at Trainer(...): not all of the 2 processes have reached this call" in run.stderr
 
 
 @pytest.mark.slow
@@ -354,10 +356,11 @@ LEFT_OUT = """
 import torch
 from torch import nn
 from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit.distributed import barrier
 from ddp_kit.parallel import fsdp
 
 strategy, who, since = sys.argv[1], sys.argv[2], int(sys.argv[3])
-fsdp.SILENT_SECONDS, fsdp.TIMEOUT_SECONDS = map(float, sys.argv[4:])
+barrier.SILENT_SECONDS, fsdp.TIMEOUT_SECONDS = map(float, sys.argv[4:])
 rank, passes = int(os.environ["RANK"]), 0
 
 class Net(nn.Module):
@@ -394,10 +397,22 @@ LONG = str(seconds(100)), str(seconds(200))
 @pytest.mark.parametrize(
     ("strategy", "who", "since", "said"),
     [
-        ("ddp", "each", 0, "got no gradient in a step, but DDP waits for one from each"),
+        ("ddp", "each", 0, "got no gradient in a step, but DDP waits for the gradients of all parameters"),
         ("ddp", "one", 2, "blocks.2.0.weight, blocks.2.0.bias got no gradient in a step"),
-        ("fsdp", "each", 0, "rank 0 is at blocks.2 in training pass 1, rank 1 is at blocks.1 in training pass 1"),
-        ("fsdp", "one", 3, "rank 1 is at the model's end in training pass 4, where the pass before had blocks.2"),
+        (
+            "fsdp",
+            "each",
+            0,
+            "different calls: rank 0 at blocks.2 in training pass 1, rank 1 at blocks.1 in training pass 1\n"
+            "  hint: run the same modules on all ranks",
+        ),
+        (
+            "fsdp",
+            "one",
+            3,
+            "rank 1 is waiting at the model's end in training pass 4, where the previous pass ran blocks.2, but other "
+            "ranks did not arrive: rank 0 (",
+        ),
     ],
 )
 def test_a_module_that_some_ranks_leave_out_is_named_and_nothing_hangs(
@@ -433,7 +448,7 @@ def drift(loss):
 """
     run = start("ddpkit", 3, script(FAULTS.format(on=(odd,), loss="drift(loss)", leaves_out=False, change=drift)))
     assert run.returncode == 1
-    differs = f"first in spare.bias: rank {odd} differs from ranks {'1, 2' if odd == 0 else '0, 1'}\n"
+    differs = f"first difference: spare.bias): rank {odd} differs from ranks {'1, 2' if odd == 0 else '0, 1'}\n"
     assert run.stderr.count(differs) == 1, run.stderr
     assert f"ddpkit: error{f' (rank {odd})' if odd else ''} at script.py:" in run.stderr
     assert f"ddpkit: rank {odd} failed first: exit code 1" in run.stderr

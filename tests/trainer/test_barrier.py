@@ -80,7 +80,7 @@ def test_ranks_that_come_pass_and_those_at_different_places_do_not(ranks: Ranks)
 def test_a_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
     ranks.serve(1)
     ranks.barriers[1].end()
-    with pytest.raises(WorldError, match=r"rank 0 is at fit\(\), .*: rank 1 \(its process has ended\)"):
+    with pytest.raises(WorldError, match=r"rank 0 is waiting at fit\(\), .*: rank 1 \(its process has ended\)"):
         ranks.wait(0, "fit()")
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, said: lis
     ranks.serve(1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ranks.wait, 0, "fit()")
-        line = "WARNING rank 0 is at fit() and waits: rank 1 is in the script, after step 0"
+        line = "WARNING rank 0 is waiting at fit(): rank 1 is in the script, after step 0"
         wait_until(lambda: line in said or waiting.done(), "said that rank 1 is late")
         assert line in said
         ranks.wait(1, "fit()")
@@ -113,7 +113,7 @@ def test_collectives_count_from_the_last_barrier_on(ranks: Ranks) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
         ranks.own.rank = 0
-        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], [], barrier.RankLocation(4, "save()"), 0.0)
+        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], [], barrier.RankLocation(4, "save()"), 0.0, "")
         assert not wait._is_past(1, barrier.RankLocation(10, "the script"))
         assert wait._is_past(1, barrier.RankLocation(11, "the script"))
 
@@ -132,3 +132,18 @@ def test_who_may_stay_away_is_not_waited_for_without_end(ranks: Ranks) -> None:
     ranks.own.rank = 0
     assert not barrier.all_arrive(ranks.worlds[0], "the end of a loop", "left/0", seconds(0.01))
     assert ranks.barriers[0].passed == 0
+
+
+def test_a_rank_at_another_place_is_an_error_although_a_third_rank_is_missing(ranks: Ranks) -> None:
+    worlds = [World(rank, 3, rank, 3, 0, torch.device("cpu")) for rank in range(3)]
+    ranks.barriers[0].store.set("ddp_kit/barrier/1/1", "0 blocks.1")
+    ranks.own.rank = 0
+    with pytest.raises(WorldError, match=r"different calls: rank 0 at blocks.0, rank 1 at blocks.1\n.*run the same"):
+        barrier.wait_for_all(worlds[0], "blocks.0", hint="run the same")
+
+
+def test_a_barrier_leaves_one_key_per_rank_in_the_store(ranks: Ranks) -> None:
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
+    assert ranks.barriers[0].store.num_keys() == 2
