@@ -1,4 +1,4 @@
-"""ddpkit: training on several GPUs as one command and one object.
+"""ddpkit: training on several GPUs with one command and one object.
 
 Public names load on first use, so that `import ddp_kit` (and with it the command line) does not import torch.
 """
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that owns it.
+# Public name -> the module that defines it.
 _HOME = {
     "BatchPlan": "data.sampler",
     "BestModel": "callbacks",
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # the next look-up finds it without calling this function
+    globals()[name] = value  # the next lookup finds it without calling this function
     return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m ddp_kit` is the command `ddpkit`."""
+"""Entry point of `python -m ddp_kit`, which is the same as the command `ddpkit`."""
 
 from ddp_kit.launcher.cli import entry
 

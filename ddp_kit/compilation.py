@@ -1,4 +1,4 @@
-"""torch.compile for a model, in place."""
+"""In-place compilation of a model with torch.compile."""
 
 from torch import nn
 
@@ -34,7 +34,7 @@ def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:
     """Remove the wrappers that `torch.compile` has put around a model or its submodules, and return the plain model.
 
     Weights then have their plain names. The modules inside the wrappers are compiled in place, with the wrappers'
-    settings. `compiled`: if False, nothing is compiled. Models without wrappers are returned as they are.
+    settings. `compiled`: if False, nothing is compiled. A model without wrappers is returned unchanged.
     """
     for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
         plain = compiled_module(module)

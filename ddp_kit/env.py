@@ -54,15 +54,15 @@ MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
 FLAG_DEFAULT = "PET_{name}"  # the default of any flag
 GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # --shutdown-timeout
 LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # --log-line-prefix-template
-# Set by the manifests of `ddpkit submit`: the seconds that the cluster gives the launcher from SIGTERM to SIGKILL.
+# Set by the manifests of `ddpkit submit`: the seconds between the cluster's SIGTERM and SIGKILL to the launcher.
 GRACE = "DDPKIT_GRACE_SECONDS"
 END_TIME = "SLURM_JOB_END_TIME"  # when the job ends, in seconds since 1970
 # Settings of torch's agent that have no flag.
-UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds; not a number: no limit
+UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # in seconds; no limit if not a number
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
-# Set by `ddpkit plan`, to let the script's Trainer plan instead of train: number of ranks, bytes of each device.
+# Set by `ddpkit plan` so that the script's Trainer plans instead of training: number of ranks, bytes of each device.
 PLAN_RANKS = "DDPKIT_PLAN_RANKS"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
 # 1: precision="fp8" computes its float8 products in float32, on any device; for tests.
@@ -84,14 +84,14 @@ REPORTED_VARIABLES = (
 )  # fmt: skip
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
 """A string in the command line of checkpoint writer processes, which may outlive their rank to finish a save."""
-# For the warm server's imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.
+# Set while the warm server imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.
 HIDDEN_FROM_WORKERS = {BLAS_THREADS: "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 # For the launcher's import of torch, whose stores write stack traces to the terminal when a peer is gone.
 QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 RUN_FOLDER_PREFIX = "ddpkit-"
-# Files in a run folder, in addition to torch's: one of each per rank, but one VERDICT_FILE for the whole job.
+# Files in a run folder, in addition to torch's files: one of each per rank, but one VERDICT_FILE for the whole job.
 OUTPUT_LOG = "output.log"
 HEARTBEAT_FILE = "heartbeat"  # see heartbeat.py
 STACKS_FILE = "stacks.txt"  # the stack of a rank when a hang was detected
@@ -137,18 +137,18 @@ class PlanRequest:
 
 
 def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
-    """The request of `ddpkit plan`; None in a process that is to train."""
+    """The request of `ddpkit plan`; None in a process that should train."""
     env = os.environ if env is None else env
     return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
 
 
 def emulates_fp8() -> bool:
-    """Whether float8 products are emulated in float32, for tests on devices without them."""
+    """Whether float8 products are emulated in float32, for tests on devices without float8 support."""
     return os.environ.get(EMULATE_FP8) == "1"
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:
-    """Whether the launcher serves the workers' store; if not, rank 0 serves it. The variable is torchrun's."""
+    """Whether the launcher serves the workers' store; if not, rank 0 serves it. torchrun defines the variable."""
     return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -165,7 +165,7 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
         names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
         raise WorldError(
             f"this process has an incomplete launcher environment: {names} not set",
-            "start the script with `ddpkit launch`, or unset RANK and WORLD_SIZE to run it alone",
+            "start the script with `ddpkit launch`, or unset RANK and WORLD_SIZE to run it in a single process",
         )
     values = {name: _number(env, name) for name in (RANK, WORLD_SIZE)}
     worker = WorkerEnv(
@@ -178,14 +178,14 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
     )
     if not 0 <= worker.rank < worker.world_size:
         raise WorldError(
-            f"{RANK}={worker.rank} does not fit {WORLD_SIZE}={worker.world_size}",
-            f"{RANK} counts from 0 to {WORLD_SIZE} - 1; let `ddpkit launch` set both",
+            f"{RANK}={worker.rank} is out of range for {WORLD_SIZE}={worker.world_size}",
+            f"{RANK} must be from 0 to {WORLD_SIZE} - 1; start the script with `ddpkit launch`, which sets both",
         )
     return worker
 
 
 def job_start_time() -> float | None:
-    """When the launcher started this job's first workers on this node, as from `time.time`; None without a launcher.
+    """Time at which the launcher first started this job's workers here, in seconds since 1970; None: no launcher.
 
     This is the modification time of the oldest attempt folder, which restarts do not change.
     """
@@ -198,7 +198,7 @@ def job_start_time() -> float | None:
 
 
 def job_end_time(env: Mapping[str, str] | None = None) -> float | None:
-    """When the scheduler ends this job, as from `time.time`; None: unknown."""
+    """Time at which the scheduler ends this job, in seconds since 1970; None: unknown."""
     text = (os.environ if env is None else env).get(END_TIME, "")
     return float(text) if text.isdecimal() else None
 
@@ -218,7 +218,7 @@ def shutdown_timeout() -> float | None:
 
 
 def error_file() -> Path | None:
-    """The file in which this worker reports a failure to its launcher; None: no launcher, or one that keeps no file."""
+    """The file in which this worker reports a failure to its launcher; None: there is no such file."""
     path = os.environ.get(ERROR_FILE)
     return Path(path) if path and path != os.devnull else None
 
@@ -299,7 +299,9 @@ def _gpus_per_process(env: Mapping[str, str]) -> int | None:
         return None
     found = _number(env, GPUS_PER_PROCESS)
     if found < 1:
-        raise WorldError(f"{GPUS_PER_PROCESS}={found} is not a number of GPUs", "set it to at least 1, or unset it")
+        raise WorldError(
+            f"{GPUS_PER_PROCESS}={found} is not a valid number of GPUs", "set it to at least 1, or unset it"
+        )
     return found
 
 

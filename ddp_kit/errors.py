@@ -17,7 +17,7 @@ from difflib import get_close_matches
 
 
 class DdpKitError(Exception):
-    """The base of ddpkit's exceptions.
+    """The base class of ddpkit's exceptions.
 
     Args:
         message: What was requested and what was found.
@@ -25,9 +25,9 @@ class DdpKitError(Exception):
     """
 
     reported_elsewhere = False
-    """Whether another rank reports the same error; only that rank then prints it and is named in the verdict."""
+    """Whether another rank reports the same error. Then only that rank prints it, and the verdict names that rank."""
     only_this_rank = False
-    """Whether only this rank has the error, such as the end of its DataLoader worker; the verdict then repeats it."""
+    """Whether only this rank has the error, such as a failed DataLoader worker; the verdict then repeats it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -108,7 +108,7 @@ def nearest(name: str, known: list[str]) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """The class of an error, and the first line of its message."""
+    """The name of an error's class and the first line of its message, as text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -124,7 +124,7 @@ def kind_of(value: object) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first five of many names, and the number of the others."""
+    """The first five names as text, and the number of the remaining names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

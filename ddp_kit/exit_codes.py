@@ -13,9 +13,9 @@ class ExitCode(IntEnum):
     LAUNCH_FAILED = 3
     NODE_LOST = 4
     REQUEUE = 75
-    """The workers saved a checkpoint and ask for another run; workers exit with it too. EX_TEMPFAIL in sysexits.h."""
+    """The workers saved a checkpoint and ask for another run; workers use it too. EX_TEMPFAIL in sysexits.h."""
     HUNG = 124
-    """The launcher killed a worker that hung. The code is the same as that of coreutils' `timeout`."""
+    """The launcher killed a worker that hung. The `timeout` command of coreutils uses the same code."""
 
     @staticmethod
     def of_signal(number: int) -> int:

@@ -48,9 +48,9 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     left = list(_by_reason(refused))
     if not chosen:
         raise ConfigError(
-            f"precision='fp8' finds no linear layer to convert in the model {type(model).__name__}"
-            + (":" if left else ", which has none"),
-            "name layers in fp8_layers whose sizes are multiples of 16, or use precision='bf16'",
+            f"precision='fp8' found no linear layer to convert in the model {type(model).__name__}"
+            + (":" if left else ", which has no linear layers"),
+            "set fp8_layers to linear layers whose sizes are multiples of 16, or use precision='bf16'",
             tuple(left),
         )
     float8.convert_to_float8_training(
@@ -59,7 +59,9 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
         # A weight's gradient is a product over all rows of a batch. Rows are padded, because their number is arbitrary.
         config=float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
     )
-    logger.info("fp8: {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left))
+    logger.info(
+        "fp8: converted {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left)
+    )
 
 
 def _check_device(device: torch.device) -> None:
@@ -106,16 +108,16 @@ def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequenc
 
 
 def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> str | None:
-    """Why a layer is not converted; None: it is converted."""
+    """The reason why a layer is not converted; None: it is converted."""
     sizes = layer.in_features, layer.out_features
     if not name:
-        return "the model is itself the layer, which stays the same object"
+        return "the model itself is this layer, and cannot be replaced"
     if name not in named:
         return "outside of the repeated blocks" if automatic else "not named in fp8_layers"
     if type(layer) is not nn.Linear or "forward" in vars(layer) or _has_hooks(layer):
-        return "a subclass of nn.Linear, or with hooks or a forward of its own"
+        return "not a plain nn.Linear (a subclass, or with hooks or its own forward)"
     if any(size % _MULTIPLE for size in sizes):
-        return f"has a size that {_MULTIPLE} does not divide"
+        return f"a size is not a multiple of {_MULTIPLE}"
     if automatic and sizes[0] <= _SMALL_INPUT and sizes[1] <= _SMALL_OUTPUT:
         return f"too small to become faster (at most {_SMALL_INPUT} inputs and {_SMALL_OUTPUT} outputs)"
     return None

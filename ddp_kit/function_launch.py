@@ -37,7 +37,7 @@ from ddp_kit.uncaught import show_without_traceback
 R = TypeVar("R")
 
 CALL, RESULT, ERROR = "call.pickle", "result.pickle", "error.pickle"
-"""Files in the folder of a call, which only this user can enter."""
+"""Files in the folder of a call, which only this user can access."""
 
 _MAIN = """\
 from ddp_kit.function_worker import main
@@ -72,8 +72,8 @@ def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None
     flags = _flags(gpus, processes)
     if RANK in os.environ:
         raise UsageError(
-            f"launch was called in a process that is a rank already ({RANK}={os.environ[RANK]})",
-            "call the function itself there, or start the script with python",
+            f"launch was called in a process that is already a rank ({RANK}={os.environ[RANK]})",
+            "call the function directly in this process, or start the script with python instead of a launcher",
         )
     with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX) as name:
         folder = Path(name)
@@ -92,10 +92,10 @@ def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None
 
 def _flags(gpus: int | str | None, processes: int | None) -> list[str]:
     if gpus is not None and processes is not None:
-        raise UsageError(f"both gpus={gpus!r} and processes={processes} were given", "give one of them")
+        raise UsageError(f"both gpus={gpus!r} and processes={processes} were given", "give only one of them")
     if processes is not None:
         if not isinstance(processes, int) or processes < 1:
-            raise UsageError(f"processes={processes!r} is not a number of processes", "for example: processes=2")
+            raise UsageError(f"processes={processes!r} is not a positive whole number", "for example: processes=2")
         return ["--nproc-per-node", str(processes)]
     return [] if gpus is None else ["--gpus", str(gpus)]
 
@@ -132,7 +132,7 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             except Exception as reason:
                 what = f"{name} is {kind_of(value)}, which cannot be copied to other processes"
                 raise UsageError(
-                    f"{what}: {reason}", "create it within the function, or move tensors to the CPU"
+                    f"{what}: {reason}", "create it inside the function, or move tensors to the CPU"
                 ) from None
         raise UsageError(
             f"the function cannot be copied to other processes: {error}",
@@ -221,7 +221,7 @@ class _Launcher:
         self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a job, show its output, and return its exit code. After Ctrl-C, raise KeyboardInterrupt when it ends."""
+        """Run a job, show its output, and return its exit code. After Ctrl-C, raise KeyboardInterrupt at the end."""
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # the launcher has ended; its output shows why
@@ -272,7 +272,7 @@ class _Launcher:
         self.close()
 
     def close(self) -> None:
-        """Close the launcher's pipes, and wait until the launcher and any job that it runs have ended."""
+        """Close the launcher's pipes, and wait until the launcher and the job that it may be running have ended."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with suppress(OSError):
@@ -321,7 +321,7 @@ def _is_interactive() -> bool:
 
 
 class _TracebackOfRankError(Exception):
-    """The traceback of a rank's exception as text; it becomes the cause of the exception raised here."""
+    """The traceback of a rank's exception as text; it becomes the cause of the exception that `launch` raises."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -333,7 +333,7 @@ def _outcome(folder: Path, code: int) -> Any:
             return pickle.loads((folder / RESULT).read_bytes())  # noqa: S301  # written by our own process, in a private folder
         except FileNotFoundError:
             raise LaunchError(
-                "rank 0 ended before the function returned", "let the function return instead of calling sys.exit"
+                "rank 0 exited before the function returned", "return from the function instead of calling sys.exit"
             ) from None
     if code == 1 and (folder / ERROR).exists():
         error, text = pickle.loads((folder / ERROR).read_bytes())  # noqa: S301

@@ -39,7 +39,7 @@ def _pickled_result(result: object) -> bytes:
     except Exception as error:
         raise LaunchError(
             f"the function's return value cannot be sent back: {error}",
-            "return numbers, strings, tensors on the CPU, or lists and dicts of them",
+            "return numbers, strings, tensors on the CPU, or lists and dicts of these",
         ) from None
 
 
@@ -49,7 +49,11 @@ def _pickled_error(error: Exception, text: str) -> bytes:
         content = bytes(cloudpickle.dumps((error.with_traceback(None), text)))
         pickle.loads(content)  # noqa: S301  # some exceptions can be pickled but not unpickled
         return content
-    return bytes(cloudpickle.dumps((LaunchError(f"{type(error).__name__}: {error}", "see its traceback"), text)))
+    return bytes(
+        cloudpickle.dumps(
+            (LaunchError(f"{type(error).__name__}: {error}", "see the traceback of the failed rank"), text)
+        )
+    )
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The heartbeat of a worker: a memory-mapped file of integers, which its launcher may read at any time."""
+"""The heartbeat of a worker: a memory-mapped file of integers, which the launcher may read at any time."""
 
 import mmap
 import os
@@ -15,9 +15,9 @@ class Phase(IntEnum):
     """The current activity of a worker."""
 
     OUTSIDE = 0
-    """Outside of the Trainer."""
+    """The script is running outside of the Trainer."""
     BETWEEN_STEPS = 1
-    """In the script's loop over `Trainer.steps`, or between two steps of `fit`."""
+    """The script is running in its loop over `Trainer.steps`, or `fit` is between two steps."""
     DATA = 2
     TRANSFER = 3
     FORWARD = 4
@@ -36,7 +36,7 @@ class Phase(IntEnum):
 
     @property
     def description(self) -> str:
-        """The phase in words, to follow "in"."""
+        """The phase in words, for use after the word "in"."""
         return {
             Phase.OUTSIDE: "the script",
             Phase.FAILED: "the script, after an exception",
@@ -59,7 +59,7 @@ class HeartbeatField(IntEnum):
     """The number of the last completed optimizer step, plus 1; 0: there is no Trainer."""
     PHASE = 1
     BEATS = 2
-    """Incremented by every action of the Trainer."""
+    """Counter that every action of the Trainer increments."""
     STEPS = 3
     """Optimizer steps completed by this process."""
     COLLECTIVES = 4
@@ -69,7 +69,7 @@ class HeartbeatField(IntEnum):
     BEGAN = 6
     """The step from which the run started (0, or the step of a checkpoint), plus 1; 0: the run has not started."""
     CHANGED_AT = 7
-    """When the phase was last set, in nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+    """Time at which the phase was last set, in nanoseconds of CLOCK_MONOTONIC, which all processes share."""
     STEP_NANOSECONDS = 8
     """The time of one step, as a moving average; 0: fewer than two steps are done."""
     DATA_SHARE = 9
@@ -79,9 +79,9 @@ class HeartbeatField(IntEnum):
     MFU = 11
     """Model FLOPs utilisation, in thousandths, as of the last log point; 0: not known."""
     COUNTED_AT = 12
-    """When collectives were last counted, in nanoseconds of CLOCK_MONOTONIC. Counted by a thread when it can run."""
+    """Time at which a background thread last counted collectives, in nanoseconds of CLOCK_MONOTONIC."""
     PYTHON_AT = 13
-    """When the main thread was last known to execute Python code, by the same clock; 0: not observed."""
+    """Time at which the main thread was last known to execute Python code, by the same clock; 0: not observed."""
 
 
 ADVICE_WORDS = 64
@@ -102,7 +102,7 @@ class Heartbeat:
     began: int | None = None
     """The step from which the run started; None: the run has not started."""
     changed_at: int = 0
-    """When the phase was last set, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+    """Time at which the phase was last set, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     step_seconds: float = 0.0
     """The time of one step, as a moving average; 0: not known yet."""
     data_share: float = 0.0
@@ -111,9 +111,9 @@ class Heartbeat:
     mfu: float = 0.0
     """Model FLOPs utilisation, 0 to 1; 0: not known."""
     counted_at: int = field(default=0, compare=False)  # a change of only this time or `python_at` is not progress
-    """When the collectives were last counted, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+    """Time at which collectives were last counted, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     python_at: int = field(default=0, compare=False)
-    """When the main thread was last known to execute Python code; 0: not observed."""
+    """Time at which the main thread was last known to execute Python code; 0: not observed."""
     advice: str = ""
     """The last line of advice; "": there has been no advice."""
 

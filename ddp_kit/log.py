@@ -18,7 +18,7 @@ _INDENT, _NARROW = len("12:34:56 INFO    "), 60
 _NO_BREAK = "\u00a0"
 _DEFAULT_HANDLER = 0  # the id of loguru's own handler, which exists until the user configures loguru
 
-# Modules that may log on any rank, because rank 0 may be one of the ranks whose problem they report.
+# Modules that may log on any rank: they report ranks that are late, and rank 0 may be one of these ranks.
 _ANY_RANK = ("ddp_kit.distributed.barrier", "ddp_kit.parallel.fsdp")
 
 __all__ = ["logger", "start"]

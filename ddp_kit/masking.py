@@ -11,12 +11,12 @@ MASK = "****"
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _SHORTEST = 6
-"""Shorter values of secret variables are not replaced in other text, where they may occur by chance."""
+"""Minimum length of a secret value to be replaced in other text, where shorter values may occur by chance."""
 
 # Words that mark a secret anywhere in a name.
 _ALWAYS = re.compile("SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTHORIZATION|SIGNATURE|WEBHOOK|CREDS", re.IGNORECASE)
-# Words that mark a secret as a word of a name, or (first group) at the end of a word, as in `authtoken`; but not in
-# `tokenizer`, `keyboard` or `author`.
+# Words that mark a secret if they are a whole word of a name, or (first group) the end of a word, as in `authtoken`;
+# but not in `tokenizer`, `keyboard` or `author`.
 _WORD = re.compile(r"\w*(TOKEN|KEY|AUTH|PASS)|PRIVATE|DSN|PAT|PWD|JWT|SIG|BEARER", re.IGNORECASE)
 _PLURAL = re.compile(r"\w*(TOKEN|KEY)S", re.IGNORECASE)
 _WORDS_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # HF_TOKEN, hf-token, hfToken, HFToken
@@ -43,7 +43,7 @@ _FLAG = re.compile(r"-[A-Za-z]|--[a-z][\w-]*(=.*)?", re.DOTALL)
 
 
 def masked_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with the values of secret variables masked, and also secrets inside other values."""
+    """The variables, with the values of secret variables masked, as well as secrets inside other values."""
     return {name: MASK if value and _secret(name, value) else masked(value, env) for name, value in env.items()}
 
 

@@ -70,16 +70,16 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
-    """The error for an invalid weight on a device, which is detected only later.
+    """The error for an invalid weight on a device, which is detected only after the step.
 
     `rank`: the first rank with an invalid weight.
     """
-    where = "" if rank is None else f", first on rank {rank}"
+    where = "" if rank is None else f" on rank {rank}"
     return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
 
 
 class Mean:
-    """A weighted mean over all ranks and batches. Sums stay on the device, in float64, until `reduced`."""
+    """A weighted mean over all ranks and batches. Sums stay on the device, in float64, until `reduced` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -117,17 +117,17 @@ def _described(value: object) -> str:
 
 
 def _hint_for(value: object) -> str:
-    """What a loss function should return instead of `value`, which is not a tensor."""
+    """Hint about what a loss function should return instead of `value`, which is not a tensor."""
     wanted = "return the mean over the batch's samples as a scalar tensor, or Loss(sum, weight)"
     if value is None:
-        return f"{wanted}; is its `return` missing?"
+        return f"{wanted}; is the `return` statement missing?"
     if isinstance(value, Real):
-        return f"{wanted}: the tensor itself, without .item() or float()"
+        return f"{wanted}, without .item() or float()"
     if isinstance(value, Mapping) or hasattr(value, "loss"):
         at = ".loss" if hasattr(value, "loss") else '["loss"]'
-        return f"{wanted}, such as output{at}; trainer.log({{...}}) reports other values"
+        return f"{wanted}, such as output{at}; to report other values, use trainer.log({{...}})"
     if isinstance(value, list | tuple):
-        return f"{wanted} alone; trainer.log({{...}}) reports other values"
+        return f"{wanted}, and nothing else; to report other values, use trainer.log({{...}})"
     return wanted
 
 
@@ -203,8 +203,8 @@ def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
         yield name, float(found)
     else:
         raise LossError(
-            f"compute() of metric {name!r} returned a {type(found).__name__}, not a number",
-            "let it return numbers or tensors, or dicts, lists and tuples of them",
+            f"compute() of metric {name!r} returned a {type(found).__name__}, which is not supported",
+            "return numbers or tensors from compute(), or dicts, lists and tuples of numbers or tensors",
         )
 
 
@@ -214,7 +214,7 @@ def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
 
 
 def _fill_empty_states(metric: Any, device: torch.device) -> None:
-    """Put an empty tensor of the other ranks' dtype and shape into list states that are empty here. A collective."""
+    """Put an empty tensor of the other ranks' dtype and shape into this rank's empty list states. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     states = list(_list_states(metric))
@@ -244,7 +244,7 @@ def _list_states(metric: Any) -> Iterator[tuple[Any, str, list[Any]]]:
 def _layout(state: list[Any]) -> list[int]:
     """The layout of a list state's first tensor: number of dimensions, dtype index, sizes after the first dimension.
 
-    All zeros if the list is empty, or the tensor is of an unknown kind.
+    All values are 0 if the list is empty, or if the tensor has an unknown dtype or too many dimensions.
     """
     first = state[0] if state else None
     if not isinstance(first, Tensor) or first.dtype not in _DTYPES or first.dim() > _MOST_DIMENSIONS:

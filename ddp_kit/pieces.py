@@ -22,14 +22,18 @@ class Piece:
     """Whether this rank writes the piece to checkpoints; of several ranks that hold the same piece, only one does."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
-        """This piece's values, from the whole tensor or the same piece. Raises `ValueError` if `saved` is neither."""
+        """The values of this piece, from the saved whole tensor or piece. Raises `ValueError` if shapes differ."""
         if isinstance(saved, Piece):
             same = saved.shape == self.shape and saved.offsets == self.offsets and saved.flat == self.flat
             if not same or saved.tensor.shape != self.tensor.shape:
-                raise ValueError("the piece that was read is not the one that this rank holds")
+                raise ValueError(
+                    "the piece that was read differs in shape or position from the piece that this rank holds"
+                )
             return saved.tensor
         if tuple(saved.shape) != self.shape:
-            raise ValueError(f"its shape in the checkpoint is {tuple(saved.shape)}, here {self.shape}")
+            raise ValueError(
+                f"the tensor has shape {tuple(saved.shape)} in the checkpoint, but shape {self.shape} in this run"
+            )
         if self.flat:
             return saved.reshape(-1)[self.offsets[0] : self.offsets[0] + self.tensor.numel()]
         box = tuple(slice(at, at + size) for at, size in zip(self.offsets, self.tensor.shape, strict=True))

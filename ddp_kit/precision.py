@@ -39,8 +39,8 @@ _NORMS = (
 class Precision:
     """One of the six precisions, on one device.
 
-    `sharded`: whether each rank has only the gradients of its own shards, so the ranks must agree whether a step
-    overflowed. `gathered`: whether weights are gathered anew for each forward pass.
+    `sharded`: whether each rank has only the gradients of its own shards, so that the ranks must agree on whether a
+    step overflowed. `gathered`: whether weights are gathered again for each forward pass.
     `fp8_layers`, `bf16_buffers`, `bf16_inputs`: as in `TrainerConfig`. Raises `ConfigError` if the device does not
     support the precision.
     """
@@ -75,7 +75,7 @@ class Precision:
         self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
         self._skipped: Tensor | None = None  # on the device: the number of skipped steps not yet reported
         self.overflowed: Tensor | None = None
-        """With fp16: whether the last step overflowed, as a boolean scalar on the device."""
+        """Whether the last step overflowed, as a scalar on the device; None before the first step and without fp16."""
         if device.type == "cuda":
             _choose_float32(tf32=name == "tf32")
 
@@ -128,7 +128,8 @@ class Precision:
     def _check_leaf(self, leaf: object) -> None:
         if self._warned_about_batch or not _is_wider_on_host(leaf):
             return
-        least, largest = (float(each) for each in leaf.aminmax())  # without temporary tensors; enough for most batches
+        # This check needs no temporary tensors, and is enough for most batches.
+        least, largest = (float(each) for each in leaf.aminmax())
         if max(-least, largest) <= _EXACT:
             return
         whole = leaf[(leaf == leaf.trunc()) & leaf.isfinite()]
@@ -138,7 +139,7 @@ class Precision:
         self._warned_about_batch = True
         logger.warning(
             "precision='bf16-true' rounds whole numbers above {} in a batch: in a {} tensor of shape {}, {} different "
-            "ones become {}. Pass positions, time steps and ids as integers, which are not converted; or set "
+            "values become {}. Pass positions, time steps and ids as integers, which are not converted; or set "
             "bf16_inputs=False, and convert the other inputs in the loss function",
             _EXACT,
             str(leaf.dtype).removeprefix("torch."),
@@ -168,7 +169,7 @@ class Precision:
             raise LossError(
                 f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are bfloat16"
                 + (f", and {' and '.join(kept)} keep their dtype" if kept else ""),
-                "where the model computes with tensors of other dtypes, convert them, as in x + self.table.to(x.dtype)"
+                "convert tensors of other dtypes where the model uses them, as in x + self.table.to(x.dtype)"
                 + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else ""),
             ).with_traceback(error.__traceback__) from error
 
@@ -237,7 +238,7 @@ def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
 
 @cache
 def _cached_casts_have_gradients() -> bool:
-    """Whether a cast that autocast caches under no_grad has gradients when it is used again outside of no_grad.
+    """Whether a cast that autocast caches under no_grad has gradients when it is reused outside of no_grad.
 
     Before https://github.com/pytorch/pytorch/pull/165068 it has no gradients: if a loss function first called the model
     under no_grad, the model would not be trained.

@@ -1,4 +1,4 @@
-"""Profiles chosen steps: a trace by torch.profiler, and the largest GPU allocations; also out-of-memory snapshots."""
+"""Profiles of chosen steps (torch.profiler's trace, the largest GPU allocations), and out-of-memory snapshots."""
 
 import json
 import os
@@ -62,7 +62,7 @@ class Recorder:
             self._armed = False
             self._begin(number)
         if self._running is not None:
-            # The name that torch's own profiler and tools for its traces give to a step.
+            # torch's own profiler and the tools for its traces use this name for a step.
             self._marked.enter_context(record_function(f"ProfilerStep#{number}"))
 
     def after_step(self, number: int) -> None:
@@ -87,7 +87,7 @@ class Recorder:
         except (OSError, RuntimeError) as error:
             logger.warning("profile: no trace was written to {}: {}", path, error)
             return
-        logger.info("profile: {} (open it at ui.perfetto.dev)", path)
+        logger.info("profile: wrote {} (open it at ui.perfetto.dev)", path)
 
     @property
     def _steps(self) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class Recorder:
             return
         try:
             if any(memory_snapshot()["device_traces"]):
-                logger.warning("profile: no memory is recorded: the script records its memory history itself")
+                logger.warning("profile: memory is not recorded, because the script itself records the memory history")
                 return
             record_allocations(_MOST_ALLOCATIONS)
         except (RuntimeError, AttributeError, TypeError) as error:  # another allocator, or changed private functions
@@ -131,7 +131,7 @@ class Recorder:
         except (OSError, RuntimeError, AttributeError, TypeError, LookupError) as error:
             logger.warning("profile: no record of memory was written to {}: {}", path, error)
             return
-        logger.info("profile: {} (`ddpkit report` shows it)", path)
+        logger.info("profile: wrote {} (`ddpkit report` shows it)", path)
 
     def _begin(self, number: int) -> None:
         if profiler_runs():  # a second profiler would end the first
@@ -231,7 +231,7 @@ class MemoryPeak:
 
 
 def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> MemoryPeak | None:
-    """The peak of the GPU with the highest peak; None if no allocation was recorded.
+    """The memory peak of the GPU with the highest peak; None if no allocation was recorded.
 
     `libraries`: folders whose frames are skipped: an allocation counts for the innermost line outside of these folders.
     """
@@ -253,7 +253,8 @@ def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> Memor
 class _Device:
     """The recorded allocations of one GPU.
 
-    Allocations from before the recording are found in two ways: they are freed during it, or they exist at its end.
+    Allocations from before the recording are found in two ways: they are freed during the recording, or they still
+    exist at its end.
     """
 
     def __init__(self, number: int, events: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:

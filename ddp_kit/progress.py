@@ -1,4 +1,4 @@
-"""Shows a run's progress: a bar on a terminal, plain lines elsewhere, a heartbeat for the launcher."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, and a heartbeat for the launcher."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +62,7 @@ class ProgressReport:
             self._bar.update(self._task, completed=done, total=total)
 
     def log(self, done: int, values: str) -> None:
-        """Show the values of a log point: as many as fit next to the bar, or, without a bar, all values in one line."""
+        """Show the values of a log point: as many as fit next to the bar, or all values in one line without a bar."""
         if self._bar is not None:
             room = (
                 self._bar.console.width - len(f"{self._total} / {self._total} ") - _BAR_COLUMNS - len(" 0:00:00 left ")
@@ -73,7 +73,7 @@ class ProgressReport:
 
 
 def _fitting(values: str, room: int) -> str:
-    """As many of the first values as fit into `room` columns; values are separated by two spaces."""
+    """The first values that fit into `room` columns; values are separated by two spaces."""
     shown = ""
     for value in values.split("  "):
         longer = f"{shown}  {value}" if shown else value
@@ -92,7 +92,7 @@ def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None)
     bar = _running[-1] if _running else _bar()
     if not _running:
         bar.start()
-    # Only one line at a time: a display of several lines moves up to redraw itself, and overwrites other ranks' output.
+    # Show only one line: a display of several lines moves the cursor up to redraw, and overwrites other ranks' output.
     hidden = [each.id for each in bar.tasks if each.visible]
     for each in hidden:
         bar.update(each, visible=False)
@@ -123,7 +123,7 @@ _STEP, _PHASE, _BEATS, _STEPS, _BEGAN, _CHANGED_AT, _STEP_NANOSECONDS = map(
 )
 _SIZE = len(HeartbeatField) + ADVICE_WORDS
 _AVERAGED = 8
-"""A new step has the weight 1 / `_AVERAGED` in the moving average of the time per step."""
+"""Each new step has weight 1 / `_AVERAGED` in the moving average of the time per step."""
 
 
 class HeartbeatWriter:
@@ -163,7 +163,7 @@ class HeartbeatWriter:
         self._stepped_at = now
 
     def shares(self, data: float, communication: float, mfu: float = 0.0) -> None:
-        """Set the shares of the time spent waiting for data and for other ranks, and the MFU (0 to 1); 0: not known."""
+        """Set the shares of time spent waiting for data and for other ranks, and the MFU (0 to 1); 0: unknown."""
         self._memory[HeartbeatField.DATA_SHARE] = round(1000 * data)
         self._memory[HeartbeatField.COMMUNICATION_SHARE] = round(1000 * communication)
         self._memory[HeartbeatField.MFU] = round(1000 * mfu)
@@ -190,7 +190,7 @@ class HeartbeatWriter:
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
-        """A context for training: records the initial step, and after a `LossError` the last step before that error."""
+        """A context for training: record the initial step and, after a `LossError`, the last step before the error."""
         self.set_step(step)
         self._stepped_at = 0
         if not self._memory[_BEGAN]:

@@ -1,4 +1,4 @@
-"""Read-only records of a run: log rows, steps, results."""
+"""Read-only records of a run: log rows, steps and results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ class LogRow:
     step_seconds: float
     """Wall time per optimizer step, without evaluations."""
     times: "StepTimes"
-    """How the wall time of this rank divides into phases."""
+    """The wall time of this rank, divided into phases."""
     slowest_rank: int
-    """The rank with the largest `StepTimes.own`; the others wait for it."""
+    """The rank with the largest `StepTimes.own`, for which the other ranks wait."""
     slowest_factor: float
     """The slowest rank's `StepTimes.own`, divided by the median `StepTimes.own` of the other ranks."""
     values: dict[str, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class LogRow:
     rank_seconds: tuple[float, ...] = ()
     """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks."""
     rank_memory: tuple[int, ...] = ()
-    """The peak number of bytes that torch has allocated so far on each rank's GPU; empty on a CPU."""
+    """The peak number of bytes that torch has allocated on each rank's GPU so far; empty on a CPU."""
     mfu: float | None = None
     """Model FLOPs utilisation over all ranks, from 0 to 1; None: not known, see `TrainerConfig.mfu`."""
 
@@ -68,22 +68,22 @@ class StepTimes:
     """One rank's wall time by phase: seconds per optimizer step, averaged over an interval."""
 
     data: float
-    """Waiting for batches."""
+    """Time spent waiting for batches."""
     transfer: float
-    """Copying batches to the device."""
+    """Time spent copying batches to the device."""
     forward: float
     backward: float
-    """The backward passes, without `communication`."""
+    """Time of the backward passes, without `communication`."""
     communication: float
     """Idle time in which the rank waits for other ranks or the network; overlapped communication does not count."""
     optimizer: float
-    """Gradient clipping and the optimizer step."""
+    """Time of gradient clipping and the optimizer step."""
     other: float
-    """The rest of the wall time: callbacks, logging, the loop itself."""
+    """The rest of the wall time, such as callbacks, logging and the loop itself."""
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """All fields in order, 30 times faster than `dataclasses.astuple`."""
+        """All fields in order, as a tuple; 30 times as fast as `dataclasses.astuple`."""
         return (
             self.data,
             self.transfer,
@@ -116,9 +116,9 @@ class Step:
     samples: int
     """Samples in this step over all ranks."""
     ends_epoch: bool
-    """Whether it is the last step of its epoch."""
+    """Whether this is the last step of its epoch."""
     log: LogRow | None
-    """The row that became ready at this step; None at most steps."""
+    """The log row that became available at this step; None for most steps."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class LearningRateSearch:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `load_model` loaded, and the names that did not match."""
+    """The result of `load_model`: the names that were loaded, and the names that did not match."""
 
     path: Path
     """The checkpoint or the file that was loaded."""

@@ -13,7 +13,7 @@ def whole_number(value: Any, name: str, least: int = 0) -> int:
     """Return the value if it is an int of at least `least`; else raise `ValueError`."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST:
         return value
-    raise _not_a(f"whole number from {least}", value, name)
+    raise _not_a(f"whole number of at least {least}", value, name)
 
 
 def real_number(value: Any, name: str) -> float:
@@ -41,10 +41,10 @@ def check_same_kind(value: Any, own: Any, name: str) -> None:
         _ = isinstance(value, Tensor) or real_number(value, name)
     elif isinstance(own, str):
         if not isinstance(value, str | None):
-            raise _not_a("text", value, name)
+            raise _not_a("string", value, name)
     elif isinstance(own, list | tuple):
         if not isinstance(value, list | tuple) or (isinstance(own, tuple) and len(value) != len(own)):
-            raise _not_a(f"list of {len(own)}", value, name)
+            raise _not_a(f"list of length {len(own)}", value, name)
         for place, each in enumerate(value if own else ()):
             check_same_kind(each, own[min(place, len(own) - 1)], f"{name}[{place}]")
     elif isinstance(own, Mapping):

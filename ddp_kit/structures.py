@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def with_copied_containers(batch: T) -> T:
-    """The batch, with the same leaves in copies of its containers: loss functions may modify dicts and lists."""
+    """Copies of the batch's containers, with the same leaves, because loss functions may modify dicts and lists."""
     copied: T = each_leaf(_own, batch)
     return copied
 

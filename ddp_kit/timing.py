@@ -1,4 +1,4 @@
-"""Measures the phases of a step: always on, without waiting for the device."""
+"""Timing of a step's phases, which is always on and does not wait for the device."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ DATA, TRANSFER, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = range(6)
 _EXPOSED = 6  # communication after the gradients are computed, in the steps that are watched
 _PHASES = 7
 
-_SECONDS_BETWEEN_WATCHED = 0.003  # watching costs some 12 microseconds: at most 0.4 % of the time
+_SECONDS_BETWEEN_WATCHED = 0.003  # watching costs about 12 microseconds: at most 0.4 % of the time
 _MOST_WAITING = 2048  # events; if at least this many wait for the device when a step begins, the step is not measured
 
 COLUMNS = len(fields(StepTimes))
@@ -40,7 +40,7 @@ class StepClock:
         self._last = self._watched_at = 0.0
         self.idle = 0.0
         """Share of the steps, in the last reading, in which a GPU ran out of work: when the step began or a forward
-        pass ended, the GPU had finished all queued work, as is the case if the host waits for the GPU in each step."""
+        pass ended, the GPU had finished all queued work. If the host waits for the GPU in each step, the share is 1."""
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -109,7 +109,7 @@ class Event(Protocol):
         """Whether the device has reached the event."""
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds from this event to another one; both have happened."""
+        """Milliseconds from this event to another event; both must have happened."""
 
 
 class DeviceClock(StepClock):

@@ -1,4 +1,4 @@
-"""All private torch APIs that a worker uses: check these first when torch changes.
+"""All private torch APIs that a worker uses. Check these first when torch changes.
 
 Written against the sources of torch 2.10, 2.13 and 2.15. Where these versions differ, a comment describes how.
 """
@@ -99,7 +99,7 @@ def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
 
 
 def memory_of(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor, as the object whose `data` can be exchanged; any other tensor as it is.
+    """The local tensor of a DTensor, as the object whose `data` can be exchanged; any other tensor unchanged.
 
     In torch 2.13, `to_local` instead returns a new tensor with the same memory if the DTensor is a parameter.
     """
@@ -169,7 +169,7 @@ class DdpReducer:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        # Not passed as an argument, because torch 2.13 renamed the argument and deprecated the old name.
+        # The setting is not passed as an argument, because torch 2.13 renamed the argument and deprecated the old name.
         name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
         setattr(wrapper, name, False)
 
@@ -339,7 +339,7 @@ def is_fake(tensor: object) -> bool:
 
 
 class NotCountedError(Exception):
-    """An operation whose FLOPs are not known; the message names it."""
+    """Raised for an operation whose FLOPs are not known; the message names the operation."""
 
 
 # Operations on weights that contain no matrix product, besides views and element-wise operations. Their FLOPs do not
@@ -359,9 +359,9 @@ _NO_PRODUCTS = {
 
 @cache
 def _has_no_products(operation: Any) -> bool:
-    """Whether an operation is cheap.
+    """Whether an operation is cheap, which means that it contains no matrix product.
 
-    One tagged variant is enough, because torch does not tag every variant; in-place variants are an example.
+    One tagged variant of the operation is enough, because torch does not tag all variants, such as in-place ones.
     """
     name = operation.__name__.rstrip("_")
     variants = getattr(torch.ops.aten, name, operation)
@@ -407,7 +407,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: Counter[torch.dtype] = Counter()
         """The number of FLOPs, by the dtype of the first factor."""
         self.goes_backward = False
-        """To be set when the backward pass begins: gradients are then enabled only while activations are recomputed."""
+        """Whether the backward pass has begun, as set by the caller. Only recomputation then enables gradients."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

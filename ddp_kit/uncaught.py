@@ -1,8 +1,8 @@
-"""Print the message of an uncaught `DdpKitError` instead of a traceback, once per node.
+"""Printing of an uncaught `DdpKitError` as a message without a traceback, once per node.
 
     the first rank of a node    creates a file in the launcher's folder of this attempt, and prints its message
     the other ranks             print nothing, because they found the same error
-    all                         write their error files, for the launcher's verdict
+    all ranks                   write their error files, for the launcher's verdict
 
 Without a launcher, each process prints its own message. Tracebacks of other exceptions are shortened: frames of ddpkit,
 and of torch's DataLoader and module calls, are folded if they only lead to the user's code.
@@ -107,7 +107,7 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:
-    """Report the failure to the launcher, in the format of torch's error files, unless the script wrote that file.
+    """Report the failure to the launcher, in the format of torch's error files, unless the script has written its own.
 
     `message`: one line. `marks`: the keys are the NOTE_ constants of env.py.
     """
@@ -115,7 +115,8 @@ def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> 
     if path is None:
         return
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), NOTE_MARK: True, **marks}
-    whole = Path(f"{path}.{os.getpid()}")  # written before it is linked: the process may be killed at any moment
+    # Written completely before it is linked, because the process may be killed at any moment.
+    whole = Path(f"{path}.{os.getpid()}")
     with suppress(OSError):
         whole.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         os.link(whole, path)  # fails if the file exists

@@ -102,7 +102,7 @@ class Gpt(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """The summed loss of the characters that have a target, weighted by their number: exact over ranks and passes."""
+    """The summed loss of the characters with a target, with their number as the weight, so that all count equally."""
     tokens, targets = batch
     logits = model(tokens).flatten(0, 1)
     loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum", ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""A training loop of your own, with `Trainer.steps`: stops when the loss no longer falls.
+"""Your own training loop with `Trainer.steps`. This one stops when the loss no longer falls.
 
 ddpkit launch --nproc-per-node 2 examples/imperative.py
 """

@@ -24,7 +24,7 @@ def test_a_step_in_good_order_is_left_alone() -> None:
         ({"transfer": 30}, "transfer 23%: use smaller dtypes, such as uint8 images, and convert on the device"),
         (
             {"communication": 90},
-            "communication 50%: larger micro-batches or more accumulation_steps, or parallel.compression",
+            "communication 50%: use larger micro-batches or more accumulation_steps, or set parallel.compression",
         ),
         ({"optimizer": 60}, "optimizer 39%: pass fused=True to the optimizer"),
         ({"optimizer": 60, "data": 80}, "data 34%: raise data.num_workers (now 2) or use data.device_transform"),
@@ -59,7 +59,9 @@ def test_a_slow_rank_comes_before_the_communication_that_it_makes_of_the_others(
     waiting = times(communication=70)
     said = advice([waiting, waiting, times(communication=10, forward=90), waiting], 0)
     assert said is not None
-    assert said.startswith("rank 2 takes 1.7x the median time of the others, mostly in forward: see what else runs")
+    assert said.startswith(
+        "rank 2 takes 1.7x the median time of the other ranks, mostly in forward: check what else runs"
+    )
 
 
 def test_a_rank_that_is_slow_by_a_little_is_left_alone() -> None:
@@ -70,7 +72,7 @@ def test_a_rank_that_is_slow_by_a_little_is_left_alone() -> None:
 def test_a_slow_rank_s_own_phase_is_named() -> None:
     said = advice([times(communication=70), times(data=61, backward=51)], 4)
     assert said is not None
-    assert "mostly in data: see how fast it reads its samples" in said
+    assert "mostly in data: check how fast this rank reads its samples" in said
 
 
 def test_the_slowest_rank_is_the_one_that_needs_most_for_itself() -> None:
@@ -137,7 +139,7 @@ def test_a_gpu_that_runs_out_of_work_in_each_step_is_told_of() -> None:
     said = run.interval(short, idle=0.96)
     assert said is not None
     assert said.startswith(
-        "host-device synchronisation, or steps too small: the GPU ran out of work in 96% of the steps"
+        "host-device synchronisation, or steps that are too small: the GPU ran out of work in 96% of them"
     )
     assert 'profile={"steps": [10, 12]}' in said
     assert run.interval(short, idle=1.0) is None

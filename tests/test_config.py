@@ -28,11 +28,11 @@ def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> 
         checkpoint={"keep_last": "many"},
     )
     assert sorted(problems) == [
-        "checkpoint.keep_last = 'many': allowed is a whole number; nearest: 2",
+        "checkpoint.keep_last = 'many': must be a whole number; nearest: 2",
         "data.num_worker = 2: there is no such setting; nearest: data.num_workers",
         "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
-        "log_every_steps = 0: allowed is at least 1; nearest: 1",
-        'precision = \'bf15\': allowed is "fp32", "tf32", "bf16", "fp16", "bf16-true" or "fp8"; nearest: \'bf16\'',
+        "log_every_steps = 0: must be at least 1; nearest: 1",
+        'precision = \'bf15\': must be "fp32", "tf32", "bf16", "fp16", "bf16-true" or "fp8"; nearest: \'bf16\'',
     ]
 
 
@@ -43,7 +43,7 @@ def test_other_names_of_a_precision_are_understood_as_such(called: str, ours: st
 
 
 def test_true_is_no_number() -> None:
-    assert problems_of(epochs=True) == ("epochs = True: allowed is a whole number; nearest: None (off)",)
+    assert problems_of(epochs=True) == ("epochs = True: must be a whole number; nearest: None (off)",)
 
 
 def test_a_part_left_empty_is_the_default(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_the_strategy_may_be_given_by_name_alone() -> None:
 
 
 def test_an_unknown_strategy_is_told_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.strategy = 'dpp': allowed is \"ddp\" or .*; nearest: 'ddp'"):
+    with pytest.raises(ConfigError, match=r"parallel.strategy = 'dpp': must be \"ddp\" or .*; nearest: 'ddp'"):
         TrainerConfig(parallel="dpp")
-    with pytest.raises(ConfigError, match=r"parallel.strategy = \[1\]: allowed is"):
+    with pytest.raises(ConfigError, match=r"parallel.strategy = \[1\]: must be"):
         TrainerConfig(parallel={"strategy": [1]})
 
 
@@ -214,8 +214,8 @@ def test_mistakes_on_the_command_line_are_listed_with_what_works() -> None:
     with pytest.raises(ConfigError) as caught:
         TrainerConfig.from_command_line(["--epochs=3", "fast", "epochs=2", "--config"])
     assert caught.value.problems == (
-        "--epochs=3: a setting is written as name=value; nearest: epochs=3",
-        "fast: a setting is written as name=value; nearest: data.num_workers=4",
+        "--epochs=3: write a setting as name=value; nearest: epochs=3",
+        "fast: write a setting as name=value; nearest: data.num_workers=4",
         "--config needs a file, such as --config run.yaml",
     )
     with pytest.raises(ConfigError, match=r"data.num_worker = 3: .*nearest: data.num_workers"):

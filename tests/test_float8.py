@@ -127,12 +127,12 @@ def test_a_model_without_a_layer_to_convert_is_told_why() -> None:
     assert sorted(caught.value.problems) == [
         "0: outside of the repeated blocks",
         "1.0.0, 1.1.0: too small to become faster (at most 4096 inputs and 1024 outputs)",
-        "1.0.1, 1.1.1: has a size that 16 does not divide",
-        "1.0.2, 1.1.2: a subclass of nn.Linear, or with hooks or a forward of its own",
+        "1.0.1, 1.1.1: a size is not a multiple of 16",
+        "1.0.2, 1.1.2: not a plain nn.Linear (a subclass, or with hooks or its own forward)",
     ]
-    with pytest.raises(ConfigError, match="convert in the model ReLU, which has none"):
+    with pytest.raises(ConfigError, match="convert in the model ReLU, which has no linear layers"):
         convert_linear_layers(nn.ReLU(), "auto", CPU)
-    with pytest.raises(ConfigError, match="the model is itself the layer"):
+    with pytest.raises(ConfigError, match="the model itself is this layer"):
         convert_linear_layers(nn.Linear(16, 2048), ("*",), CPU)
     with pytest.raises(ConfigError, match="'1.upp', but the model Sequential has no such linear layer") as caught:
         convert_linear_layers(network(), ("1.upp",), CPU)

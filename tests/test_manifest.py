@@ -68,12 +68,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a folder": (
         lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
-        "model.safetensors is not a file",
+        "model.safetensors is not a regular file",
     ),
-    "newer": (lambda path: rewrite(path, format=3), "newer format 3: this version of ddpkit reads up to 2"),
-    "not ours": (lambda path: (path / "manifest.json").write_text("{}"), "not a checkpoint of ddpkit"),
-    "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "not a checkpoint of ddpkit"),
-    "renamed": (lambda path: made(path.parent, 1).replace(path / "x") and _swap(path), "manifest.json is that of"),
+    "newer": (lambda path: rewrite(path, format=3), "newer format 3: this version of ddpkit reads formats up to 2"),
+    "not ours": (lambda path: (path / "manifest.json").write_text("{}"), "not a ddpkit checkpoint"),
+    "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "not a ddpkit checkpoint"),
+    "renamed": (lambda path: made(path.parent, 1).replace(path / "x") and _swap(path), "manifest.json belongs to"),
 }
 
 
@@ -134,7 +134,7 @@ def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file, not a folder"):
         checkpoints(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         examine(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="Not a directory|is a file"):
         checkpoints(tmp_path / "file" / "below")
@@ -143,4 +143,4 @@ def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:
 def test_a_file_where_a_checkpoint_should_be_is_not_one(tmp_path: Path) -> None:
     (tmp_path / name_of(7)).touch()
     made(tmp_path, 5)
-    assert [str(one.problem) for one in checkpoints(tmp_path)] == ["not a checkpoint of ddpkit: a file", "None"]
+    assert [str(one.problem) for one in checkpoints(tmp_path)] == ["not a ddpkit checkpoint: it is a file", "None"]

@@ -92,5 +92,5 @@ def test_what_a_metric_object_computes_is_named_in_any_nesting(value: Any, named
 def test_what_is_no_number_is_said() -> None:
     metric = MetricObject("m", Computes({"a": "text"}), None)
     metric.start(CPU)
-    with pytest.raises(LossError, match=r"of metric 'm.a' returned a str, not a number"):
+    with pytest.raises(LossError, match=r"of metric 'm.a' returned a str, which is not supported"):
         metric.values()

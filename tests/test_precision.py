@@ -225,7 +225,7 @@ def test_whole_numbers_that_bf16_true_loses_are_said_once(values: Tensor, warns:
     warnings = [line for line in said if "rounds whole numbers above 256" in line]
     assert len(warnings) == warns
     if len(values) == 1000 and warns:
-        assert "in a float32 tensor of shape (2, 1000), 1000 different ones become 507" in warnings[0]
+        assert "in a float32 tensor of shape (2, 1000), 1000 different values become 507" in warnings[0]
 
 
 def test_the_first_batch_is_checked_for_whole_numbers(said: list[str]) -> None:

@@ -60,7 +60,7 @@ def test_exactly_the_chosen_steps_are_recorded(tmp_path: Path, lines: list[str])
     path = tmp_path / "traces" / "rank0_steps2-3.json.gz"
     assert names(tmp_path / "traces") == [path.name]
     assert recorded(path) == ["step 2", "step 3"]
-    assert lines == [f"INFO profile: {path} (open it at ui.perfetto.dev)"]
+    assert lines == [f"INFO profile: wrote {path} (open it at ui.perfetto.dev)"]
 
 
 def test_the_shapes_are_in_the_trace(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_took_the_memory_of_a_gpu_is_recorded_with_the_trace(
         "lines": [{"file": "model.py", "line": 12, "function": "forward", "bytes": 1000, "count": 1}],
     }  # fmt: skip
     assert allocator.asked == [1_000_000, 0], "nothing is recorded before and after these steps"
-    assert lines[0] == f"INFO profile: {tmp_path}/memory_rank0_steps2-3.json (`ddpkit report` shows it)"
+    assert lines[0] == f"INFO profile: wrote {tmp_path}/memory_rank0_steps2-3.json (`ddpkit report` shows it)"
     summary = read_memory(tmp_path / "memory_rank0_steps2-3.json")
     assert (summary.bytes, str(summary.lines[0].place)) == (2000, "forward (model.py:12)")
 
@@ -219,7 +219,7 @@ def test_a_history_that_the_script_records_goes_on(
     train(recorder(tmp_path))
     assert allocator.asked == []
     assert names(tmp_path) == ["rank0_steps2-3.json.gz"]
-    assert lines[0] == "WARNING profile: no memory is recorded: the script records its memory history itself"
+    assert lines[0] == "WARNING profile: memory is not recorded, because the script itself records the memory history"
 
 
 def test_memory_that_cannot_be_recorded_does_not_end_the_run(

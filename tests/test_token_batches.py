@@ -36,7 +36,7 @@ def test_epochs_have_different_orders() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(DataError, match="sample 1 has 9 tokens, more than the 8 of a batch"):
+    with pytest.raises(DataError, match="sample 1 has 9 tokens, more than the limit of 8 tokens per batch"):
         TokenBatchSampler([3, 9], 8)
     with pytest.raises(DataError, match="no lengths"):
         TokenBatchSampler([], 8)

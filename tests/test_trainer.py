@@ -299,8 +299,8 @@ def test_bf16_true_converts_the_batch_too() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"optimizer": lambda p: "adam"}, ConfigError, "the function given as optimizer returned a str"),
-        ({"scheduler": lambda o: o}, ConfigError, "the function given as scheduler returned an SGD"),
+        ({"optimizer": lambda p: "adam"}, ConfigError, "the function passed as optimizer returned a str"),
+        ({"scheduler": lambda o: o}, ConfigError, "the function passed as scheduler returned an SGD"),
         ({"scheduler": 0.1}, ConfigError, "scheduler is a float, not an LRScheduler"),
         ({"callbacks": [print]}, ConfigError, "callbacks contains a builtin_function_or_method"),
         ({"callbacks": None}, ConfigError, "callbacks is None"),
@@ -402,7 +402,7 @@ def test_other_data_in_the_middle_of_an_epoch_are_refused() -> None:
     steps = trainer.steps(regression(20))
     for _ in range(8):
         next(steps)
-    with pytest.raises(DataError, match="after 8 steps of epoch 1, .*: the number of its steps was 10, and is 5"):
+    with pytest.raises(DataError, match="after 8 steps of epoch 1, .*: the number of its steps was 10 and is now 5"):
         trainer.fit(regression(10))
 
 

@@ -142,7 +142,7 @@ def test_ctrl_c_without_checkpoints_is_one_line(
     capsys.readouterr()
     sys.excepthook(type(error), error, error.__traceback__)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ddpkit: interrupted after step 0; nothing is saved; with checkpoint=")
+    assert line.startswith("ddpkit: interrupted after step 0; nothing was saved; with checkpoint=")
 
 
 def test_a_note_of_a_mistake_is_shown(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused_with_what_to_do(one_gpu: list[dict[str, object]]) -> None:
-    with pytest.raises(WorldError, match="rank 1 has no GPU: 2 processes on this node, 1 visible") as caught:
+    with pytest.raises(WorldError, match="rank 1 has no GPU: 2 processes on this node; visible GPUs: 1") as caught:
         world.join()
     assert "share_gpus" in caught.value.hint
     assert not one_gpu
@@ -113,7 +113,7 @@ def test_ranks_with_several_gpus_each_have_their_own_and_nccl_is_bound_to_none(
     monkeypatch.setenv("DDPKIT_GPUS_PER_PROCESS", "2")
     if own is None:
         with pytest.raises(
-            WorldError, match="rank 1 needs 2 GPUs, which are not available: 2 processes on this node, 3 visible"
+            WorldError, match="rank 1 needs 2 GPUs, which are not available: 2 processes on this node; visible GPUs: 3"
         ):
             world.join()
         return

@@ -24,16 +24,16 @@ class BestModel(Callback):
     To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
 
-    The weights kept are those that were evaluated: the averaged ones if `EMA` is among the callbacks. Each rank keeps
-    its own copy, so `restore` is not a collective; checkpoints hold rank 0's copy.
+    It keeps the weights that were evaluated: the averaged weights if `EMA` is among the callbacks. Each rank keeps its
+    own copy, so `restore` is not a collective. Checkpoints contain rank 0's copy.
 
     If `checkpoint.best_metric` is set, `metric` and `mode` must agree with it and with `best_mode`.
 
     Args:
         metric: "loss" or the name of one of the Trainer's metrics. None: `checkpoint.best_metric` if that is set and
             `mode` is None too, otherwise the loss.
-        mode: "min" or "max", whether lower or higher is better. None: `checkpoint.best_mode` if `metric` is None
-            too, otherwise "min".
+        mode: "min" if lower values are better, "max" if higher values are better. None: `checkpoint.best_mode` if
+            `metric` is None too, otherwise "min".
         path: A file that the main rank replaces atomically at each improvement. Read it with
             `safetensors.torch.load_model(model, path)`, which also restores tied weights. None: no file.
         restore_at_end: Whether to load the best weights into the model at the end of `fit`. The optimizer's state does
@@ -75,7 +75,7 @@ class BestModel(Callback):
         """Load the best value, its step and the weights."""
         metric, mode = state["watched"]["metric"], state["watched"]["mode"]
         if not self._given and isinstance(metric, str) and mode in ("min", "max"):
-            self._best_value = BestValue(_NAME, metric, mode)  # `_use_best_metric` compares it with the run's own
+            self._best_value = BestValue(_NAME, metric, mode)  # `_use_best_metric` compares it with the run's metric
         if self._best_value.load_state_dict(state["watched"]):
             self.step = None if state["step"] is None else whole_number(state["step"], "step")
             self._state = {plain_name(name): value for name, value in state["weights"].items()}
@@ -86,7 +86,7 @@ class BestModel(Callback):
         self._after_resume(trainer)
 
     def on_step(self, trainer: Any) -> None:
-        """Do the same as `on_fit_start`, which a loop over steps() does not call."""
+        """Do the same as `on_fit_start`, because a loop over steps() does not call `on_fit_start`."""
         self._after_resume(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -101,7 +101,7 @@ class BestModel(Callback):
         if self._path is not None and any(isinstance(value, Piece) for value in self._state.values()):
             raise ConfigError(
                 "BestModel(path=...) writes a whole model, but the weights of this run are sharded",
-                "leave out path; set checkpoint.best_metric, and run `ddpkit export` on that checkpoint",
+                "leave out path, set checkpoint.best_metric, and run `ddpkit export` on the best checkpoint",
             )
         if self._path is not None and trainer.world.is_main:
             _write(trainer.model, self._path)
@@ -135,12 +135,15 @@ class BestModel(Callback):
             return
         if self._given:
             raise ConfigError(
-                f"BestModel monitors {own[0]!r} ({own[1]}), but checkpoint.best_metric {run[0]!r} ({run[1]})",
-                "leave out metric and mode of BestModel: it then uses those of best_metric",
+                f"BestModel monitors {own[0]!r} ({own[1]}), but checkpoint.best_metric is {run[0]!r} ({run[1]})",
+                "leave out BestModel's metric and mode: it then uses checkpoint.best_metric and best_mode",
             )
         if self._best_value.best is not None:
             logger.warning(
-                "BestModel starts without a best value: it monitors {!r} ({}), in the checkpoint {!r} ({})", *run, *own
+                "BestModel starts without a best value: it monitors {!r} ({}), but the best value in the checkpoint is "
+                "for {!r} ({})",
+                *run,
+                *own,
             )
         self._best_value = BestValue(_NAME, *run)
         self.step, self._load, self._state, self._resumed = None, None, {}, False
@@ -168,7 +171,7 @@ class BestModel(Callback):
 
 
 def _loads_into(trainer: Any) -> Callable[[dict[str, Any]], None]:
-    """A function that loads a state into the model; frozen weights that the state lacks keep their values."""
+    """Return a function that loads a state into the model. Frozen weights that the state lacks keep their values."""
 
     def load(state: dict[str, Any]) -> None:
         whole = trainer.model_state()

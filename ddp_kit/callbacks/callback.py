@@ -55,7 +55,7 @@ class Callback:
 
         Args:
             trainer: The `Trainer` that calls the event.
-            row: The row as in `FitResult.history`; on a GPU, that of the previous log point.
+            row: The row as in `FitResult.history`; on a GPU, the row of the previous log point.
         """
 
     def on_evaluate_start(self, trainer: Any) -> None:
@@ -95,20 +95,24 @@ class Callback:
 
 
 def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
-    """Raise `ConfigError` if `metric` is not among the `metrics` of an evaluation. `owner`: what monitors it."""
+    """Raise `ConfigError` if `metric` is not among the `metrics` of an evaluation.
+
+    `owner`: the name of the callback or setting that monitors the metric.
+    """
     names = list(metrics)
     if metric not in names:
         likely = nearest(metric, names)
         raise ConfigError(
             f"{owner} monitors {metric!r}, but evaluations return {', '.join(names)}",
-            f"did you mean {likely!r}?" if likely else "use one of these, or add it to the Trainer's metrics",
+            f"did you mean {likely!r}?" if likely else "use one of these, or add the metric to the Trainer's metrics",
         )
 
 
 class BestValue:
     """The best value so far of one metric.
 
-    `owner`: what monitors it, for messages. `min_delta`: an improvement must be larger than this, in the metric's unit.
+    `owner`: the name of the callback that monitors the metric. `min_delta`: an improvement must be larger than this, in
+    the metric's unit.
     """
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
@@ -139,11 +143,12 @@ class BestValue:
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value and return True; if it is of another metric or mode, log a warning and return False."""
+        """Load the best value and return True; for another metric or mode, log a warning instead and return False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(
-                "{} starts without a best value: it monitors {!r} ({}), in the checkpoint {!r} ({})",
+                "{} starts without a best value: it monitors {!r} ({}), but the best value in the checkpoint is for "
+                "{!r} ({})",
                 self._owner,
                 *own,
                 *saved,

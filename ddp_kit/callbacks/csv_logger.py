@@ -18,8 +18,8 @@ class CSVLogger(FileLogger):
         epoch, loss, ...  the fields of `LogRow`, empty in rows of evaluations
         eval_loss, ...    the metrics, empty in rows of log points
 
-    The file is closed after each row. New columns are added on the right; the file is then replaced atomically by one
-    with the longer header. A run that resumes from a checkpoint first removes its own rows of later steps.
+    The file is closed after each row. New columns are added on the right: the file is replaced atomically by one
+    with a longer header. A run that resumes from a checkpoint first removes its own rows of later steps.
 
     Args:
         path: The file. An existing file is appended to.
@@ -56,7 +56,7 @@ class CSVLogger(FileLogger):
         return _read_columns(self._path)
 
     def _rewrite(self, columns: list[str]) -> None:
-        """Atomically replace the file by one with the same rows and a longer header."""
+        """Atomically replace the file with one that has the same rows and a longer header."""
         rows: list[list[str]] = []
         if self._path.exists():
             with self._path.open(encoding="utf-8", newline="") as file:
@@ -76,7 +76,7 @@ def _read_columns(path: Path) -> list[str]:
         columns = next(csv.reader(file), [])
     if columns and columns[: len(_FIRST)] != _FIRST:
         raise ConfigError(
-            f"{path} is not a log of CSVLogger: its first columns are {', '.join(columns[:3])}",
-            "use the path of a new file, or of a log to append to",
+            f"{path} was not written by CSVLogger: its first columns are {', '.join(columns[:3])}",
+            "use the path of a new file, or of a log that CSVLogger wrote",
         )
     return columns

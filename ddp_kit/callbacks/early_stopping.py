@@ -17,7 +17,7 @@ class EarlyStopping(Callback):
     Args:
         metric: "loss" or the name of one of the Trainer's metrics.
         patience: The number of evaluations, at least 1.
-        mode: "min" or "max", whether lower or higher is better.
+        mode: "min" if lower values are better, "max" if higher values are better.
         min_delta: A value is an improvement only if it is better than the best by more than this, in the metric's unit.
             NaN is never an improvement.
 
@@ -29,7 +29,7 @@ class EarlyStopping(Callback):
         self, metric: str = "loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
         if patience < 1:
-            raise ConfigError(f"EarlyStopping got patience={patience!r}", "use a number of evaluations, at least 1")
+            raise ConfigError(f"EarlyStopping got patience={patience!r}", "set patience to at least 1 evaluation")
         self._best_value = BestValue("EarlyStopping", metric, mode, min_delta)
         self.metrics_needed = (metric,)
         self._patience = patience

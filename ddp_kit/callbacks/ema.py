@@ -19,15 +19,15 @@ class EMA(Callback):
         after the first step:       average = weights
         after each later step:      average = decay * average + (1 - decay) * weights
 
-    The formula is that of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`, but the host never waits
-    for the device. 16-bit weights are averaged in float32, because small changes would be rounded away. Buffers, such
-    as BatchNorm's statistics, are not averaged.
+    `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` uses the same formula, but here the host never
+    waits for the device. 16-bit weights are averaged in float32, because small changes would be rounded away. Buffers,
+    such as BatchNorm's statistics, are not averaged.
 
     The average needs as much device memory as the weights have in float32; during an evaluation, the copy of the
     trained weights needs the same amount again.
 
-    To get the averaged weights: `apply_to(trainer.model)` after training, `ddp_kit.load_model(path, model, ema=True)`
-    or `ddpkit export --ema` from a checkpoint.
+    To get the averaged weights, call `apply_to(trainer.model)` after training. To get them from a checkpoint, use
+    `ddp_kit.load_model(path, model, ema=True)` or `ddpkit export --ema`.
 
     Args:
         decay: The weight of the old average in each step, from 0 to less than 1.
@@ -55,7 +55,7 @@ class EMA(Callback):
         return {"average": self._loaded or dict(zip(self._names, self._placed(self._average), strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the average. The next event raises `ConfigError` if its parameters are not those of the model."""
+        """Load the average. The next event raises `ConfigError` if the model has other parameters."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
         self._loaded = {plain_name(name): average for name, average in state["average"].items()}
@@ -144,7 +144,7 @@ class EMA(Callback):
         self._may_move = False
 
     def _placed(self, tensors: list[Tensor]) -> list[Any]:
-        """The tensors, one per parameter; those of sharded parameters as `Piece`s."""
+        """The tensors, one per parameter, as `Piece`s for sharded parameters."""
         return [
             each if place is None else place.with_tensor(each)
             for each, place in zip(tensors, self._places, strict=True)

@@ -15,8 +15,8 @@ class JSONLinesLogger(FileLogger):
         {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
         {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
-    NaN and infinity are written as null, because JSON lacks them. The file is closed after each row. A run that resumes
-    from a checkpoint first removes its own rows of later steps.
+    NaN and infinity are written as null, because JSON has no such values. The file is closed after each row. A run that
+    resumes from a checkpoint first removes its own rows of later steps.
 
     Args:
         path: The file. An existing file is appended to.
@@ -31,8 +31,8 @@ class JSONLinesLogger(FileLogger):
             with self._path.open("rb") as file:
                 if file.read(1) not in (b"", b"{"):
                     raise ConfigError(
-                        f"{self._path} is not a log of JSONLinesLogger: its first line is not a JSON object",
-                        "use the path of a new file, or of a log to append to",
+                        f"{self._path} was not written by JSONLinesLogger: its first line is not a JSON object",
+                        "use the path of a new file, or of a log that JSONLinesLogger wrote",
                     )
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class MLflowLogger(RunLogger):
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(name, value) of nested settings, with names such as data.num_workers."""
+    """Pairs of (name, value) for nested settings, with names such as data.num_workers."""
     found: list[tuple[str, Any]] = []
     for name, value in settings.items():
         found += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]

@@ -24,7 +24,7 @@ class RowLogger(Callback):
             trainer: The `Trainer` that logs.
             kind: "train" for a log point, "eval" for an evaluation.
             step: Optimizer steps done.
-            values: By name, the other fields of `LogRow` for a log point, the metrics for an evaluation.
+            values: Name -> value, for the other fields of `LogRow` at a log point, or for the metrics of an evaluation.
         """
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class RowLogger(Callback):
         self._take_back_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
-        """Do the same as `on_fit_start`, which a loop over steps() does not call."""
+        """Do the same as `on_fit_start`, because a loop over steps() does not call `on_fit_start`."""
         self._take_back_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
@@ -87,10 +87,10 @@ class RunLogger(RowLogger):
 
         Args:
             trainer: The `Trainer` that logs.
-            continued: `{id_field: id}` of the run to continue; empty: start a new run.
+            continued: `{id_field: id}` of the run to continue; an empty dict to start a new run.
 
         Returns:
-            The run, as `log` and `finish` get it.
+            The run, which is passed to `log` and `finish`.
         """
         raise NotImplementedError
 
@@ -198,7 +198,7 @@ class FileLogger(RowLogger):
 
 
 def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a file for both kinds of rows. Metrics have the prefix `eval_`, because log points have a loss too."""
+    """A row for a file with both kinds of rows. Metrics get the prefix `eval_`, because log points have a loss too."""
     prefix = "eval_" if kind == "eval" else ""
     return {"event": kind, "step": step} | {f"{prefix}{name}": value for name, value in values.items()}
 
@@ -226,7 +226,7 @@ def drop_torn_row(path: Path) -> None:
 
 
 def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
-    """(name, value) of a row's columns: fields, learning rates of several parameter groups, and logged values.
+    """Pairs of (name, value) for a row's columns: fields, learning rates if there are several, and logged values.
 
     Fields with a value per rank are left out, because a run may have thousands of ranks; `mfu` is left out if unknown.
     """

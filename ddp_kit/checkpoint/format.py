@@ -20,15 +20,15 @@ import xxhash
 from ddp_kit.errors import CheckpointError
 
 # --- Folders and manifests --------------------------------------------------------------------------------------------
-# Whether a checkpoint is complete, and which one is the newest. Read-only.
+# Finds checkpoints in a folder and checks whether they are complete. Writes nothing.
 #
 #     <dir>/step-00000012/            renamed to this when all files are on disk
 #         manifest.json               the size and hash of each file
 #         model.safetensors           tensors, one file per part of the state; if several ranks write:
 #         model-00001-of-00002.safetensors, ...    one file per part and rank, and model.safetensors.index.json
-#         state.json                  everything else, of all parts
+#         state.json                  everything else, for all parts
 #     <dir>/.writing-step-00000012-1f0c93aa/    incomplete; the next save removes it unless it is still being written
-#     <dir>/set-aside-20260102-030405-1f0c/     checkpoints of a branch that the run has left; never read
+#     <dir>/set-aside-20260102-030405-1f0c/     checkpoints moved away after a resume from an earlier step; never read
 #
 # docs/checkpoints.md describes the files for other programs.
 
@@ -38,18 +38,18 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 INDEX = f"{TENSORS}.index.json"
-"""The suffix of the file that maps tensors to files if a part has several, as in Hugging Face's sharded models."""
+"""The suffix of the index that maps tensors to files if a part has several files, as in Hugging Face's format."""
 WRITING, REMOVED = ".writing-", ".removed-"
-"""Name prefixes of folders that are being written or removed, or whose writer was killed meanwhile."""
+"""Name prefixes of folders that are being written or removed, or that a killed process left behind."""
 ASIDE = "set-aside-"
-"""Name prefix of folders with the checkpoints of a branch that the run has left."""
+"""Name prefix of folders with checkpoints that were moved away because the run resumed from an earlier step."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
-_HASH = "sha256"  # the manifest's key for the hash of its other content
+_HASH = "sha256"  # the key in the manifest for the hash of the rest of the manifest
 HASHES: Mapping[str, Callable[[], Any]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""Hash functions by name, for reading files. New files use the first one: SHA-256 takes ten times as long, about as
+"""The supported hash functions, by name. New files use the first one, because SHA-256 takes ten times as long, about as
 long as writing the file. Hashes detect damage, not attacks: whoever can change a file can also change its hash."""
 NEW_HASH = next(iter(HASHES))
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
@@ -63,27 +63,27 @@ _NEWER = "newer format"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The name, size and hash of a file, as it was written."""
+    """The name of a file, and its size and hash when it was written."""
 
     name: str
     bytes: int
     hash: str
-    """The kind of hash and its value, such as `xxh3:00c0ffee...`."""
+    """The name of the hash function and the hash, such as `xxh3:00c0ffee...`."""
 
     def hasher(self) -> "Hasher":
-        """A hasher of the same kind as `hash`."""
+        """A new hasher with the hash function of `hash`."""
         return Hasher(self.hash.partition(":")[0])
 
 
 class Hasher:
-    """Computes the hash of a file; `str` returns it in the form of `FileRecord.hash`."""
+    """Computes the hash of a file; `str` returns it in the format of `FileRecord.hash`."""
 
     def __init__(self, kind: str = NEW_HASH) -> None:
         self._kind = kind
         self._hash = HASHES[kind]()
 
     def update(self, content: bytes | memoryview) -> None:
-        """Add content."""
+        """Add content to the hash."""
         self._hash.update(content)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Manifest:
     created: str
     """When the checkpoint was written, in UTC, as ISO 8601."""
     best: bool
-    """Whether the checkpoint was the best so far when it was saved; the newest such checkpoint is the best of all."""
+    """Whether this was the best checkpoint so far when it was saved. The newest one with this flag is the best."""
     versions: Mapping[str, str]
     """The versions of ddpkit, torch and python."""
     files: tuple[FileRecord, ...]
@@ -109,7 +109,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def text(self) -> str:
-        """The content of manifest.json, which includes a hash of its other content."""
+        """The content of manifest.json, including a hash of everything else in it."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, _HASH: _hash_of(content)}, indent=2) + "\n"
 
@@ -164,7 +164,7 @@ def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[Found, ...]:
 
 
 def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
-    """The newest complete checkpoint in `folder`. Arguments and errors are those of `checkpoints`."""
+    """The newest complete checkpoint in `folder`. The arguments and errors are the same as for `checkpoints`."""
     passed_over: list[Found] = []
     for step, path in _steps(folder):
         found = _found(path, step)
@@ -180,46 +180,48 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
 def best(folder: Path) -> Found:
     """The best checkpoint in `folder`: the newest one that was the best when it was saved. File sizes are checked.
 
-    Raises `CheckpointError` if no checkpoint was the best, or the folder cannot be read.
+    Raises `CheckpointError` if no checkpoint is marked as the best, or the folder cannot be read.
     """
     for found in checkpoints(folder):
         if found.manifest is not None and found.manifest.best:
             return found
     raise CheckpointError(
         f"no checkpoint in {folder} is marked as the best",
-        'set checkpoint={"best_metric": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists its '
-        "checkpoints",
+        'train with checkpoint={"best_metric": "loss"}, or with another metric; `ddpkit checkpoints DIR` lists the '
+        "checkpoints in a folder",
     )
 
 
 def leftovers(folder: Path) -> tuple[Path, ...]:
-    """Folders that are still being written or removed, or whose writer was killed. Raises `CheckpointError`."""
+    """Folders that are being written or removed, or that a killed process left behind. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
 
 
 def left_branches(folder: Path) -> tuple[Path, ...]:
-    """Folders with the checkpoints of branches that the run has left. Raises `CheckpointError`."""
+    """Folders with checkpoints that were moved away after a resume from an earlier step. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
 
 
 def part_of(file: str) -> str | None:
-    """The part of the state whose tensors a file holds, such as `model`; None: the file holds no tensors."""
+    """The part of the state whose tensors a file holds, such as `model`; None if the file holds no tensors."""
     named = _TENSOR_FILE.fullmatch(file)
     return None if named is None else named[1]
 
 
 def examine(path: Path) -> Found:
-    """The checkpoint at `path`; file sizes are checked. Raises `CheckpointError` if nothing is there."""
+    """The checkpoint at `path`; file sizes are checked. Raises `CheckpointError` if `path` does not exist."""
     path = path.absolute()
     name = _NAME.fullmatch(path.name)
     found = _found(path, int(name[1]) if name else None)
     if found is None:
-        raise CheckpointError(f"there is no checkpoint {path}", "`ddpkit checkpoints DIR` lists those in a folder")
+        raise CheckpointError(
+            f"there is no checkpoint at {path}", "`ddpkit checkpoints DIR` lists the checkpoints in a folder"
+        )
     return found
 
 
 def verified(found: Found) -> Found:
-    """The checkpoint after a check of every byte; its `problem` is set if a hash differs."""
+    """Verify the hash of every file of a checkpoint, and return the checkpoint with `problem` set if a hash differs."""
     if found.manifest is None or found.problem is not None:
         return found
     with ThreadPoolExecutor(_READERS) as pool:
@@ -228,17 +230,17 @@ def verified(found: Found) -> Found:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file of a checkpoint. Raises `OSError`, also for a link, pipe or device, which no save creates."""
+    """Open a file of a checkpoint. Raises `OSError`, also for a link, pipe or device, because no save creates these."""
     try:
         # Without O_NONBLOCK, opening a pipe that nobody writes to would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "a link, not a file") from None
+            raise OSError(errno.ELOOP, "it is a symbolic link") from None
         raise
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return BufferedReader(FileIO(descriptor), _BUFFER)
 
 
@@ -256,7 +258,7 @@ def read_state(found: Found) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError(f"{STATE} is not valid JSON, or nested too deeply") from None
+        raise ValueError(f"{STATE} is not valid JSON, or is nested too deeply") from None
 
 
 def is_size(value: Any) -> bool:
@@ -275,15 +277,18 @@ def _entries(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints", "pass the folder") from None
+        raise CheckpointError(
+            f"{folder} is a file, not a folder of checkpoints", "pass the folder that contains the checkpoints"
+        ) from None
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoints in {folder} cannot be read: {error.strerror}", "check its owner and permissions: ls -ld"
+            f"the checkpoints in {folder} cannot be read: {error.strerror}",
+            "check the owner and permissions of the folder with ls -ld",
         ) from None
 
 
 def _found(path: Path, step: int | None) -> Found | None:
-    """The checkpoint at `path`; None if nothing is there. `step`: the step in the folder's name, if it has one."""
+    """The checkpoint at `path`; None if `path` does not exist. `step`: the step in the folder's name, if any."""
     manifest, problem = None, None
     try:
         with open_file(path / MANIFEST) as file:
@@ -293,9 +298,9 @@ def _found(path: Path, step: int | None) -> Found | None:
             return None
         problem = f"incomplete: {MANIFEST} is missing"
         if step is None:
-            problem = f"not a checkpoint of ddpkit: it has no {MANIFEST}"
+            problem = f"not a ddpkit checkpoint: it has no {MANIFEST}"
     except NotADirectoryError:
-        problem = "not a checkpoint of ddpkit: a file"
+        problem = "not a ddpkit checkpoint: it is a file"
     except OSError as error:
         problem = f"{MANIFEST} cannot be read: {error.strerror}"
     else:
@@ -303,13 +308,13 @@ def _found(path: Path, step: int | None) -> Found | None:
     if manifest is not None:
         problem = _wrong(path, manifest)
         if step is not None and manifest.step != step:
-            problem = f"{MANIFEST} is that of step {manifest.step}"
+            problem = f"{MANIFEST} belongs to step {manifest.step}"
         step = manifest.step
     return Found(path, -1 if step is None else step, manifest, problem)
 
 
 def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
-    """The parsed manifest, or what is wrong with it."""
+    """The parsed manifest, or a description of what is wrong with it."""
     damaged = f"{MANIFEST} is damaged"
     if len(text) > _LONGEST_MANIFEST:
         return None, f"{MANIFEST} is too long: more than {_LONGEST_MANIFEST:,} bytes"
@@ -317,9 +322,9 @@ def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
         content = json.loads(text)
         number = content.get("format") if isinstance(content, dict) else None
         if type(number) is not int:
-            return None, f"not a checkpoint of ddpkit: {MANIFEST} names no format"
+            return None, f"not a ddpkit checkpoint: {MANIFEST} does not contain a format number"
         if number > FORMAT:
-            return None, f"{_NEWER} {number}: this version of ddpkit reads up to {FORMAT}"
+            return None, f"{_NEWER} {number}: this version of ddpkit reads formats up to {FORMAT}"
         if content.pop(_HASH, None) != _hash_of(content):
             return None, damaged
         del content["format"]
@@ -366,7 +371,7 @@ def _wrong_size(path: Path, file: FileRecord) -> str | None:
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
     if not S_ISREG(status.st_mode):
-        return f"{file.name} is not a file"
+        return f"{file.name} is not a regular file"
     if status.st_size != file.bytes:
         return f"{file.name} has {status.st_size:,} bytes instead of {file.bytes:,}"
     return None
@@ -391,20 +396,20 @@ def wrong_hash(name: str) -> str:
 # --- Headers of tensor files ------------------------------------------------------------------------------------------
 # Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the
 # header as JSON, then the tensors without gaps. If a tensor is sharded over ranks, each rank's file holds a piece of
-# it: a box, or a range of its values in row-major order. The header's metadata has the offsets of the piece in the
-# whole tensor; see docs/checkpoints.md.
+# the tensor: a box, or a range of values in row-major order. The header's metadata stores the offsets of the piece in
+# the whole tensor; see docs/checkpoints.md.
 
 
 PIECES = "ddpkit.pieces"
-"""A key in a file's metadata. Its value is JSON: name -> shape of the whole tensor, and offsets of the piece in it."""
+"""A key in a file's metadata. The value is JSON: tensor name -> shape of the whole tensor, and offsets of the piece."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
 }  # fmt: skip
 """Bytes per element of each dtype in safetensors 0.4.3 and later."""
-_ALIGNMENT = 64  # of the first tensor in a file; the others follow in descending order of element size
+_ALIGNMENT = 64  # bytes, for the first tensor in a file; the others follow in descending order of element size
 _MAX_DIMENSIONS = 64  # torch's own limit
-_LENGTH_BYTES = 8  # of the header of a safetensors file, little-endian, at its beginning
+_LENGTH_BYTES = 8  # a safetensors file begins with the header's length, as a little-endian integer of this size
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 Shape = tuple[int, ...]
@@ -415,7 +420,7 @@ class Box(NamedTuple):
 
     begin: Shape
     end: Shape
-    """Exclusive, in each dimension."""
+    """The end of the range in each dimension, exclusive."""
 
     @property
     def shape(self) -> Shape:
@@ -431,8 +436,8 @@ class Box(NamedTuple):
 def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[Box]:
     """The boxes that form a piece of a tensor of shape `whole`, in the order in which the piece stores their values.
 
-    `shape`, `offsets`: those of the piece. `flat`: whether the piece is a range of the tensor's values in row-major
-    order, which in n dimensions consists of up to 2n - 1 boxes. An empty piece has no boxes.
+    `shape`, `offsets`: the shape and the offsets of the piece. `flat`: whether the piece is a range of the tensor's
+    values in row-major order, which in n dimensions consists of up to 2n - 1 boxes. An empty piece has no boxes.
     """
     if flat:
         return _range(offsets[0], offsets[0] + shape[0], whole)
@@ -480,7 +485,7 @@ def overlap(boxes: Iterable[Box]) -> bool:
         return len(boxes) > 1
     starts = zip(*(box.begin for box in boxes), strict=True)
     along, _ = max(enumerate(starts), key=lambda each: len({*each[1]}))
-    open_boxes: list[Box] = []  # those that may intersect the next one: few in usual shardings
+    open_boxes: list[Box] = []  # boxes that may intersect the next one; few with common shardings
     for box in sorted(boxes, key=lambda box: box.begin[along]):
         open_boxes = [each for each in open_boxes if each.end[along] > box.begin[along]]
         if any(map(box.intersection, open_boxes)):
@@ -491,7 +496,7 @@ def overlap(boxes: Iterable[Box]) -> bool:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor in a file, or a piece of one."""
+    """A tensor in a file, or a piece of a tensor."""
 
     dtype: str
     whole: Shape
@@ -543,7 +548,7 @@ def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord
 
 
 def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
-    """The header of a file. `tensors`: name, dtype, shape and bytes of each tensor, in file order."""
+    """The header of a safetensors file. `tensors`: name, dtype, shape and bytes of each tensor, in file order."""
     table: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, dtype, shape, size in tensors:

@@ -61,28 +61,29 @@ def fingerprint(value: Tensor | Piece) -> Tensor:
 
 
 def entry_of(value: Tensor | Piece, number: int) -> dict[str, Any]:
-    """The entry in a checkpoint for a weight that is left out. `number`: its fingerprint."""
+    """The entry that a checkpoint holds in place of a weight that it leaves out. `number`: the weight's fingerprint."""
     tensor = value.tensor if isinstance(value, Piece) else value
     shape = value.shape
     return {FROZEN: f"{number % (1 << 64):016x}", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*shape]}
 
 
 def is_entry(value: Any) -> bool:
-    """Whether a value in a saved model is the entry of a weight that was left out."""
+    """Whether a value in a saved model is the entry of a frozen weight that the checkpoint left out."""
     return isinstance(value, dict) and FROZEN in value
 
 
 def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
-    """The error for frozen weights that differ from those a checkpoint left out. `names`: the weights that differ."""
+    """The error for frozen weights that differ from the weights that a checkpoint left out. `names`: their names."""
     return CheckpointError(
-        "the checkpoint was saved without frozen weights (checkpoint.trainable_only), and the model does not have the "
-        f"frozen weights that its run started with: {some(names)} differ in value, dtype or shape, or are not frozen",
-        "initialise the model with the same frozen weights as that run, such as from the same pretrained model",
+        "the checkpoint was saved without frozen weights (checkpoint.trainable_only), and the model's frozen weights "
+        "are not the same as in the run that saved it: "
+        f"{some(names)} differ in value, dtype or shape, or are not frozen",
+        "initialise the model with the same frozen weights as in that run, such as from the same pretrained model",
     )
 
 
 def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The index of the first value in the whole tensor, and the offset from there of each contiguous run of values."""
+    """The index of a piece's first value in the whole tensor, and the offsets from it to each run of values."""
     one = torch.zeros(1, dtype=torch.int64)
     if piece is None or not piece.offsets:
         return 0, one
@@ -144,24 +145,27 @@ def load_model(
     Args:
         path: A run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
             `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
-        model: An ordinary module with whole weights, on any device. Loaded values are converted to its dtypes.
-        which: For a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.best_metric`.
+        model: A module with whole (not sharded) weights, on any device. Loaded values are converted to its dtypes.
+        which: If `path` is a run's folder: load the newest complete checkpoint, or the best one by
+            `checkpoint.best_metric`.
         ema: Whether to load the weights averaged by the `EMA` callback, which evaluations used.
-        strict: Whether to raise an error unless names and shapes match. If False, the model keeps values that do not
-            match, and the result lists their names.
+        strict: Whether to raise an error unless all names and shapes match. If False, weights that do not match keep
+            the model's values, and the result lists their names.
 
     Returns:
         A `LoadedWeights` with the names that were loaded and those that did not match.
 
     Raises:
-        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not match the model, which is then
-            unchanged. With `strict=False`, if nothing matches.
+        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not match the model; with
+            `strict=False`, only if nothing matches. The model is then unchanged.
         ConfigError: For invalid arguments, such as `ema` for a checkpoint without averaged weights, or a model on the
             meta device.
     """
     source = absolute(path)
     if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
-        raise ConfigError("the model is on the meta device, without memory", "call model.to_empty(device='cpu') first")
+        raise ConfigError(
+            "the model is on the meta device, so its weights have no memory", "call model.to_empty(device='cpu') first"
+        )
     return _load_into(model, _read(source, which, ema), strict)
 
 
@@ -170,12 +174,16 @@ def _read(source: Path, which: str, ema: bool) -> _Weights:
         raise ConfigError(f"load_model got which={which!r}", 'use "newest" or "best"')
     is_file = source.name.endswith((TENSORS, INDEX))
     if which == "best" and (is_file or (source / MANIFEST).exists()):
-        raise ConfigError(f"which='best' needs a run's folder, but {source} is one checkpoint", "leave out which")
+        raise ConfigError(
+            f"which='best' needs a run's checkpoint folder, but {source} is a single checkpoint or file",
+            "omit which, or pass the run's checkpoint.dir",
+        )
     if is_file:
         if ema:
             raise ConfigError(
                 f"ema=True needs a checkpoint, but {source} is a file",
-                "pass the checkpoint, or a file that `ddpkit export --ema` wrote, without ema",
+                "pass a checkpoint; or export the averaged weights with `ddpkit export --ema`, and load that file "
+                "without ema",
             )
         return _from_file(source)
     if which == "best":
@@ -195,7 +203,7 @@ def _newest(folder: Path, ema: bool) -> _Weights:
                 raise
             first = first or error
             logger.warning("checkpoint skipped: {}", error.message)
-    raise first or CheckpointError(f"there is no checkpoint in {folder}", "pass a run's checkpoint.dir, or a file")
+    raise first or CheckpointError(f"there is no checkpoint in {folder}", "pass the checkpoint.dir of a run")
 
 
 def _from_checkpoint(found: Found, ema: bool) -> _Weights:
@@ -210,9 +218,9 @@ def _from_checkpoint(found: Found, ema: bool) -> _Weights:
     except (ValueError, TypeError) as error:
         raise cannot_load(found, str(error)) from None
     if ema and not averaged:
-        raise ConfigError(f"{found.path} has no averaged weights", "leave out ema, or train with the callback EMA")
+        raise ConfigError(f"{found.path} has no averaged weights", "omit ema, or train with the EMA callback")
     if averaged and not ema:
-        logger.info("{} also has averaged weights, which evaluations used: ema=True loads them", found.path)
+        logger.info("{} also has the averaged weights that evaluations used; pass ema=True to load them", found.path)
     return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
 
 
@@ -239,7 +247,7 @@ def _shards(index: Path) -> list[str]:
     table = content.get("weight_map") if isinstance(content, dict) else None
     names = [*table.values()] if isinstance(table, dict) else []
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ValueError("it has no weight_map that names files next to it")
+        raise ValueError("its weight_map is missing, or does not name files in the same folder")
     return sorted({*names})
 
 
@@ -257,7 +265,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
-    """Load the weights that match. `own_code`: whether modules' own code may load buffers whose shapes differ."""
+    """Load the weights that match. `own_code`: whether a module's own code may load buffers whose shapes differ."""
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
     names = {plain_name(name): name for name in state}  # the model may be what torch.compile returned
     with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
@@ -293,7 +301,7 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
         raise frozen_weights_differ(others)
     if not loaded or (strict and not result.matches):
         raise CheckpointError(
-            f"the model {type(model).__name__} does not match: {result}",
+            f"the weights do not match the model {type(model).__name__}: {result}",
             "create the model as the run's script does, or use strict=False to load only what matches",
         )
     for name in own.keys() - {*loaded}:
@@ -312,8 +320,9 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
 
 
 def _is_same(value: Any, entry: Any) -> bool:
-    """Whether a frozen weight of the model is the one that the checkpoint left out.
+    """Whether a frozen weight of the model is the same as the one that the checkpoint left out.
 
-    `entry`: its fingerprint in the checkpoint. Fake tensors, under `ddpkit plan`, have no values to compare.
+    `entry`: the checkpoint's entry for the weight. Fake tensors (with `ddpkit plan`) have no values to compare, and
+    count as the same.
     """
     return is_fake(value) or (isinstance(value, Tensor) and entry_of(value, int(fingerprint(value))) == entry)

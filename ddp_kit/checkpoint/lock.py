@@ -1,6 +1,6 @@
 """A lock on a checkpoint folder: only one run writes to it at a time. The kernel releases it when the process ends.
 
-    <dir>/.lock       locked with flock; contains its current or last holder: host, process, job, and since when
+    <dir>/.lock       locked with flock; names its current or last holder: host, process, job, and start time
 
 Without the lock, a second run would resume from the checkpoints of the first, or remove them. `flock` also conflicts
 within one process, and works over NFS, where Linux maps it to a POSIX lock on the whole file. A file system without
@@ -25,7 +25,7 @@ from ddp_kit.errors import CheckpointError
 
 NAME = ".lock"
 _OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about to exit
-_SAME_JOB_SECONDS = 30.0  # the same for this job's previous attempt: NFS takes time to notice that a host is gone
+_SAME_JOB_SECONDS = 30.0  # how long to wait for this job's previous attempt: NFS is slow to notice that a host is gone
 _POLL_SECONDS = 0.1
 _LONGEST = 4096  # the maximum size of a lock file, in bytes
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
@@ -61,8 +61,9 @@ class FolderLock:
             last = self._read_holder().get("wrote")
             if last not in (None, self._run, self._seen) and not resuming:
                 raise CheckpointError(
-                    f"another run has written checkpoints to {self._folder} since this one started: {self._holder()}",
-                    "create a new Trainer, which resumes from them, or use a separate checkpoint.dir for each run",
+                    f"another run has written checkpoints to {self._folder} since this run started: {self._holder()}",
+                    "create a new Trainer, which resumes from these checkpoints, or use a separate checkpoint.dir for "
+                    "each run",
                 )
             self._seen = last
             self._write_holder(last)
@@ -87,14 +88,14 @@ class FolderLock:
             holder = self._read_holder()
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
                 raise CheckpointError(
-                    f"another Trainer of this process writes checkpoints to {self._folder}",
+                    f"another Trainer in this process is writing checkpoints to {self._folder}",
                     "use a separate checkpoint.dir for each Trainer, or finish one before starting the next",
                 )
             same_job = bool(self._job) and holder.get("job") == self._job
             if time.monotonic() - began > (_SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS):
                 raise CheckpointError(
-                    f"another run writes checkpoints to {self._folder}: {self._holder()}",
-                    "wait until it ends, end it, or use a separate checkpoint.dir for each run",
+                    f"another run is writing checkpoints to {self._folder}: {self._holder()}",
+                    "wait until that run ends, stop it, or use a separate checkpoint.dir for each run",
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -107,7 +108,7 @@ class FolderLock:
         return True
 
     def _write_holder(self, wrote: Any) -> None:
-        """Write this process into the lock file. `wrote`: the run that wrote to the folder last."""
+        """Record this process in the lock file. `wrote`: the run that wrote to the folder last."""
         if self._descriptor is None:
             return
         since = datetime.now(UTC).isoformat(timespec="seconds")

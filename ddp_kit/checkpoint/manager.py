@@ -102,7 +102,7 @@ class RetryingSaver(Saver):
     """A Saver that logs transient errors, such as a full disk, as warnings; the next save tries again."""
 
     unsaved: CheckpointError | None = None
-    """The transient error of the last save; None if it has not failed so far."""
+    """The transient error of the last save; None if the save has not failed so far."""
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
         self.check(wait=True)
@@ -160,7 +160,7 @@ _CONFIG = "trainer-config.yaml"
 _MARK = ".mark-"  # the name prefix of a file that shows whether two nodes see the same folder
 
 Lineage = dict[str, str | None]
-"""Identifies the run that a series of checkpoints belongs to: see `_lineage`."""
+"""A description of the run that a series of checkpoints belongs to; see `_lineage`."""
 
 
 class LineagePart(SavedPart):
@@ -180,15 +180,15 @@ class LineagePart(SavedPart):
 
 
 class LoopState(Protocol):
-    """The part of a Trainer's state that shows what is running."""
+    """The part of a Trainer's state that shows whether it can be saved now."""
 
     @property
     def may_save(self) -> bool:
-        """Whether to save at once: no step is incomplete, and no loop is running that would do the save."""
+        """Whether to do a requested save now: no step is in progress, and no loop is running that would do it later."""
 
     @property
     def is_in_callback(self) -> bool:
-        """Whether callbacks or an evaluation are running: a checkpoint would contain only a part of their changes."""
+        """Whether callbacks or an evaluation are running, so a checkpoint would contain only some of their changes."""
 
 
 class Checkpoints:
@@ -209,8 +209,8 @@ class Checkpoints:
     ) -> None:
         """`saved_parts`: all parts of the run's state, in the order in which they are loaded.
 
-        `random`, `best`: the two of these parts that are also used between saves. `check_state()`: a collective that
-        raises an error if the state is not fit to be saved.
+        `random`, `best`: two of these parts, which are also used between saves. `check_state()`: a collective that
+        raises an error if the state must not be saved.
         """
         self._world = world
         self._trainer_config = config
@@ -227,11 +227,11 @@ class Checkpoints:
         self._random = random
         self._best = best
         self._saved_parts = [*saved_parts, self._lineage]
-        self._newest_kept: int | None = None  # the next save moves checkpoints after this step away; None: it does not
+        self._newest_kept: int | None = None  # the next save moves checkpoints of later steps away; None: it moves none
         self.saved_at = time.monotonic()
         """When the last save started, by `time.monotonic`; before the first save, when this run started."""
         self.save_seconds: float | None = None
-        """Seconds from the start of the last save until it was on disk, to within a step; None before a save ends."""
+        """Seconds that the last completed save took until it was on disk, accurate to one step; None before that."""
         self._saving, self._save_began = False, 0.0
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
@@ -262,7 +262,7 @@ class Checkpoints:
     # --- Saving -------------------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Save if a save is due. Raises the error of an earlier background save."""
+        """Save if a save is due. Raises the error of an earlier background save that failed."""
         if self.is_due:
             self.save()
         elif self._saver is not None:
@@ -281,7 +281,7 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether to save at the end of this step: by `every_steps`, or because a save is requested."""
+        """Whether to save at the end of this step, because of `every_steps` or a request."""
         every = self._config.every_steps
         return self.save_requested or (every is not None and self._progress.step % every == 0)
 
@@ -345,7 +345,7 @@ class Checkpoints:
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """The context in which steps are done; `after_step` is called after each step."""
+        """A context for a loop of steps, which locks the folder. The loop calls `after_step` after each step."""
         with self._folder_use.exclusive():
             self._write_config()
             yield
@@ -418,8 +418,8 @@ class Checkpoints:
         if moved is not None:
             place, steps = moved
             logger.warning(
-                "this run continues after step {}: the checkpoints of steps {} are of another branch and were moved to "
-                "{}; remove that folder when you do not need them",
+                "this run continues after step {}: the checkpoints of steps {} belong to another branch and were moved "
+                "to {}; remove that folder if you no longer need them",
                 max(self._newest_kept, 0),
                 ", ".join(map(str, sorted(steps))),
                 place,
@@ -436,7 +436,7 @@ class Checkpoints:
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
         """The ranks that share this rank's folder.
 
-        These are all ranks that see the folder of rank 0, or, if this rank does not see it, the ranks of its node.
+        If this rank sees the folder of rank 0, these are all ranks that see it; otherwise, the ranks on this node.
         """
         world = self._world
         names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
@@ -455,7 +455,7 @@ class Checkpoints:
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Resume from the checkpoint that the configuration names, if any."""
+        """Resume from the checkpoint that `checkpoint.resume` selects, if any."""
         with self._folder_use.exclusive(resuming=True):
             self._resume()
 
@@ -498,7 +498,7 @@ class Checkpoints:
         self._lineage.lineage, self._newest_kept = lineage, kept
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, after checking that each part matches. A collective, because of the strategy's part."""
+        """Load all parts, after checking that each part matches. A collective: the strategy may reduce gradients."""
         if self._saver is not None:
             self._saver.finish_copy()
         with explained_load_errors(path):
@@ -553,7 +553,7 @@ class Checkpoints:
                 for rank, row in enumerate(table)
             )
             raise CheckpointError(
-                f"no checkpoint in {folder} is complete on every node: {seen}",
+                f"no checkpoint in {folder} is complete on every node; steps of complete checkpoints: {seen}",
                 "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
             )
         return sorted(common, reverse=True)
@@ -569,7 +569,9 @@ class Checkpoints:
         bad = [rank for rank, text in enumerate(problems) if text]
         if bad:
             logger.warning(
-                "checkpoint skipped because of rank {}: {}", ", ".join(map(str, bad)), problems[bad[0]].decode()
+                "checkpoint skipped because it cannot be loaded on rank {}: {}",
+                ", ".join(map(str, bad)),
+                problems[bad[0]].decode(),
             )
         return None if bad else state
 

@@ -42,7 +42,10 @@ class FrozenWeights:
         self._entries = None
 
     def unchanged(self) -> str | None:
-        """A weight that has changed on this rank since its fingerprint was computed, by name; None if no weight has."""
+        """The name of a weight that has changed on this rank since the fingerprints were computed; None if none has.
+
+        The first call only computes the fingerprints.
+        """
         if self._entries is None:
             self.entries()
             return None
@@ -51,7 +54,7 @@ class FrozenWeights:
         return next((name for name, old, new in zip(names, self._bits, now, strict=True) if old != new), None)
 
     def entries(self) -> dict[str, Any]:
-        """Name -> dtype, shape and fingerprint, as stored in a checkpoint; the same for every parallel strategy."""
+        """Name -> dtype, shape and fingerprint of each frozen weight; the same for every parallel strategy."""
         if self._entries is None:
             held = self._held()
             sums = [fingerprint(value).to(self._world.device) for value in held.values()]
@@ -91,7 +94,7 @@ _SHOWN = 8
 
 
 class ModelPart(SavedPart):
-    """Weights and buffers, by name."""
+    """The model's weights and buffers, by name."""
 
     name = "model"
     version = 2  # version 1 always had all weights
@@ -150,10 +153,10 @@ class ModelPart(SavedPart):
         # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
         # because the optimizer holds the parameters of this run.
         compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
-        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state and name in compared]
+        problems = [f"{name} is missing from the checkpoint" for name in own if name not in state and name in compared]
         problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
         problems += [
-            f"{name} has shape {whole_shape(state[name])}, but {tuple(own[name].shape)} in the model"
+            f"{name} has shape {whole_shape(state[name])} in the checkpoint, but {tuple(own[name].shape)} in the model"
             for name in own
             if name in state
             and name in compared
@@ -178,7 +181,7 @@ class ModelPart(SavedPart):
 
 
 # --- Optimizer state --------------------------------------------------------------------------------------------------
-# Optimizer state is loaded with its own dtypes; torch's `load_state_dict` would cast it to that of the parameters.
+# Optimizer state keeps its dtypes when it is loaded; torch's `load_state_dict` would cast it to the parameters' dtypes.
 
 
 def load_optimizer_state(
@@ -186,10 +189,10 @@ def load_optimizer_state(
 ) -> None:
     """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
 
-    `keep_types`, `keep_devices`: tensors keep the dtype and device that they have in `saved`, because an optimizer may
-    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get the dtype and
+    `keep_types`, `keep_devices`: whether tensors keep the dtype and device that they have in `saved`, because an
+    optimizer may hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get the dtype and
     device of the parameter.
-    State tensors with the shape of their parameter also get its strides.
+    State tensors of the same shape as their parameter also get the parameter's strides.
     Raises `ValueError`, and whatever the optimizer raises.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -251,7 +254,7 @@ def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
             if isinstance(value, Tensor) and value.shape != shape:
-                raise ValueError(f"{name} of a fused optimizer has the shape {tuple(value.shape)}, not {tuple(shape)}")
+                raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
@@ -310,7 +313,7 @@ class OptimizerPart(SavedPart):
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        """Class, parameter names, dtypes and devices. Cached, because they do not change after construction."""
+        """The optimizer's class, and its parameters' names, dtypes and devices. Cached, because they never change."""
         names = self._strategy.held_names()
         return {
             "kind": self._kind,
@@ -326,18 +329,21 @@ class OptimizerPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own, saved = self._own, {**self._own, **state}
         if saved["kind"] != own["kind"]:
-            return f"its optimizer is {saved['kind']}, but this run uses {own['kind']}"
+            return f"the checkpoint's optimizer is {saved['kind']}, but this run uses {own['kind']}"
         there, here = len(saved["names"]), len(own["names"])
         if there != here:
-            return f"its optimizer has {there} groups of parameters, but this run has {here}"
+            return f"the checkpoint's optimizer has {there} parameter groups, but this run has {here}"
         for number, (theirs, ours) in enumerate(zip(saved["names"], own["names"], strict=True)):
             if theirs != ours:
-                differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
-                return f"group {number} of its optimizer has different parameters: {', '.join(differ[:_SHOWN])} differ"
+                differ = sorted(set(theirs) ^ set(ours)) or ["the order of the parameters"]
+                return (
+                    f"parameter group {number} of the optimizer has other parameters in the checkpoint than in this "
+                    f"run; difference: {', '.join(differ[:_SHOWN])}"
+                )
         for number, options in enumerate(state["param_groups"]):
             for name, default in self._optimizer.defaults.items():
                 if name in options:
-                    check_same_kind(options[name], default, f"{name} of group {number} of its optimizer")
+                    check_same_kind(options[name], default, f"{name} in parameter group {number} of the checkpoint")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -352,7 +358,9 @@ class OptimizerPart(SavedPart):
                 self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices
             )
         except Exception as error:
-            raise StateMismatchError(f"its optimizer does not fit: {str(error)[:LONGEST_TEXT]}") from None
+            raise StateMismatchError(
+                f"the checkpoint's optimizer state cannot be loaded: {str(error)[:LONGEST_TEXT]}"
+            ) from None
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -360,7 +368,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameter to which a state tensor belongs. `tensor`: its name, such as state.0.exp_avg for the first."""
+    """The parameter that a state tensor belongs to. `tensor`: such as state.0.exp_avg for the first parameter."""
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)
     return parameters[int(number)] if known else None
@@ -369,17 +377,17 @@ def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
 # --- Scheduler --------------------------------------------------------------------------------------------------------
 
 
-_SCHEDULER_FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # of every LRScheduler
+_SCHEDULER_FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # attributes of every LRScheduler
 
 
 class SchedulerPart(SavedPart):
-    """The learning-rate scheduler, with the schedulers inside it."""
+    """The learning-rate scheduler, including the schedulers inside it."""
 
     name = "scheduler"
     version = 2  # version 1 lacked the class
 
     def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
-        """`by_update`: the schedulers whose states `scheduler` holds by name; empty if it has a state of its own."""
+        """`by_update`: the schedulers of the updates, by update name; empty if the run has a single scheduler."""
         self._scheduler = scheduler
         self._by_update = by_update
 
@@ -391,7 +399,7 @@ class SchedulerPart(SavedPart):
         own = "none" if self._scheduler is None else _kind(self._scheduler)
         saved = "none" if state is None else state.get("kind", own)
         if saved != own:
-            return f"its scheduler is {saved}, but this run uses {own}"
+            return f"the checkpoint's scheduler is {saved}, but this run uses {own}"
         for update, scheduler in self._by_update.items():
             _check_values(state["state"][update], scheduler)
         if self._scheduler is not None and not self._by_update:
@@ -404,22 +412,24 @@ class SchedulerPart(SavedPart):
 
 
 def _kind(scheduler: LRScheduler) -> str:
-    """A scheduler's class name, followed by those of the schedulers inside it."""
+    """The class name of a scheduler, followed by the class names of the schedulers inside it."""
     inner = ", ".join(map(_kind, _inner(scheduler)))
     return type(scheduler).__name__ + (f"({inner})" if inner else "")
 
 
 def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
-    """Raise `ValueError` for values that `LRScheduler.load_state_dict` accepts, but that break the next step."""
+    """Raise `ValueError` for values that `LRScheduler.load_state_dict` accepts, but that make the next step fail."""
     for name, own in scheduler.state_dict().items():
         if name in state and (name in _SCHEDULER_FIELDS or type(scheduler).__module__.startswith("torch.")):
-            check_same_kind(state[name], own, f"{name} of its scheduler")
+            check_same_kind(state[name], own, f"{name} of the checkpoint's scheduler")
     for name in state:
         if callable(getattr(type(scheduler), name, None)):
-            raise ValueError(f"{name} of its scheduler is a method")
+            raise ValueError(f"{name} of the checkpoint's scheduler would replace a method")
     for name in ("base_lrs", "_last_lr"):
         if len(state.get(name, scheduler.base_lrs)) != len(scheduler.base_lrs):
-            raise ValueError(f"{name} of its scheduler has {len(state[name])} values")
+            raise ValueError(
+                f"{name} of the checkpoint's scheduler has {len(state[name])} values instead of one per parameter group"
+            )
 
 
 def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:

@@ -56,14 +56,14 @@ class TensorOffset:
     """The position of a tensor in the buffer."""
 
     number: int
-    """The index of the tensor."""
+    """The index of the tensor in the list that was laid out."""
     offset: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files, one after another in a buffer."""
+    """The positions of files, headers and tensors in a buffer that holds the files one after another."""
 
     files: tuple[Region, ...]
     headers: Mapping[int, bytes]
@@ -76,7 +76,8 @@ class Layout:
 def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
     """Assign files and offsets to tensors.
 
-    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: for file names.
+    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: added to
+    each file name.
     """
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):
@@ -158,7 +159,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
         if not isinstance(part, str) or not _PART.fullmatch(part):
             raise CheckpointError(
                 f"a part of the state is called {part!r}, which cannot be the name of a file",
-                "use only letters, digits, _ and - in its name",
+                "use only letters, digits, _ and - in the name of a part",
             )
         try:
             text[part] = packer.pack_part(part, value)
@@ -201,7 +202,7 @@ class _Packer:
         return self._pack(value, "", 1)
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
-        """`name`: the value's path in its part, such as `state.0.exp_avg`."""
+        """Pack a value. `name`: the path of the value in its part, such as `state.0.exp_avg`."""
         pack = self._kinds.get(type(value))
         if pack is not None:
             return pack(value, name, depth)
@@ -344,7 +345,7 @@ class _Packer:
 
 
 def _below(name: str, depth: int) -> tuple[str, int]:
-    """The prefix of names inside a container, and its content's depth. Raises `RecursionError` if nested too deeply."""
+    """The prefix of names inside a container, and the depth of its content. Raises `RecursionError` if too deep."""
     if depth >= DEEPEST:
         raise RecursionError
     return f"{name}." if name else "", depth + 1
@@ -412,19 +413,21 @@ def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
     elif callable(value):
         hint = "leave it out of state_dict(), and create it again before the state is loaded"
     else:
-        hint = "let state_dict() return numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
+        hint = (
+            "return only numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them from state_dict()"
+        )
     return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)
 
 
 # --- Division among writers -------------------------------------------------------------------------------------------
-# A division is reused by later saves while names, dtypes and shapes remain the same.
+# Later saves reuse a division while the names, dtypes and shapes of the tensors remain the same.
 
 
 BYTES_PER_WRITER = 16 << 20
 """The minimum bytes per writer. Small checkpoints use fewer writers; a single writer writes one file per part."""
 
 Replicated = Callable[[str, str], bool]
-"""(part, name) of a tensor -> whether it is identical on all writers."""
+"""A function: the part and the name of a tensor -> whether the tensor is identical on all writers."""
 
 
 class Division:

@@ -126,7 +126,7 @@ class Job:
     writers: int = 1
     """The number of writers."""
     total: int = 0
-    """The bytes that all writers write together; 0 means `size`."""
+    """The total bytes that all writers write; 0 means that `size` is the total."""
     tensors: str = ""
     """A hash of the names, dtypes and shapes of the tensors that are divided among the writers."""
 
@@ -211,13 +211,13 @@ def fsync_folder(folder: Path, system: System) -> None:
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
 # Writers communicate only through the folder, because they may be on different nodes and may outlive their job. A
-# writer that holds no lock and has left no record has died or was never started; the checkpoint is then abandoned.
+# writer that holds no lock and has left no record has died or never started; the checkpoint is then abandoned.
 
 
 _SHARE_POLL_SECONDS = 0.01
 _START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has written its own share
 _ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer may still be starting
-_STALL_SECONDS = 120.0  # the longest time in which no file grows; detects stopped writers, and dead ones without locks
+_STALL_SECONDS = 120.0  # how long no file may grow; detects stopped writers, and without locks also dead ones
 _LONGEST_RECORD = 1 << 20
 
 
@@ -266,7 +266,7 @@ def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], 
                 files += _checked(_record(unfinished / f"{_name(writer)}.json"), job, writer)
                 del waiting[writer]
             elif writing[_name(writer)] is False and time.monotonic() - since > _allowed(abandoned):
-                raise _missing(job, writer, "has ended, or did not begin")
+                raise _missing(job, writer, "has ended or never started")
         if waiting:
             now = _size(unfinished)
             if now != size:
@@ -308,7 +308,7 @@ def _allowed(abandoned: Callable[[], bool]) -> float:
 
 
 def _names(unfinished: Path) -> set[str]:
-    """The names in the folder, by listing it: NFS caches for a minute that a single name was not found."""
+    """The names in the folder. Lists the folder, because NFS caches for a minute that a single file does not exist."""
     return {path.name for path in _entries(unfinished)}
 
 
@@ -321,7 +321,7 @@ def _size(unfinished: Path) -> int:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock; None: the file system has no locks."""
+    """Whether a process holds the lock; None if the file system has no locks."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -346,17 +346,17 @@ def _checked(record: dict[str, object], job: Job, writer: int) -> list[FileRecor
         raise OSError(number, os.strerror(number))
     if record["tensors"] != job.tensors:
         raise CheckpointError(
-            f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it has "
-            "tensors with other names, dtypes or shapes than process 0",
-            "use the same model and optimizer on all ranks, and add the same state on all of them",
+            f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) has "
+            "tensors with different names, dtypes or shapes than writer 0",
+            "use the same model and optimizer on all ranks, with the same state for each parameter",
         )
     return [FileRecord(**file) for file in record["files"]]  # type: ignore[attr-defined]
 
 
 def _missing(job: Job, writer: int, what: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it {what}",
-        "see the output of that process; earlier checkpoints are unchanged",
+        f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) {what}",
+        "see the output of the other ranks; earlier checkpoints are unchanged",
         transient=True,
     )
 
@@ -436,7 +436,7 @@ def make_folder(folder: Path, system: System | None = None) -> None:
 def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
     """Move the checkpoints of steps after `after` into a new folder next to them, durably.
 
-    These checkpoints belong to a branch that the run has left, and would count as newer than those of the current one.
+    Called after the run has resumed from an earlier step: a restart must not resume from the later checkpoints.
     Returns the new folder and the steps moved; None if there is nothing to move. Raises `CheckpointError`.
     """
     system = system or System()
@@ -459,7 +459,7 @@ def cannot_write(error: OSError, folder: Path) -> CheckpointError:
     """The error for a folder that cannot be written to."""
     return CheckpointError(
         f"checkpoints cannot be written to {folder}: {error.strerror or error}",
-        f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests it",
+        f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests whether it can",
     )
 
 
@@ -470,8 +470,8 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     if not place.exists():
         system.rename(unfinished, place)
         return
-    # The run has resumed from an earlier step and saves this step again. Exchange the two folders, so that one of them
-    # is in place at any time.
+    # The run has resumed from an earlier step and saves this step again. Exchange the two folders, so that a complete
+    # checkpoint exists under this name at any time.
     try:
         system.exchange(unfinished, place)
         before = unfinished
@@ -596,7 +596,7 @@ def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
 
 
 # --- Writer process ---------------------------------------------------------------------------------------------------
-# It starts in about 50 ms, because it does not import torch or numpy. Its loop waits for one of:
+# The writer process starts in about 50 ms, because it does not import torch or numpy. Its loop waits for one of:
 #
 #     a packet with a number and a `Job`                          write the checkpoint from shared memory, then answer
 #                                                                 with the number and the error
@@ -604,7 +604,7 @@ def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
 
 
 STOP = b"\n"
-"""The packet that ends the process."""
+"""The packet that tells the writer process to exit."""
 LONGEST_PACKET = 1 << 16
 _LONGEST_TEXT = 10_000
 

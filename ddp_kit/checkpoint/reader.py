@@ -27,7 +27,7 @@ from ddp_kit.pieces import Piece
 
 
 Fetch = Callable[[str, str, bool], Tensor | Piece]
-"""(part, name, whether it was on a device other than the CPU) -> the tensor, or the piece of it that was read."""
+"""A function: part and name of a tensor, and whether it was on a device other than the CPU -> the tensor or a piece."""
 
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
@@ -52,7 +52,7 @@ def unpack(text: Any, fetch: Fetch) -> Any:
     except Exception as error:  # numpy and torch raise many kinds of errors for invalid values
         raise CheckpointError(
             f"the state cannot be read ({type(error).__name__}: {str(error)[:200]!r})",
-            "if a newer version of ddpkit wrote it (see its manifest.json), load it with that version",
+            "if a newer version of ddpkit wrote the checkpoint (see manifest.json), load it with that version",
         ) from None
 
 
@@ -119,7 +119,7 @@ class _Reader:
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
-        """The array, in a writable copy of its bytes. Raises `ValueError` if the bytes were used for another array."""
+        """The array, as a writable copy of its bytes. Raises `ValueError` if the bytes were used for another array."""
         if (part, name) in self._arrays:
             raise ValueError("two arrays refer to the same bytes")
         self._arrays.add((part, name))
@@ -139,18 +139,18 @@ def _scalar(text: Any, content: Any) -> Any:
 
 
 def _checked_bools(array: Any) -> Any:
-    """Raise `ValueError` if a bool is neither 0 nor 1: numpy would count wrongly, and write out of bounds."""
+    """Return the array. Raises `ValueError` if a bool is not 0 or 1, because numpy could then write out of bounds."""
     for name in array.dtype.names or ():
         _checked_bools(array[name])
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
-        raise ValueError("a bool that is neither 0 nor 1")
+        raise ValueError("a bool is neither 0 nor 1")
     return array
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
     dtype = np.lib.format.descr_to_dtype(_description(text, 0))
     if dtype.hasobject:
-        raise ValueError("a numpy dtype with Python objects")
+        raise ValueError("a numpy dtype contains Python objects")
     return dtype
 
 
@@ -159,7 +159,7 @@ def _description(text: Any, depth: int) -> Any:
     if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
         return text
     if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
-        raise ValueError("an unsupported numpy dtype")
+        raise ValueError("a numpy dtype is not supported")
     fields = []
     for name, kind, *shape in text:
         title = tuple(name) if isinstance(name, list) else (name,)
@@ -203,10 +203,10 @@ _FROM_TEXT: Mapping[str, Callable[[Any], Any]] = {
 
 
 Wanted = Callable[[str, str], Piece | None]
-"""(part, name) of a tensor -> a piece that defines the region to read (its values are ignored); None: all of it."""
+"""A function: part and name of a tensor -> a piece whose position defines what to read; None to read all of it."""
 
 DeviceOf = Callable[[str, str], torch.device]
-"""(part, name) of a tensor -> the device to load it to."""
+"""A function: part and name of a tensor -> the device to load the tensor to."""
 
 
 def load(
@@ -215,9 +215,9 @@ def load(
     """Read a checkpoint, and return the state that was passed to `Saver.save`.
 
     `path`: the checkpoint's folder. `device`: where to load tensors that were not in host memory when they were saved.
-    `wanted`: the region that this process needs of each tensor. The state then has a `Piece` with this region, and only
+    `wanted`: the region of each tensor that this process needs. The state then has a `Piece` with this region, and only
     the region is held in memory; files without wanted regions are not read. A tensor whose shape differs from that of
-    the piece is read whole. None: all tensors are whole, and all files are read.
+    the piece is read whole. If None, all files are read, and all tensors are whole.
     Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
@@ -306,11 +306,12 @@ def cannot_load(found: Found, problem: str) -> CheckpointError:
     """The error for a checkpoint that cannot be loaded."""
     if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
         return CheckpointError(
-            f"{found.path} is a folder of checkpoints, not a checkpoint", f"use one of them, such as {inner[0].path}"
+            f"{found.path} is a folder of checkpoints, not a checkpoint",
+            f"pass one of the checkpoints in it, such as {inner[0].path}",
         )
     if found.newer:
         return from_newer_version(found)
     return CheckpointError(
         f"the checkpoint {found.path} cannot be loaded: {problem}",
-        f"use another one; `ddpkit checkpoints {found.path.parent} --verify` shows which are undamaged",
+        f"use another checkpoint; `ddpkit checkpoints {found.path.parent} --verify` shows which ones are undamaged",
     )

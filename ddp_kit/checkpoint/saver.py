@@ -133,7 +133,7 @@ class SharedBuffer:
 
 
 def _fault_in(memory: Tensor) -> None:
-    """Fault in all pages now instead of one by one on first write, which takes about a second per GB.
+    """Fault in all pages now instead of one by one on first write, which would take about a second per GB.
 
     Works in pieces, because other memory allocations of the process must wait for each piece. Releases the GIL.
     """
@@ -151,7 +151,7 @@ _PIECE = 4 << 20
 _PIECES_PER_THREAD = 4  # with fewer pieces, the copy would end before another thread has started
 
 Pair = tuple[Tensor, Tensor]
-"""(contiguous target in host memory, the tensor to copy to it)"""
+"""A contiguous target in host memory, and the tensor to copy to it."""
 _Piece = list[tuple[int, int, int]]  # target address, source address, bytes
 
 
@@ -165,7 +165,7 @@ def copy(pairs: Iterable[Pair]) -> None:
 
 @torch.no_grad()
 def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
-    """Start what `copy` does. Returns a function that finishes the copy, which may be called in any thread."""
+    """Start to copy each tensor to its target. Returns a function that finishes the copies; any thread may call it."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
     pairs = [*pairs]
     for target, tensor in pairs:
@@ -217,7 +217,7 @@ def _pieces(moves: _Piece) -> list[_Piece]:
 def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
     """Copy in up to as many threads as torch uses; each thread takes the next piece.
 
-    Faster than torch's copies, which wait for the slowest of their threads at every tensor.
+    This is faster than torch's copies, which wait for their slowest thread after every tensor.
     `owners`: the tensors. Each thread keeps them alive, because a signal handler may end this function at any line.
     """
     alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
@@ -341,7 +341,7 @@ class WriterProcess:
             self._sent = True
 
     def _answer(self) -> dict[str, str | bool] | None:
-        """The answer to the last job: an empty dict, or the arguments of a `CheckpointError`; None: no answer yet."""
+        """The answer to the last job: an empty dict, or the arguments of a `CheckpointError`; None if not answered."""
         with suppress(OSError):  # no answer yet, or the process is gone
             while packet := self._socket.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 number, problem = json.loads(packet)
@@ -360,7 +360,7 @@ class WriterProcess:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return CheckpointError(
             f"the process that writes checkpoints has ended ({how}){words and ': '}{words}",
-            "the next save starts a new one; if it was killed by SIGKILL, check for out of memory with dmesg",
+            "the next save starts a new process; if SIGKILL killed this one, check with dmesg whether memory ran out",
             transient=True,
         )
 
@@ -441,8 +441,8 @@ class Saver:
     ) -> None:
         """Start a save. When this returns, the state has been copied and may change.
 
-        Waits until the previous save is finished. If that one failed, its `CheckpointError` is raised here, unless
-        `check` or `wait` has raised it already, and no save is started.
+        Waits until the previous save is finished. If it failed, and neither `check` nor `wait` has raised its
+        `CheckpointError`, the error is raised here, and no new save is started.
         `state`: part -> values that `packing.pack` can store, with tensors on any device. `best`: mark the checkpoint
         as the best so far.
 
@@ -503,7 +503,7 @@ class Saver:
     def reserve(self, size: int) -> None:
         """Allocate host memory in the background, so that the first save does not have to.
 
-        `size`: the bytes of the state, which the writers will divide among them.
+        `size`: the bytes of the state, which the writers will divide among themselves.
         """
         active = active_writers(size, self._writers)
         if self._writer < active:

@@ -58,7 +58,7 @@ def explained_load_errors(path: Path) -> Iterator[None]:
     except Exception as error:  # a damaged file may cause any error
         raise CheckpointError(
             f"the checkpoint {path} cannot be used: {type(error).__name__}: {str(error)[:LONGEST_TEXT]!r}",
-            "it may be from another version of ddpkit, or modified: use another checkpoint",
+            "it may have been modified, or written by another version of ddpkit; use another checkpoint",
         ) from error
 
 
@@ -81,11 +81,11 @@ _NAME_STATE = 2  # the length of a callback's entry: [class name, state]
 
 
 class Progress(Protocol):
-    """How far a run has come."""
+    """The progress of a run."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
 
 
 class SavedPart(ABC):
@@ -121,11 +121,11 @@ class SavedPart(ABC):
         return True
 
     def device_of(self, tensor: str) -> torch.device | None:  # noqa: ARG002
-        """The device to load a tensor to; None: the rank's device. `tensor`: its name in the part's file."""
+        """The device to load a tensor to; None for the rank's device. `tensor`: its name in the part's file."""
         return None
 
     def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
-        """The piece of a tensor that this rank holds; None: all of it. `tensor`: its name in the part's file."""
+        """The piece of a tensor that this rank holds; None if it holds all. `tensor`: its name in the part's file."""
         return None
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
@@ -133,7 +133,7 @@ class SavedPart(ABC):
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
-        """Why the state does not match this run; None if it does. All parts are checked before any is loaded.
+        """Why the state does not match this run; None if it does. All parts are checked before any part is loaded.
 
         May raise any error for values with invalid types or ranges.
         """
@@ -153,12 +153,12 @@ _EVERY_RANK = "every_rank"
 
 
 def per_rank_states(callbacks: Sequence[Callback]) -> list[str | None]:
-    """For each callback: this rank's state as text if the callback sets `state_per_rank`, else None."""
+    """This rank's state of each callback, as text; None for callbacks that do not set `state_per_rank`."""
     return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
 
 
 def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
-    """[class name, state] of each callback, for the checkpoint. `of_ranks`: every rank's `per_rank_states`."""
+    """The class name and the state of each callback, for the checkpoint. `of_ranks`: every rank's `per_rank_states`."""
     states: list[Any] = []
     for number, callback in enumerate(callbacks):
         everyone = [own[number] for own in of_ranks]
@@ -168,7 +168,7 @@ def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[s
 
 
 def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
-    """Load saved states into callbacks of the same class, in order; warn about states and callbacks that are left over.
+    """Load saved states into callbacks of the same class, in order. Warns about callbacks or states without a match.
 
     `path`: the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
     whatever a user's callback raises.
@@ -194,8 +194,8 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
             without.append(name)
     gone = [name for name, states in there.items() for state in states if state]
     if without or gone:
-        parts = [f"the checkpoint has no state for {', '.join(without)}, which starts without one"] if without else []
-        parts += [f"the state for {', '.join(gone)} is ignored, because there is no such callback"] if gone else []
+        parts = [f"the checkpoint has no state for {', '.join(without)}, so none is loaded"] if without else []
+        parts += [f"the state for {', '.join(gone)} is ignored, because this run has no such callback"] if gone else []
         logger.warning("the callbacks differ from those in the checkpoint: {}", "; ".join(parts))
 
 
@@ -205,7 +205,8 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     everyone = saved[_EVERY_RANK]
     if len(everyone) != ranks:
         logger.warning(
-            "{} has a state per rank; the checkpoint has {} ranks, this run {}: all ranks load the state of rank 0",
+            "{} has a separate state on each rank, but the checkpoint was saved with {} ranks and this run has {}: all "
+            "ranks load the state of rank 0",
             name,
             len(everyone),
             ranks,
@@ -238,7 +239,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 class CountsSkippedSteps(Protocol):
-    """Counts the steps that were skipped."""
+    """An object that counts skipped steps."""
 
     skipped: int
 
@@ -258,8 +259,8 @@ class PrecisionPart(SavedPart):
     def check(self, state: Any) -> str | None:
         whole_number(state["skipped"], "skipped")
         for name, value in state["scaler"].items():
-            if not 0 <= real_number(value, f"{name} of its loss scale") < math.inf:
-                raise ValueError(f"{name} of its loss scale is {value}")
+            if not 0 <= real_number(value, f"{name} of the checkpoint's loss scaler") < math.inf:
+                raise ValueError(f"{name} of the checkpoint's loss scaler is {value}")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -324,7 +325,7 @@ class RandomPart(SavedPart):
         seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
             "the checkpoint was saved with {} ranks, and this run has {}: steps use the same samples if the dataset "
-            "has a length, but random numbers, such as those for dropout, and BatchNorm's batches differ",
+            "has a length, but random numbers (such as for dropout) and the batches that BatchNorm sees differ",
             len(saved),
             ranks,
         )
@@ -456,13 +457,13 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
     for part in parts:
         if part.name not in state:
             if part.required:
-                raise ValueError(f"it has no part {part.name!r}")
+                raise ValueError(f"the part {part.name!r} is missing")
             continue
         version = int(versions.get(part.name, 1))
         if version > part.version:
             raise CheckpointError(
-                f"the checkpoint {path} holds version {version} of its part {part.name!r}, and this version of ddpkit "
-                f"reads up to {part.version}",
+                f"the checkpoint {path} has version {version} of the part {part.name!r}, but this version of ddpkit "
+                f"reads versions up to {part.version}",
                 "resume with the version of ddpkit that wrote it, or a later one",
             )
         saved[part.name] = part.migrate(state[part.name], version)
@@ -473,7 +474,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
 
 
 def types_and_devices(parameters: Sequence[Tensor]) -> list[list[str]]:
-    """The dtypes of parameters, and their device types."""
+    """The dtypes and the device types of parameters, as two lists."""
     return [[str(each.dtype) for each in parameters], [each.device.type for each in parameters]]
 
 

@@ -63,7 +63,7 @@ class Whole(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Destination]:
-        """Destinations of a piece's boxes. `memory`: a byte array of the piece's size. The others: see `boxes_of`."""
+        """The destinations of a piece's boxes. `memory`: a byte array of the piece's size. Others: see `boxes_of`."""
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
@@ -147,14 +147,17 @@ def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedRea
             raise ValueError("a file is shorter than its header says")
         hasher.update(content.data)
         if record.dtype == "BOOL" and content.max() > 1:  # undefined behaviour in torch and numpy
-            raise ValueError("a bool that is neither 0 nor 1")
+            raise ValueError("a bool is neither 0 nor 1")
         for memory, at in parts:
             if at is not None:
                 memory[...] = content.view(f"u{size}").reshape(block.shape)[at]
 
 
 def _parts(block: Box, places: Iterable[Destination]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
-    """Memory for each requested part of a block, and its index in the block; None: all of it, to contiguous memory."""
+    """Yield the memory for each requested part of a block, and the part's index in the block.
+
+    The index is None if the part is the whole block and its memory is contiguous, so that it can be read directly.
+    """
     for place in places:
         common = block.intersection(place.box)
         if common is not None:
@@ -209,7 +212,7 @@ def plain_name(name: str) -> str:
 
 
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
-    """The weights, from the content of state.json. Names are as `plain_name` returns them.
+    """The weights that a checkpoint holds, by name (see `plain_name`). `state`: the content of state.json.
 
     `ema`: replace the trained weights by the averages of the `EMA` callback; requires `has_average`.
     Raises `ValueError` if there are no weights.
@@ -250,7 +253,7 @@ def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
 
 def _key(place: Any) -> Key:
     if not isinstance(place, list) or len(place) != 2 or not all(isinstance(each, str) for each in place):
-        raise ValueError("an invalid reference to a tensor")
+        raise ValueError("a reference to a tensor is invalid")
     return place[0], place[1]
 
 
@@ -264,7 +267,7 @@ def _averages(state: Any) -> list[dict[str, Any]]:
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
-    """(name, entry) of a state_dict in the format described in docs/checkpoints.md."""
+    """Yield the name and the entry of each value in a state_dict, in the format described in docs/checkpoints.md."""
     if isinstance(model, dict):
         pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
         yield from ((plain_name(name), value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

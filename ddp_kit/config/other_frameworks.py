@@ -10,15 +10,16 @@ from collections.abc import Mapping
 
 _OPTIMIZER = "it belongs to the optimizer that you pass to the Trainer"
 _LAUNCHER = "the launcher starts the processes: `ddpkit launch --gpus 2 train.py`"
-_CPU = "not needed: training runs on the CPU where no GPU is visible, as with CUDA_VISIBLE_DEVICES=''"
+_CPU = "not needed: training runs on the CPU if no GPU is visible, for example with CUDA_VISIBLE_DEVICES=''"
 _FOLDER = '`checkpoint={"dir": "run"}`'
 _COMPILE = '`compile="model"`, with the default backend and mode of torch'
 _RECOMPUTE = '`memory={"activation_checkpointing": "blocks"}`'
 _MOVED = '`parallel="fsdp"`, or the sizes of `parallel`: replicate, shard, tensor and pipeline'
 _BF16 = '`precision="bf16"`'
-_FP16 = '`precision="fp16"`; it always uses autocast and a gradient scaler of torch'
+_FP16 = '`precision="fp16"`, which always uses torch\'s autocast and gradient scaler'
 _METRICS = (
-    "not needed: `Trainer(..., metrics=...)` are averaged batch by batch, exactly over all ranks; no output is kept"
+    "not needed: the metrics of `Trainer(..., metrics=...)` are averaged exactly over all batches and ranks, without "
+    "keeping outputs"
 )
 _LOGGERS = "loggers are callbacks: `Trainer(..., callbacks=...)` with `TensorBoardLogger`, `WandbLogger` or another one"
 _OF_LOGGER = (
@@ -33,31 +34,39 @@ _BEST = '`checkpoint.best_metric`, then `load_model(dir, model, which="best")` a
 _EXPORT = "not needed: checkpoints hold the whole state; `ddpkit export` writes the weights alone"
 _DATA = "pass the data to `trainer.fit(train_data, eval_data)`"
 _OWN_LOADER = "it belongs to your own DataLoader, which you pass to `trainer.fit(train_data, eval_data)`"
-_DIVIDED = "not needed: the Trainer divides the samples of a Dataset or DataLoader among the ranks, and uses each once"
+_DIVIDED = (
+    "not needed: the Trainer divides the samples of a Dataset or DataLoader among the ranks, and uses each sample once"
+)
 _PART = "pass a part of the data, such as `torch.utils.data.Subset(data, range(100))`"
-_BATCH_AS_IT_IS = "not needed: the loss function gets each batch as the data has it"
+_BATCH_AS_IT_IS = "not needed: the loss function gets each batch as the dataset or DataLoader returns it"
 _HUB = "not supported: `trainer.model` is your own object; call its method for uploads"
-_GENERATE = "not built in: call generate in `trainer.predict(data, predict_fn)`"
-_LENGTHS = "`TokenBatchSampler(lengths, tokens=4096)`, the batch_sampler of your own DataLoader"
-_FOLDED = "not supported: use " + _MOVED + "; `memory` has offload"
+_GENERATE = "not built in: call the model's generate method in the predict_fn of `trainer.predict(data, predict_fn)`"
+_LENGTHS = "`TokenBatchSampler(lengths, tokens=4096)`, as the batch_sampler of your own DataLoader"
+_FOLDED = "not supported: use " + _MOVED + "; for offload, use the settings of `memory`"
 _ANOMALY = "not built in: call `torch.autograd.set_detect_anomaly(True)` in the script"
-_MICRO = "`micro_batch_size` (samples per rank and pass); `global_batch_size` counts those of all ranks and passes"
+_MICRO = (
+    "`micro_batch_size` (samples per rank and pass); `global_batch_size` counts the samples of all ranks and passes"
+)
 _EVAL_BATCH = "evaluations use `micro_batch_size`, or the batch size of a DataLoader that you pass as eval_data"
 _WHEN_TO_EVALUATE = "`eval_every_steps` (optimizer steps) or `eval_every_epochs`; default: after each epoch"
-_TOKENS = "`Loss(sum, weight=tokens)`, returned by the loss function; it is averaged over the tokens of all ranks"
+_TOKENS = (
+    "`Loss(sum, weight=tokens)` as the return value of the loss function, for an average over the tokens of all ranks"
+)
 _SMOOTHING = "it belongs in the loss function: `torch.nn.functional.cross_entropy(..., label_smoothing=0.1)`"
 _RANK_0 = "not needed: ddpkit logs on rank 0; `ddpkit launch --local-ranks-filter 0 train.py` hides other ranks' output"
-_CALLBACK_STATE = "not needed: checkpoints hold the state of each `Callback` with a state_dict"
+_CALLBACK_STATE = "not needed: checkpoints hold the state of each `Callback` that has a state_dict"
 _SYNC_BATCH_NORM = "convert the model before you create the Trainer: `torch.nn.SyncBatchNorm.convert_sync_batchnorm`"
-_STREAM = "not supported: use an IterableDataset, whose __iter__ is called in each epoch"
-_PER_NODE = "the launcher starts the processes, and counts them per node: `ddpkit launch --nnodes 2 --gpus 4 train.py`"
+_STREAM = "not supported: use an IterableDataset, because its __iter__ is called in each epoch"
+_PER_NODE = (
+    "the launcher starts the processes; give it the number per node: `ddpkit launch --nnodes 2 --gpus 4 train.py`"
+)
 _GLOBAL = "not needed: `global_batch_size` counts the samples of all ranks"
 _LOGS = "`TensorBoardLogger(dir)`, in the Trainer's callbacks"
 _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
 def _table(texts: Mapping[str, str]) -> dict[str, str]:
-    """The text for each name, from the names (separated by spaces) for each text."""
+    """Name -> text, from text -> names separated by spaces."""
     return {name: text for text, names in texts.items() for name in names.split()}
 
 
@@ -99,7 +108,7 @@ _HUGGING_FACE = _table(
         _WHEN_TO_EVALUATE: "eval_strategy evaluation_strategy evaluate_during_training",
         "`eval_every_steps` (optimizer steps)": "eval_steps",
         "not built in: call `trainer.evaluate` in a loop over `trainer.steps`": "eval_delay",
-        "`sanity_check` evaluates one batch before the first step; for all, call `trainer.evaluate`": "eval_on_start",
+        "`sanity_check` evaluates one batch before step 1; `trainer.evaluate` evaluates all data": "eval_on_start",
         _MICRO: "per_device_train_batch_size per_gpu_train_batch_size",
         _EVAL_BATCH: "per_device_eval_batch_size per_gpu_eval_batch_size",
         '`micro_batch_size="auto"`': "auto_find_batch_size",
@@ -125,7 +134,7 @@ _HUGGING_FACE = _table(
         "`log_every_steps` (optimizer steps)": "logging_strategy logging_steps logging_first_step",
         "`non_finite_gradients`, which stops the run or skips the step": "logging_nan_inf_filter",
         _RANK_0: "log_on_each_node log_level log_level_replica",
-        "not built in: count them with `trainer.log` in the loss function": "include_num_input_tokens_seen "
+        "not built in: log token counts with `trainer.log` in the loss function": "include_num_input_tokens_seen "
         "include_tokens_per_second",
         "not needed: each log row has the peak memory of the GPUs": "skip_memory_metrics",
         _PROGRESS: "disable_tqdm",
@@ -135,18 +144,18 @@ _HUGGING_FACE = _table(
         "`checkpoint.every_steps`": "save_steps",
         "`checkpoint.keep_last`": "save_total_limit",
         _EXPORT: "save_only_model save_safetensors",
-        "not needed: ranks that share a folder write each checkpoint together": "save_on_each_node",
-        "not needed: a run with `checkpoint.dir` saves when it gets SIGTERM, and ends": "enable_jit_checkpoint",
+        "not needed: ranks that share a folder write a checkpoint together": "save_on_each_node",
+        "not needed: after SIGTERM, a run with `checkpoint.dir` saves a checkpoint and ends": "enable_jit_checkpoint",
         "`checkpoint.resume`": "resume_from_checkpoint",
         _BEST: "load_best_model_at_end",
         "`checkpoint.best_metric`": "metric_for_best_model",
         '`checkpoint.best_mode`: "min" or "max"': "greater_is_better",
-        "not supported: a resumed run continues at its position in the data": "ignore_data_skip",
+        "not supported: a resumed run continues at the saved position in the data": "ignore_data_skip",
         _CALLBACK_STATE: "restore_callback_states_from_checkpoint",
         _HUB: "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
         "push_to_hub_model_id push_to_hub_organization push_to_hub_token",
         "`deterministic`": "full_determinism",
-        "`seed`, also that of the data order": "data_seed",
+        "`seed`, which also determines the data order": "data_seed",
         _CPU: "use_cpu no_cuda use_mps_device",
         _MOVED: "fsdp fsdp_config fsdp_min_num_params accelerator_config parallelism_config sharded_ddp",
         "`parallel.fsdp_units`": "fsdp_transformer_layer_cls_to_wrap",
@@ -171,7 +180,7 @@ _HUGGING_FACE = _table(
         _GENERATE: "predict_with_generate generation_max_length generation_num_beams generation_config",
         _UNSUPPORTED: "jit_mode_eval use_ipex past_index mp_parameters ray_scope tpu_num_cores tpu_metrics_debug "
         "use_legacy_prediction_loop",
-        # Arguments of the Trainer of Hugging Face:
+        # Arguments of Hugging Face's Trainer:
         "settings are a TrainerConfig: `Trainer(..., config=TrainerConfig(epochs=3))`": "args",
         "they are arguments of the Trainer: `Trainer(model, optimizer, loss_fn, scheduler=...)`": "optimizers",
         "`data.collate_fn`": "data_collator",
@@ -186,12 +195,12 @@ _LIGHTNING = _table(
         _LAUNCHER: "num_processes",
         "`parallel.strategy`": "strategy distributed_backend",
         "`ddpkit launch --gpus free:2 train.py`": "auto_select_gpus",
-        "not supported: ddpkit trains on GPUs and on the CPU": "tpu_cores ipus hpus",
+        "not supported: ddpkit trains only on GPUs and CPUs": "tpu_cores ipus hpus",
         _LOGGERS: "logger",
         "`max_steps`; `sanity_check` evaluates one batch before the first step in any case": "fast_dev_run",
         "`epochs`": "max_epochs",
         "not supported: a run ends at `epochs` or `max_steps`, or after `trainer.stop`": "min_epochs min_steps",
-        "`max_seconds`, a number": "max_time",
+        "`max_seconds`, as a number": "max_time",
         "`max_steps`; or " + _PART: "limit_train_batches",
         _PART: "limit_val_batches limit_test_batches limit_predict_batches overfit_batches",
         "`eval_every_steps` (optimizer steps)": "val_check_interval",
@@ -227,9 +236,9 @@ _LIGHTNING = _table(
         _DATA: "train_dataloaders val_dataloaders datamodule",
         _EPOCHS: "interval frequency",
         _EXPORT: "weights_only save_weights_only",
-        "not supported: the folder of a checkpoint is named by its step": "filename",
+        "not supported: the folder of a checkpoint is named after the step": "filename",
         "`checkpoint.best_metric`": "monitor",
-        "`checkpoint.keep_last` counts the newest ones; `checkpoint.best_metric` keeps the best one too": "save_top_k",
+        "`checkpoint.keep_last` (newest checkpoints) and `checkpoint.best_metric` (also the best one)": "save_top_k",
         '`checkpoint.best_mode`: "min" or "max"': "mode",
         "not needed: the newest checkpoint is always kept": "save_last",
         "`checkpoint.every_steps`": "every_n_train_steps",
@@ -253,13 +262,13 @@ _ACCELERATE = _table(
         _FOLDER: "project_dir project_config",
         _LOGS: "logging_dir",
         _EPOCHS: "step_scheduler_with_optimizer",
-        "not supported: `precision` and `parallel` have settings instead": "kwargs_handlers",
+        "not supported: use the settings `precision` and `parallel` instead": "kwargs_handlers",
         _COMPILE: "dynamo_backend dynamo_plugin",
         _PER_NODE: "num_processes num_machines",
         _DIVIDED: "dispatch_batches even_batches use_seedable_sampler",
-        "`data.pin_memory`, with which copies to the GPU do not block": "non_blocking",
+        "`data.pin_memory`, which makes copies to the GPU non-blocking": "non_blocking",
         "pass a StatefulDataLoader itself to `trainer.fit(train_data, eval_data)`": "use_stateful_dataloader",
-        "`seed`, also that of the data order": "data_seed",
+        "`seed`, which also determines the data order": "data_seed",
     }
 )
 
@@ -271,9 +280,9 @@ _BY_FRAMEWORK = {
 
 
 def equivalent(name: str) -> str | None:
-    """What to use instead of a name of another framework; None for an unknown name.
+    """The replacement for a name of another framework, as text for a message; None for an unknown name.
 
-    Names the frameworks if the name means different things in several of them.
+    The text names the frameworks if the name has different meanings in several frameworks.
     """
     found = {framework: table[name] for framework, table in _BY_FRAMEWORK.items() if name in table}
     if not found:

@@ -57,7 +57,7 @@ STRATEGIES = {
 }
 """Name -> "module:class" of each strategy; the class is imported when it is used."""
 AUTO = "auto"
-"""The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.memory.choose`."""
+"""Name that the Trainer replaces with the first strategy that fits in memory; see `ddp_kit.memory.choose`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
 """The names of strategies for type checkers and JSON schemas; a test compares them with STRATEGIES and AUTO."""
 Compression = Literal["bf16", "fp16", "powersgd"]
@@ -78,7 +78,7 @@ def _not_bool_as_fraction(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
 Function = SkipJsonSchema[Callable[[Any], Any]]
-"""A setting that can only be set in Python; it is not saved, and not compared between ranks."""
+"""Type of a setting that can only be set in Python; its value is not saved, and not compared between ranks."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, le=1)]
 
@@ -101,7 +101,7 @@ def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Omit the list of settings from the class's description: in a JSON schema, each setting has its own."""
+    """Omit the list of settings from a class's description, because in a JSON schema each setting has a description."""
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
@@ -130,7 +130,7 @@ class _Part(BaseModel):
                 show_without_traceback()
                 raise ConfigError(
                     f"{name} got {kind_of(unnamed[0])} as a positional argument",
-                    f"pass each setting by name: {name}({_EXAMPLES[name]}); a dict as {name}(**settings)",
+                    f"pass each setting by name, as in {name}({_EXAMPLES[name]}), or a dict as {name}(**settings)",
                 )
             try:
                 super().__init__(**values)
@@ -142,13 +142,13 @@ class _Part(BaseModel):
         def __setattr__(self, name: str, value: Any) -> None:
             show_without_traceback()
             raise ConfigError(
-                f"{name} of a {type(self).__name__} was set after its creation, but a configuration is immutable",
-                f"set it at creation: {type(self).__name__}({name}={value!r}, ...)",
+                f"{name} was set on an existing {type(self).__name__}, but a configuration is immutable",
+                f"set it when you create the configuration: {type(self).__name__}({name}={value!r}, ...)",
             )
 
 
 class DataConfig(_Part):
-    """How samples are loaded, batched and moved to the device."""
+    """Settings for loading samples, batching them and moving batches to the device."""
 
     if TYPE_CHECKING:
 
@@ -160,18 +160,22 @@ class DataConfig(_Part):
     pin_memory: bool | Literal["auto"] = Field(
         default="auto",
         description="Put batches in pinned (page-locked) host memory, so that copies to the GPU overlap with "
-        'computation; "auto": if there is a GPU.',
+        'computation; "auto": yes when training on a GPU.',
     )
     prefetch_batches: Annotated[int, Field(ge=0)] = Field(
-        default=2, description="Micro-batches copied to the device in advance (GPU only)."
+        default=2, description="Number of micro-batches to copy to the GPU in advance."
     )
     timeout: PositiveFloat | None = Field(
         default=None,
         description="Seconds to wait for a batch from a DataLoader worker before the run fails. None: no limit.",
     )
-    shuffle: bool = Field(default=True, description="A new order each epoch, a pure function of (seed, epoch).")
+    shuffle: bool = Field(
+        default=True, description="Shuffle the samples in each epoch. The order depends only on (seed, epoch)."
+    )
     drop_last: bool = Field(
-        default=False, description="Skip an incomplete last global batch; False trains on it, exactly weighted."
+        default=False,
+        description="Skip the last global batch of an epoch if it is incomplete. False: train on it, and average over "
+        "the samples that it has.",
     )
     compare_items: Annotated[int, Field(ge=0)] = Field(
         default=8,
@@ -180,8 +184,8 @@ class DataConfig(_Part):
     )
     seed_samples: bool = Field(
         default=False,
-        description="Seed each sample's random augmentation by (seed, epoch, sample): the same for any number of ranks "
-        "or workers, and after a resume.",
+        description="Seed each sample's random augmentation from (seed, epoch, sample), so that it does not depend on "
+        "the number of ranks or workers, and is the same after a resume.",
     )
     collate_fn: Function | None = Field(
         default=None,
@@ -193,48 +197,50 @@ class DataConfig(_Part):
         default=None,
         exclude=True,
         description="Function that transforms a training batch on the device; on a GPU it runs concurrently with the "
-        "previous step. Its random numbers depend on seed, epoch, step and rank. With seed_samples they depend on "
-        "(seed, epoch, sample), and it is called for each sample, as a batch of size 1.",
+        "previous step. Its random numbers depend on seed, epoch, step and rank. With seed_samples, the function is "
+        "called separately for each sample, as a batch of size 1, and its random numbers depend on (seed, epoch, "
+        "sample).",
     )
     eval_device_transform: Function | None = Field(
         default=None,
         exclude=True,
-        description="Like device_transform, for batches of evaluation and prediction.",
+        description="Like device_transform, but for evaluation and prediction batches.",
     )
 
 
 class CheckpointConfig(_Part):
-    """When and where the state of a run is saved; off if `dir` is None."""
+    """Settings for checkpoints of a run: when and where they are saved, and how a run resumes."""
 
     if TYPE_CHECKING:
 
         def __init__(self, **settings: Unpack[CheckpointSettings]) -> None: ...
 
-    dir: Path | None = Field(default=None, description="Folder of the checkpoints; None: off.")
+    dir: Path | None = Field(default=None, description="Folder for checkpoints; None: no checkpoints are saved.")
     every_steps: Count | None = Field(default=None, description="Optimizer steps between saves.")
-    every_seconds: PositiveFloat | None = Field(
-        default=None, description="Seconds between saves, by the clock of rank 0."
-    )
+    every_seconds: PositiveFloat | None = Field(default=None, description="Seconds between saves, measured on rank 0.")
     keep_last: Count = Field(default=2, description="Number of complete checkpoints to keep.")
     best_metric: str | None = Field(
         default=None,
-        description='Name of a metric, or "loss": save after each evaluation that is the best so far, and keep the '
-        "best checkpoint in addition to the last ones.",
+        description='Name of a metric, or "loss": save a checkpoint after each evaluation with the best value so far, '
+        "and keep the best checkpoint in addition to the newest ones.",
     )
     best_mode: Literal["min", "max"] = Field(
         default="min", description="Whether lower or higher values of best_metric are better."
     )
     trainable_only: bool = Field(
         default=False,
-        description="Save only buffers and the parameters that require gradients. On resume, frozen parameters come "
-        "from the script's model; it is an error if they differ from those at the start of the run.",
+        description="Save only buffers and the parameters that require gradients. On resume, frozen parameters are "
+        "taken from the script's model, and must be the same as at the start of the run.",
     )
-    background: bool = Field(default=True, description="Write in a separate process while training continues.")
+    background: bool = Field(
+        default=True, description="Write checkpoints in a separate process while training continues."
+    )
     overlap: bool = Field(
         default=False,
-        description="Copy weights and optimizer state during the next forward and backward pass, not before it. Only "
-        "for runs in which nothing but `optimizer.step()` writes to them. Other writes are an error if torch detects "
-        "them, which it cannot for `.data`, numpy views and custom kernels.",
+        description="Copy weights and optimizer state during the next forward and backward pass instead of before it. "
+        "Use this only if nothing but `optimizer.step()` modifies weights and optimizer state. Other modifications "
+        "raise an error if torch detects them; torch cannot detect writes through `.data`, NumPy views or custom "
+        "kernels.",
     )
     resume: Literal["auto"] | Path | None = Field(
         default="auto",
@@ -261,11 +267,11 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "zero1": lambda values: values.get("shard_optimizer", False) is True,
     "device_map": lambda values: values.get("device_map") is not None,
 }
-"""Strategies that other settings imply; the first match counts."""
+"""Strategy -> whether these settings imply it; the first match counts."""
 
 
 class ParallelConfig(_Part):
-    """How the model is distributed over the ranks."""
+    """Settings for distributing the model over the ranks."""
 
     if TYPE_CHECKING:
 
@@ -279,27 +285,32 @@ class ParallelConfig(_Part):
         "number of ranks.",
     )
     replicate: Size = Field(
-        default=-1, description="Number of replicas of the whole model; -1: ranks divided by the other sizes."
+        default=-1,
+        description="Number of replicas of the whole model; -1: the number of ranks divided by the other sizes.",
     )
     shard: Size = Field(
         default=1,
-        description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2); in a pipeline, those "
-        "of the blocks.",
+        description="Number of ranks over which weights, gradients and optimizer state are sharded (FSDP2); in a "
+        "pipeline, only the blocks are sharded.",
     )
     tensor: Count = Field(
-        default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."
+        default=1, description="Number of ranks over which each layer of `tensor_plan` is split (tensor parallelism)."
     )
-    pipeline: Count = Field(default=1, description="Ranks over which the model's blocks are split (pipeline stages).")
+    pipeline: Count = Field(
+        default=1, description="Number of ranks over which the model's blocks are split (pipeline stages)."
+    )
     pipeline_stages: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
-        description='Names of the modules at which stages begin; "auto": the repeated blocks, balanced by bytes.',
+        description='Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with '
+        "similar numbers of bytes.",
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
         default="1f1b",
-        description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
-        "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, with less idle time and "
-        "more communication; zbv: zero bubble, with two stages per rank in V order and backward passes that send the "
-        "gradient of the input before they compute those of the weights.",
+        description="Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward "
+        "passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with "
+        "two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per "
+        "rank in V order, and backward passes that send the input's gradient before they compute the weights' "
+        "gradients.",
     )
     shard_optimizer: bool = Field(
         default=False,
@@ -311,26 +322,29 @@ class ParallelConfig(_Part):
     )
     tensor_plan: Literal["auto"] | dict[str, Literal["column", "row", "sequence"]] = Field(
         default="auto",
-        description='How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", '
+        description='How tensor parallelism splits layers: names or patterns such as {"blocks.*.up": "column", '
         '"blocks.*.down": "row"}; "auto": the plan that the model defines.',
     )
     reshard_after_forward: Literal["auto"] | bool = Field(
         default="auto",
-        description='FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module '
-        "and, in a pipeline, those of blocks that take at most an eighth of the memory.",
+        description='FSDP: free gathered weights after the forward pass; "auto": yes, except for the root module and, '
+        "in a pipeline, for stages whose blocks take at most an eighth of the memory.",
     )
     device_map: Literal["auto"] | dict[str, int] | None = Field(
         default=None,
-        description="Devices for the layers of one model: module names, or ranges such as `blocks.0-11`, each with the "
-        'number of one of the rank\'s devices; "auto": repeated blocks, balanced by bytes; None: off.',
+        description="Placement of one model's layers on several devices: a dict from module names, or ranges such as "
+        '`blocks.0-11`, to the numbers of the rank\'s devices; "auto": divide the repeated blocks evenly by bytes; '
+        "None: off.",
     )
     find_unused_parameters: bool = Field(
         default=False,
-        description="For models that do not use every parameter in every step; costs a graph traversal per step.",
+        description="Needed for models that do not use every parameter in every step; costs a graph traversal per "
+        "step.",
     )
     static_graph: bool = Field(
         default=False,
-        description="Promise that every pass uses the same parameters: DDP does not search for unused ones.",
+        description="Promise that every pass uses the same parameters, so that DDP does not search for unused "
+        "parameters.",
     )
     bucket_mb: PositiveFloat = Field(
         default=25.0, description="Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."
@@ -342,8 +356,8 @@ class ParallelConfig(_Part):
     )
     share_gpus: bool = Field(
         default=False,
-        description="Allow several ranks per GPU: collectives then go through host memory (gloo, not NCCL), which is "
-        "slow. For testing several ranks on fewer GPUs.",
+        description="Allow several ranks per GPU, to test with more ranks than GPUs. Collectives then go through host "
+        "memory (gloo, not NCCL), which is slow.",
     )
 
     @model_validator(mode="before")
@@ -371,7 +385,9 @@ class ParallelConfig(_Part):
         if 0 in (self.replicate, self.shard):
             raise ValueError("replicate and shard are numbers of ranks: 1 or more, or -1 for the remaining ranks")
         if self.replicate == self.shard == -1:
-            raise ValueError("replicate = -1 and shard = -1: only one of them can be -1, the remaining ranks")
+            raise ValueError(
+                "replicate = -1 and shard = -1: only one of the two can be -1, which means all remaining ranks"
+            )
         needed = next((name for name, has in _IMPLIED.items() if has(dict(self))), None)
         if needed is not None and self.strategy != needed and not (needed == "tensor" and self.strategy == "fsdp"):
             raise ValueError(f"strategy = {self.strategy!r} contradicts the other settings, which need {needed!r}")
@@ -400,7 +416,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """Raise the error that a Literal would raise: its message then lists the allowed values and the nearest one."""
+        """Raise the error that a Literal would raise: the message then lists the allowed values and the nearest one."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
@@ -408,7 +424,7 @@ class ParallelConfig(_Part):
 
 
 class MemoryConfig(_Part):
-    """How to reduce device memory: activation checkpointing and compression, and offload to host memory."""
+    """Settings that save device memory: activation checkpointing and compression, and offload to host memory."""
 
     if TYPE_CHECKING:
 
@@ -416,14 +432,15 @@ class MemoryConfig(_Part):
 
     activation_checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
         default=None,
-        description="Activation checkpointing; results are the same. blocks: the backward pass recomputes each "
-        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keep the outputs of "
-        "attention and of every second matrix product of a block, and recompute the rest; None: off.",
+        description="Activation checkpointing, which does not change results. blocks: the backward pass recomputes "
+        "each repeated block from its input; a number from 0 to 1: only this fraction of the blocks is recomputed; "
+        "ops: keep the outputs of attention and of every second matrix product of a block, and recompute the rest; "
+        "None: off.",
     )
     offload_activations: bool = Field(
         default=False,
-        description="Keep activations of 1 MiB or more in pinned host memory until the backward pass; results are the "
-        "same. On the CPU they are only copied.",
+        description="Keep activations of 1 MiB or more in pinned host memory until the backward pass. This does not "
+        "change results. When training on the CPU, activations are only copied.",
     )
     activation_bits: Literal[8] | None = Field(
         default=None,
@@ -443,7 +460,7 @@ class MemoryConfig(_Part):
 
 
 class ProfileConfig(_Part):
-    """Which optimizer steps torch.profiler records, on which ranks."""
+    """Settings for profiling: which optimizer steps torch.profiler records, and on which ranks."""
 
     if TYPE_CHECKING:
 
@@ -457,41 +474,45 @@ class ProfileConfig(_Part):
     )
     dir: Path = Field(
         default=Path("profile"),
-        description="Folder of the traces, of the largest allocations on GPUs, and of memory snapshots when a GPU runs "
-        "out of memory.",
+        description="Folder for traces, lists of the largest GPU allocations, and memory snapshots that are taken "
+        "when a GPU runs out of memory.",
     )
 
     @field_validator("steps")
     @classmethod
     def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
         if steps is not None and steps[0] > steps[1]:
-            raise ValueError("the first step is greater than the last one")
+            raise ValueError("the first step is greater than the last step")
         return steps
 
 
 class TrainerConfig(_Part):
-    """Settings of a training run. All sizes are in samples.
+    """Settings of a training run. Batch sizes are numbers of samples.
 
     Two of `global_batch_size`, `micro_batch_size` and `accumulation_steps` determine the third. If none is set, the
-    global batch is 32; if all three are, they must agree with the number of ranks.
+    global batch is 32; if all three are set, they must agree with the number of ranks.
     """
 
     if TYPE_CHECKING:
 
         def __init__(self, **settings: Unpack[TrainerSettings]) -> None: ...
 
-    epochs: Count | None = Field(default=None, description="Passes over the data; 1 if max_steps is not set either.")
+    epochs: Count | None = Field(
+        default=None, description="Number of passes over the training data; 1 if neither epochs nor max_steps is set."
+    )
     max_steps: Count | None = Field(
-        default=None, description="Optimizer steps; if epochs is set too, the run ends at the earlier of the two."
+        default=None,
+        description="Maximum number of optimizer steps; if epochs is set too, the run ends at whichever "
+        "limit it reaches first.",
     )
     max_seconds: PositiveFloat | None = Field(
         default=None,
-        description="Seconds since the job's start after which the run saves and exits with code 75.",
+        description="Seconds since the job's start after which the run saves a checkpoint and exits with code 75.",
     )
     global_batch_size: Count | None = Field(default=None, description="Samples per optimizer step over all ranks.")
     micro_batch_size: Count | Literal["auto"] | None = Field(
         default=None,
-        description='Samples per forward pass of one rank, at most; "auto": as many as fit in memory.',
+        description='Maximum number of samples in a forward pass of one rank; "auto": as many as fit in memory.',
     )
     accumulation_steps: Count | None = Field(
         default=None, description="Forward and backward passes per optimizer step."
@@ -499,17 +520,17 @@ class TrainerConfig(_Part):
     precision: Precision = Field(default="fp32", description="Numeric precision of the forward and backward passes.")
     fp8_layers: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
-        description='Linear layers that precision="fp8" computes in float8, by names or patterns such as '
-        '"blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster.',
+        description='Linear layers that precision="fp8" computes in float8, as names or patterns such as '
+        '"blocks.*.up"; "auto": layers in the repeated blocks that are large enough to become faster.',
     )
     bf16_buffers: tuple[str, ...] = Field(
         default=(),
-        description='Buffers that precision="bf16-true" converts, by names or patterns such as "*.table". Others keep '
-        "their dtype, except those of torch's own modules, which follow the weights.",
+        description='Buffers that precision="bf16-true" converts, as names or patterns such as "*.table". Other '
+        "buffers keep their dtype, except buffers of torch's own modules, which are converted like the weights.",
     )
     bf16_inputs: bool = Field(
         default=True,
-        description='Whether precision="bf16-true" converts the floating-point tensors of a batch.',
+        description='Whether precision="bf16-true" converts the floating-point tensors of a batch to bfloat16.',
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=None, description="Clip the global gradient norm to this value; None: off."
@@ -527,13 +548,15 @@ class TrainerConfig(_Part):
     )
     learning_rate_scaling: Literal["linear", "sqrt"] | None = Field(
         default=None,
-        description="Multiply the learning rate by global_batch_size / reference_batch_size, or its square root.",
+        description="Multiply the learning rate by global_batch_size / reference_batch_size, or by the square root of "
+        "this ratio.",
     )
     reference_batch_size: Count | None = Field(
         default=None, description="The global batch size that the optimizer's learning rate was chosen for."
     )
     compile: Literal["model", "blocks"] | None = Field(
-        default=None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
+        default=None,
+        description="Apply torch.compile to the whole model, or to each of its repeated blocks; None: off.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=0, description="Seed of the data order and all random states."
@@ -543,13 +566,13 @@ class TrainerConfig(_Part):
     )
     log_every_steps: Count = Field(
         default=10,
-        description="Optimizer steps between log points. On a GPU, the values of a log point are read at the next one, "
-        "so that the host does not wait for the device.",
+        description="Optimizer steps between log points. On a GPU, the values of a log point are read at the next log "
+        "point, so that the host does not wait for the device.",
     )
     mfu: bool = Field(
         default=False,
-        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step the loss "
-        "function is called once more, with tensors that have shapes but no values.",
+        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step, the "
+        "loss function is called once more, with fake tensors, which have shapes but no values.",
     )
     eval_every_steps: Count | None = Field(
         default=None, description="Optimizer steps between evaluations; None: after each epoch."
@@ -559,13 +582,14 @@ class TrainerConfig(_Part):
     )
     sanity_check: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: evaluate one batch before the first step, if the dataset has a length, so that a mistake in "
-        "the loss or the metrics is found at once.",
+        description="auto: if the dataset has a length, evaluate one batch before the first step, so that a mistake "
+        "in the loss or the metrics is found at once.",
     )
     verify_ranks: Literal["weights", "all", "off"] = Field(
         default="weights",
-        description="Compare over the ranks at log points: weights; all: weights and optimizer state. Each comparison "
-        "reads that memory once, without an additional collective. Learning rates are always compared.",
+        description="What the ranks compare at each log point. weights: the model's weights; all: weights and "
+        "optimizer state. A comparison reads these tensors once, and needs no additional collective. Learning rates "
+        "are always compared.",
     )
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -603,8 +627,8 @@ class TrainerConfig(_Part):
                 )
         if self.compile == "model" and self.parallel.pipeline > 1:
             raise ValueError(
-                f"compile = 'model' compiles the whole model, and parallel.pipeline = {self.parallel.pipeline} runs a "
-                "part of it on each rank: use compile = 'blocks'"
+                f"compile = 'model' compiles the whole model, but parallel.pipeline = {self.parallel.pipeline} runs "
+                "only a part of the model on each rank: use compile = 'blocks'"
             )
         if self.fp8_layers != "auto" and self.precision != "fp8":
             raise ValueError(
@@ -620,7 +644,7 @@ class TrainerConfig(_Part):
         if self.precision == "fp8" and self.parallel.tensor > 1:
             raise ValueError(
                 f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "
-                "layers that fp8 converts: use precision = 'bf16', or parallel.shard"
+                "layers that fp8 converts: use precision = 'bf16', or use parallel.shard instead of parallel.tensor"
             )
         if self.parallel.pipeline_schedule == "zbv" and (
             self.compile is not None or self.memory.activation_checkpointing is not None
@@ -632,8 +656,8 @@ class TrainerConfig(_Part):
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(
-                f"accumulation_steps = {self.accumulation_steps} contradicts micro_batch_size = 'auto', which chooses "
-                "it: leave it out"
+                f"accumulation_steps = {self.accumulation_steps} contradicts micro_batch_size = 'auto', which also "
+                "chooses the accumulation steps: leave out accumulation_steps"
             )
         return self
 
@@ -663,7 +687,7 @@ class TrainerConfig(_Part):
 
         Args:
             path: The file. Its extension (.yaml, .yml, .toml or .json) determines the format.
-            overrides: Settings that take precedence over the file, with dots for nested ones:
+            overrides: Settings that take precedence over the file. Nested settings have dotted names, as in
                 `{"data.shuffle": False}`.
 
         Raises:
@@ -677,9 +701,10 @@ class TrainerConfig(_Part):
 
     @classmethod
     def from_command_line(cls, words: Sequence[str] | None = None, **defaults: "Unpack[TrainerSettings]") -> Self:
-        """Create a configuration from words such as `--config FILE` and `data.num_workers=4`, with values as in YAML.
+        """Create a configuration from words such as `--config FILE` and `data.num_workers=4`.
 
-        Settings on the command line take precedence over the file, and the file over `defaults`.
+        Values are parsed as YAML. Settings on the command line take precedence over the file, and the file takes
+        precedence over `defaults`.
 
         Args:
             words: The command line. None: `sys.argv[1:]`. A script with options of its own passes the remaining
@@ -687,7 +712,7 @@ class TrainerConfig(_Part):
             **defaults: Settings by name, as for the class itself.
 
         Raises:
-            ConfigError: For words of any other form, for a file that cannot be read, and for invalid settings.
+            ConfigError: If a word has any other form, if a file cannot be read, or if a setting is invalid.
         """
         files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
         if problems:
@@ -742,7 +767,7 @@ def _read(path: Path) -> dict[str, Any]:
             return {}
         if isinstance(values, dict) and all(isinstance(name, str) for name in values):
             return values
-        problem = f"expected a mapping of settings at the top level, found {kind_of(values)}"
+        problem = f"expected a mapping of settings at the top level, but found {kind_of(values)}"
     show_without_traceback()
     raise ConfigError(f"cannot read the configuration {path}: {problem}", "check the path and the file") from None
 
@@ -775,7 +800,7 @@ def _read_into(values: dict[str, Any], path: str | Path) -> None:
 
 
 def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]], list[str]]:
-    """The files, the settings and the problems of a command line."""
+    """The configuration files, the settings and the problems found in a command line."""
     files: list[str] = []
     settings: list[tuple[str, Any]] = []
     problems: list[str] = []
@@ -789,7 +814,7 @@ def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]
                 problems.append("--config needs a file, such as --config run.yaml")
         elif not given or not name or name.startswith("-"):
             right = f"{name.lstrip('-')}={text}" if given and name.lstrip("-") else "data.num_workers=4"
-            problems.append(f"{word}: a setting is written as name=value; nearest: {right}")
+            problems.append(f"{word}: write a setting as name=value; nearest: {right}")
         else:
             settings.append((name, _parsed(text)))
     return files, settings, problems
@@ -805,7 +830,7 @@ def _parsed(text: str) -> Any:
 
 
 def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each setting in nested dicts: the inverse of `_set_nested`."""
+    """Yield (dotted name, value) for each setting in nested dicts: the inverse of `_set_nested`."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{prefix}{name}.")
@@ -828,11 +853,11 @@ def _count(problems: Sequence[str]) -> str:
 
 
 def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
-    """One sentence for each mistake: the field, its value, what is allowed, and the nearest valid value."""
+    """Yield one sentence for each mistake: the field, its value, what is allowed, and the nearest valid value."""
     seen = set()
     for error in errors:
         inner = error.get("ctx", {}).get("error")
-        if isinstance(inner, ConfigError):  # raised by a nested part, which has listed its own problems
+        if isinstance(inner, ConfigError):  # raised by a nested part, which lists its own problems
             yield from (f"{error['loc'][0]}.{problem}" for problem in inner.problems)
             continue
         # Members of a union report one error each, under the same field: one sentence covers them.
@@ -844,7 +869,7 @@ def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[st
 
 
 def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The part of pydantic's location that the user typed: field names, without the members of unions."""
+    """The part of pydantic's error location that the user typed: field names, without the members of unions."""
     path: list[str] = []
     model: type[BaseModel] | None = owner
     for step in map(str, location):
@@ -867,9 +892,9 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _is_part(_field(owner, path)):
-        return f"{name} = {_shown(value)}: this part has several settings; type {name}={_part_with(name, value)}"
+        return f"{name} = {_shown(value)}: this is a group of settings; type {name}={_part_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
-    return f"{name} = {value!r}: allowed is {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
+    return f"{name} = {value!r}: must be {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 
 
 def _allowed(error: ErrorDetails) -> Iterator[str]:
@@ -895,7 +920,7 @@ _SYNONYMS = {
     "bfloat16-true": "bf16-true",
     **dict.fromkeys(("float8", "transformer-engine"), "fp8"),
 }
-# A valid setting of each class, for messages.
+# A valid example of a setting of each class, for messages.
 _EXAMPLES = {
     "TrainerConfig": "epochs=3",
     "DataConfig": "num_workers=4",
@@ -932,7 +957,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
             show_without_traceback(rank_for_messages())
             raise ConfigError(
                 f"{owner}(...) has {_count(unknown)}:",
-                f"its arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
+                f"the arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
                 tuple(
                     f"{name} = {_shown(named[name])}: there is no such argument; "
                     f"{_nearest_argument(name, named[name], known[1:])}"
@@ -945,7 +970,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _nearest_argument(name: str, value: object, known: list[str]) -> str:
-    """What to use instead of an unknown keyword argument. `known`: the arguments that exist."""
+    """The replacement for an unknown keyword argument, as text. `known`: the arguments that exist."""
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     if name in TrainerConfig.model_fields:
@@ -955,7 +980,7 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
 
 
 def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
-    """What to use instead of an unknown setting: the most similar one by its full path, or else by its last name."""
+    """The replacement for an unknown setting, as text: the setting with the most similar full or last name."""
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     typed = ".".join(path)
@@ -986,7 +1011,7 @@ def _shown(value: object) -> str:
 
 
 def _part_with(name: str, value: object) -> str:
-    """What to type for a part whose value is not a mapping. If the value was probably meant for a setting, uses it."""
+    """The text to type for a part whose value is not a mapping; it uses the value if one setting was probably meant."""
     if name == "parallel":
         return '"fsdp"'
     setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")
@@ -1001,7 +1026,7 @@ def _part_with(name: str, value: object) -> str:
 
 
 def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
-    """A valid value, as close as possible to the invalid one."""
+    """A valid value, as close as possible to the invalid value."""
     value = errors[0]["input"]
     for error in errors:
         context = error.get("ctx", {})

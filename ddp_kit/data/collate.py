@@ -22,7 +22,7 @@ class Keyed(NamedTuple):
     """A batch with the keys of its samples, for transforms that are seeded per sample."""
 
     keys: Sequence[tuple[int, Any]]
-    """(epoch, key in the dataset) of each sample."""
+    """The (epoch, key in the dataset) of each sample."""
     batch: Any
 
 
@@ -31,7 +31,7 @@ class DeviceTransform:
 
     Batches are transformed ahead of their use, so transforms must not draw from the random states of training, which a
     checkpoint stores. Each call is seeded from (seed, epoch, rank, number of the batch). The samples of a `Keyed`
-    batch are instead transformed one by one, each seeded from (seed, epoch, key).
+    batch are instead transformed one by one, and each call is seeded from (seed, epoch, key).
     `number`: the index within the epoch of the next batch.
     """
 
@@ -65,7 +65,7 @@ def _joined(samples: list[Any]) -> Any:
     if len(set(map(repr, forms))) > 1:
         raise DataError(
             "data.device_transform returned differently nested batches for the samples of one batch",
-            "return the same structure for each sample, or turn data.seed_samples off",
+            "return the same structure for each sample, or set data.seed_samples=False",
         )
     return pytree.tree_unflatten([_whole(each) for each in zip(*leaves, strict=True)], forms[0])
 
@@ -83,7 +83,7 @@ _SHOWN = 4  # differing samples in a message
 
 @dataclass(frozen=True)
 class Uncollated:
-    """Takes the place of a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
+    """Placeholder for a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
 
     said: str
     """torch's error message."""
@@ -129,8 +129,8 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
     if not found.kinds:
         return (
             f"data: the samples cannot be collated into a batch: {found.said}",
-            "let __getitem__ return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them; "
-            'or set data={"collate_fn": ...} to a function that makes the batch',
+            "return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them from __getitem__; "
+            'or set data={"collate_fn": ...} to a function that creates the batch',
         )
     first = {kind: number for number, kind in reversed([*enumerate(found.kinds)])}
     shown = ", ".join(
@@ -140,8 +140,8 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
     part = f" at {found.where}" if found.where else ""
     return (
         f"data: the samples of a batch differ{part}: {shown}{', ...' if len(first) > _SHOWN else ''}",
-        'set data={"collate_fn": ...} to a function that pads them to one size, for example with '
-        "torch.nn.utils.rnn.pad_sequence; or let __getitem__ return samples of one size",
+        'set data={"collate_fn": ...} to a function that pads them to the same size, for example with '
+        "torch.nn.utils.rnn.pad_sequence; or return samples of the same size from __getitem__",
     )
 
 
@@ -156,7 +156,7 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """(path, description) of each part of a sample, outer ones first; collation needs equal ones in all samples."""
+    """Yield (path, description) of each part of a sample, outer parts first; they must be equal in all samples."""
     if hasattr(sample, "shape"):
         yield where, f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):
@@ -193,15 +193,17 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
     """The loader's iterator. Raises `DataError` if the dataset cannot be pickled for its DataLoader workers."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker")  # also in the error
+            # The error that follows contains the same text as this warning.
+            warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker")
             return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if not any(words in str(error) for words in ("pickle", "local object", "not found as")):
             raise
         raise DataError(
-            f"data: the dataset cannot be sent to DataLoader workers that spawn or forkserver starts: {error}",
-            "define its class, functions and collate_fn at the top level of a module (no lambda), and open files in "
-            '__getitem__, not in __init__; or start workers by fork: DataLoader(..., multiprocessing_context="fork")',
+            f"data: the dataset cannot be sent to DataLoader workers started by spawn or forkserver: {error}",
+            "define the dataset's class, its functions and collate_fn at the top level of a module (no lambda), and "
+            "open files in __getitem__, not in __init__; or start workers by fork: "
+            'DataLoader(..., multiprocessing_context="fork")',
         ) from None
 
 
@@ -214,7 +216,7 @@ def _keys(loader: Any, number: int) -> list[Any] | None:
 
 
 def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
-    """An error that names the DataLoader worker, which torch's own error does not; None if no worker failed."""
+    """An error that names the DataLoader worker, unlike torch's own error; None if no worker failed."""
     workers, text = getattr(batches, "_workers", []), str(error)
     found = None
     if text.startswith("DataLoader timed out"):
@@ -222,7 +224,7 @@ def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | No
         late = tasks.get(due, (None,))[0]
         found = DataError(
             f"data: DataLoader worker {late} sent no batch within the timeout: {text}",
-            "find out what __getitem__ waits for, or raise data.timeout",
+            "find out what __getitem__ waits for, or increase data.timeout",
         )
     else:
         for number, worker in enumerate(workers):
@@ -230,9 +232,9 @@ def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | No
                 how = f"signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit code {worker.exitcode}"
                 found = DataError(
                     f"data: DataLoader worker {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
-                    "signal 9 usually means out of host memory: use fewer data.num_workers or smaller samples"
+                    "signal 9 usually means that the host ran out of memory: reduce data.num_workers or the sample size"
                     if worker.exitcode < 0
-                    else "its own error is above; data.num_workers=0 shows it with its traceback",
+                    else "the worker's error is printed above; set data.num_workers=0 to get it with its traceback",
                 )
     if found is not None:
         found.only_this_rank = True

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' datasets: facts about them, and a few of their samples."""
+"""Comparison of the ranks' datasets: facts about each dataset, and a few of its samples."""
 
 import time
 import weakref
@@ -29,7 +29,7 @@ _MAX_SECONDS = 2.0
 """The time limit for fetching a dataset's samples; the remaining samples are not compared."""
 _UNKNOWN = -1
 _REPEATS = 2
-"""How often a sample that differs is fetched again, to find out whether it is just nondeterministic."""
+"""The number of times that a differing sample is fetched again, to find out whether it is nondeterministic."""
 
 
 def facts_of_data(data: Mapping[str, object]) -> Facts:
@@ -40,7 +40,7 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
         dataset = given if loader is None else loader.dataset
         facts[f"the kind of {role}"] = f"{type(given).__name__} {_dataset_kind(dataset)}"
         facts[f"the number of samples in {role}"] = _length(dataset)
-        facts[f"the samples that {role} is a subset of"] = repr(subset_indices(dataset))
+        facts[f"the indices of the Subset {role}"] = repr(subset_indices(dataset))
         batches = getattr(loader, "batch_sampler", None)
         shuffling = type(getattr(batches, "sampler", None)).__name__
         facts[f"the batches of {role}"] = f"{getattr(batches, 'batch_size', '')} {getattr(batches, 'drop_last', '')}"
@@ -62,7 +62,8 @@ class SampleComparison:
 
     for each of the samples, spread over the dataset:
         digest = hash of the sample, fetched with a random seed of its own
-    gather the digests; fetch samples that differ again: `DataError` if each rank gets the same digests as before
+    gather the digests
+    fetch the differing samples again, and raise `DataError` if each rank gets the same digests as before
     """
 
     def __init__(self, world: World, config: DataConfig, seed: int) -> None:
@@ -87,9 +88,9 @@ class SampleComparison:
                 raise found.error(
                     self._world,
                     f"the ranks do not agree on {found.description}"
-                    f" ({len(differ)} of {len(keys)} samples that were compared differ)",
+                    f" ({len(differ)} of {len(keys)} compared samples differ)",
                     "every rank must build the same dataset in the same order: sort file listings, set the random seed "
-                    "before splitting or shuffling, and let the Trainer divide the dataset over the ranks. If samples "
+                    "before splitting or shuffling, and let the Trainer divide the dataset among the ranks. If samples "
                     "differ on purpose, set data.compare_items=0",
                 )
 
@@ -120,13 +121,13 @@ class SampleComparison:
     ) -> bool:
         """Whether every rank gets the same samples as before when it fetches them again. A collective."""
         own = [table[self._world.rank][number] for number in numbers]
-        # In one call, so in one process: a new DataLoader worker may repeat the random numbers of the last one.
+        # Repeat in one call, and so in one process: a new DataLoader worker may repeat the last one's random numbers.
         again = self._fetch(dataset, [*keys] * _REPEATS, loader)
         repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _REPEATS, strict=True))
         return all(each for (each,) in gathered(self._world, [repeatable]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
-        """A digest of each sample; `_UNKNOWN` for samples that have none, and after the time limit."""
+        """A digest of each sample; `_UNKNOWN` for samples without a digest, and after the time limit."""
         digests = [_UNKNOWN] * len(keys)
         began = time.perf_counter()
         for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
@@ -149,7 +150,7 @@ class SampleComparison:
 
 
 class _Digests(Dataset[int]):
-    """A dataset of sample hashes, with random states that depend only on the seed and the sample."""
+    """A dataset of hashes of samples; before each sample, random states are set from the seed and the sample's key."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -175,7 +176,7 @@ def _states_kept(world: World) -> Iterator[None]:
 
 
 def digest_of_sample(sample: object) -> int:
-    """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it has none of them."""
+    """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it contains none of these."""
     found = blake2b(digest_size=7)
     known = 0
     for piece in _pieces(sample):
@@ -220,7 +221,7 @@ def _differ(digests: Iterator[int]) -> bool:
 
 
 def _in_memory(dataset: Any) -> bool:
-    """Whether samples are in memory, which means that reading them runs no user code."""
+    """Whether all samples are in memory, so that reading a sample runs no user code."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) in (TensorDataset, Tensor, list, tuple)

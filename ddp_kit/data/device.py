@@ -1,4 +1,4 @@
-"""Moves batches, which may be any nested containers, to the device, overlapped with computation."""
+"""Moves batches, which may be any nested containers, to the device while the device computes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -81,8 +81,8 @@ def _is_plain(batch: Any) -> bool:
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Copy the dense host tensors of a batch on the side stream, and leave everything else as it is.
 
-    The current stream may still be writing to tensors on a GPU. It is unknown what an object's own `to` method
-    allocates, and torch cannot record the streams of sparse and nested tensors.
+    Other leaves are not safe on the side stream: the current stream may still be writing to tensors on a GPU, an
+    object's own `to` method may allocate any memory, and torch cannot record streams for sparse and nested tensors.
     """
     return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 
@@ -93,7 +93,7 @@ def _is_dense_on_host(leaf: Any) -> bool:
 
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(leaf, Tensor):
-        # Asynchronous only from pinned memory.
+        # The copy is asynchronous only from pinned memory.
         there = leaf.to(device, non_blocking=True)
         # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
         return there.to(dtype) if dtype is not None and there.is_floating_point() else there
@@ -101,7 +101,7 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The batch for use on the current stream, which waits for the copy.
+    """Return the batch for use on the current stream, which waits for the copy.
 
     `record_stream` keeps the memory from being reused while the current stream uses it.
     """

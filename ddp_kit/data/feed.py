@@ -85,7 +85,7 @@ class Feed(Protocol):
         """The number of optimizer steps in this epoch; None if unknown before the end of the epoch."""
 
     division: str
-    """How a step is divided into batches, for the log line at the start of a run; "" if as in the batch plan."""
+    """The division of a step into batches, for the first log line of a run; "" if the batch plan describes it."""
     place: StreamPosition
     """This rank's position in a stream, before the batches of the step that `next` returned last."""
 
@@ -99,14 +99,17 @@ class Feed(Protocol):
         """Go to a step of an epoch. `place`: the value that the attribute `place` had at that step, if known."""
 
     def next(self) -> Share | None:
-        """This rank's share of the next step; None after the last step. All ranks must call this equally often."""
+        """Return this rank's share of the next step; None after the last step.
+
+        All ranks must call this method the same number of times.
+        """
 
     def batch(self) -> Any:
         """The next pass's batch, on the device."""
 
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
-    """(number of samples, batch on the device) for each batch of a stream, even if `move` prefetches batches."""
+    """Yield (number of samples, batch on the device) for each batch of a stream, even if `move` prefetches batches."""
     counts: deque[int] = deque()
 
     def batches() -> Iterator[Any]:
@@ -203,8 +206,8 @@ class StreamFeed:
 
     Each rank fetches the batches of the next step in advance, and an all-reduce adds up the ranks' sample counts. So
     the weights of a step are known when it starts, and all ranks end the epoch together, when no rank has samples left.
-    A rank that runs out earlier takes part with no samples. The all-reduce is on host memory, does not wait for the
-    device, and overlaps with the previous step.
+    A rank whose stream ends earlier takes part with no samples. The all-reduce is on host memory, does not wait for
+    the device, and overlaps with the previous step.
     `at_least`: the minimum number of samples in a step; a step with fewer samples is skipped and ends the epoch.
     """
 
@@ -233,7 +236,7 @@ class StreamFeed:
         self.place = self._reached = StreamPosition()
 
     def steps_in(self, epochs: range) -> None:
-        """None, because the length of a stream is unknown before its end."""
+        """Return None, because the length of a stream is unknown before its end."""
 
     def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - a stream's samples are not known in advance
         return self._facts
@@ -244,7 +247,8 @@ class StreamFeed:
         self._arriving = counted(self._loader, self._move(epoch, first_step * self._passes if place else 0))
         if first_step and not place:
             logger.info(
-                "skipping the first {} steps of epoch {} by reading them: the stream has no state_dict to resume from",
+                "reading and discarding the first {} steps of epoch {}, because the stream has no state_dict to resume "
+                "from",
                 first_step,
                 epoch + 1,
             )
@@ -284,14 +288,14 @@ class StreamFeed:
         self._last = with_copied_containers(batches[-1:]) or self._last
         if missing and not self._last:
             raise DataError(
-                "the stream of this rank yields no batch, but with this parallel strategy every rank must run every "
-                "pass",
+                "the stream of this rank yields no batch, but with this parallel strategy all ranks must run the same "
+                "number of passes",
                 "give every rank at least one batch, or use parallel='ddp'",
             )
         return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
 
     def _no_steps_error(self, samples: int, first_step: int) -> DataError:
-        """The error for an epoch without steps: the next epoch would have none either."""
+        """The error for an epoch without steps; the next epoch would have no steps either."""
         if first_step:
             return DataError(
                 f"the run resumes at step {first_step + 1} of an epoch, but train_data ended before that step",
@@ -305,8 +309,8 @@ class StreamFeed:
             )
         return DataError(
             "train_data yielded no sample on any rank",
-            "check what its __iter__ yields (an exhausted generator or file yields nothing in the next epoch), "
-            "how it divides the data, and whether drop_last skips its only batches",
+            "check what the dataset's __iter__ yields (an exhausted generator or file yields nothing in the next "
+            "epoch), how it divides the data among ranks, and whether drop_last skips its only batches",
         )
 
     def _compare_first_samples(self, batches: list[Any]) -> None:
@@ -321,12 +325,13 @@ class StreamFeed:
         if any(len(found) > 1 for found in digests.values()):
             raise DataError(
                 "ranks that share one replica of the model read different samples from their streams",
-                "divide the stream by trainer.data_rank of trainer.data_ranks, not by the rank of the process",
+                "divide the stream by trainer.data_rank and trainer.data_ranks, not by the rank of the process",
             )
         if bits and len(digests) > 1 and len(set.union(*digests.values())) == 1:
             logger.warning(
-                "all {} ranks read the same samples from their streams: divide them in the dataset's __iter__, such as "
-                "with islice(samples, rank, None, world_size), and over DataLoader workers too (get_worker_info)",
+                "all {} ranks read the same samples from their streams: divide the samples in the dataset's __iter__, "
+                "for example with islice(samples, rank, None, world_size), and also among DataLoader workers "
+                "(get_worker_info)",
                 self._world.world_size,
             )
 
@@ -354,7 +359,7 @@ class EvaluationData:
     batches: Callable[[], Iterable[tuple[int, Any]]]
     """Returns an iterable of (number of samples, batch on the device) over this rank's batches."""
     spare: Callable[[], Any]
-    """Returns a batch for a rank that has no batch of its own. Raises `DataError` for a stream, which has none."""
+    """Returns a batch for a rank that has no batch of its own. Raises `DataError` if the data is a stream."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
     """Returns a list with this rank's first batch, if any, and its size, read without workers; None for a stream."""
     count: Callable[[], int] | None = None
@@ -363,7 +368,8 @@ class EvaluationData:
 
 def _no_spare() -> Any:
     raise DataError(
-        "the stream of this rank yields no batch, but with this parallel strategy every rank must run every pass",
+        "the stream of this rank yields no batch, but with this parallel strategy all ranks must run the same number "
+        "of passes",
         "give every rank at least one batch, or use parallel='ddp'",
     )
 
@@ -383,7 +389,7 @@ class FeedBuilder:
     world: World
     part: DataRank
     plan: BatchPlan
-    """Divides the steps of training."""
+    """The division of each training step into batches."""
     dtype: torch.dtype | None
     """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
     check_first: Callable[[Any], None]
@@ -397,7 +403,7 @@ class FeedBuilder:
 
     @property
     def _reader(self) -> World:
-        """The world with data ranks in place of ranks, so that ranks with equal samples draw equal random numbers."""
+        """The world with data ranks as ranks, so that ranks that read the same samples draw the same random numbers."""
         return replace(self.world, rank=self.part.rank, world_size=self.part.ranks)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
@@ -425,7 +431,7 @@ class FeedBuilder:
         batches = self._train_batches(dataset, own, epoch)
         if asked and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
-                "the global batch is {} samples, but train_data has only {}: each step uses all of them",
+                "the global batch is {} samples, but train_data has only {}: each step uses all samples",
                 self.plan.global_batch,
                 len(dataset),
             )
@@ -462,7 +468,10 @@ class FeedBuilder:
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """Facts that determine the samples of a stream's steps; equal on all ranks: a checkpoint has only one copy."""
+        """Facts that determine the samples of a stream's steps.
+
+        They are equal on all ranks, because a checkpoint has only one copy.
+        """
         config = self.config
         workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
@@ -470,16 +479,17 @@ class FeedBuilder:
             "the global batch": self.plan.global_batch,
             "drop_last": config.data.drop_last or (template is not None and template.drop_last),
             RANKS: self.part.ranks,
-            "data.num_workers": workers or 1,  # the same order without workers and with one
+            "data.num_workers": workers or 1,  # the order is the same without workers and with one worker
         }
         if workers not in (0, 1) or (template is not None and template.batch_size is None):
             facts["the micro-batch"] = self.plan.micro_batch
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
-        """Equal batches of the first `samples` samples, on the device, to measure memory: one more than are prefetched.
+        """Identical batches of the first `samples` samples, on the device, to measure memory.
 
-        Does not change the state of the run. Raises `ConfigError` if the data determines its batch size itself.
+        Returns one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError` if
+        the data determines its batch size itself.
         """
         dataset, template = open_data(data, "train_data")
         if template is not None or isinstance(dataset, IterableDataset):

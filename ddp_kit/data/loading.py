@@ -50,7 +50,7 @@ class Batches(Protocol):
 class WholeBatches(Dataset[Any]):
     """A TensorDataset, or a Subset of one, that returns a whole batch at once.
 
-    The result equals that of `default_collate`: a list of tensors with memory of their own.
+    The result is the same as that of `default_collate`: a list of tensors that share no memory with the dataset.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -67,12 +67,12 @@ class WholeBatches(Dataset[Any]):
             index = torch.frombuffer(array("q", indices), dtype=torch.int64)
             return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
-            # Negative or invalid indices: fetch each sample, which has torch's result or error.
+            # Negative or invalid indices: fetch each sample, which gives torch's result or error.
             return default_collate(fetch_samples(self.dataset, keys))  # type: ignore[no-any-return]
 
 
 class Samples(Dataset[Any]):
-    """A wrapper around a dataset that adds to each error which sample was being read."""
+    """A wrapper around a dataset that adds a note to each error, with the sample that was being read."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -92,7 +92,7 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
             raise
     samples: list[Any] = []
     try:
-        samples.extend(map(getitem, repeat(dataset), keys))  # after an error, `samples` holds the ones before
+        samples.extend(map(getitem, repeat(dataset), keys))  # after an error, `samples` holds the samples read before
     except Exception as error:
         error.add_note(f"while reading {_sample(keys[len(samples)], subsets, inner)}")
         raise
@@ -210,10 +210,10 @@ class IsolatedLoader:
 
 
 class IsolatedRandomStates:
-    """A context with random states of its own, separate from those of training.
+    """A context with its own random states, separate from the random states of training.
 
-    Each use continues from the states at the end of the previous one; the first starts from `seed`. A DataLoader worker
-    has no random states of training, so nothing is restored there.
+    Each use continues from the states at the end of the previous use; the first use starts from `seed`. A DataLoader
+    worker has no random states of training, so nothing is restored there.
     """
 
     def __init__(self, seed: int) -> None:
@@ -277,7 +277,7 @@ _LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 
 
 def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """The collate function, wrapped to send batches without shared memory if there is too little, as in containers."""
+    """The collate function, wrapped to send batches through pipes if there is too little shared memory."""
     return _by_value(collate) if workers and _little_shared_memory() else collate
 
 
@@ -318,7 +318,7 @@ def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a collate function. torch's own one uses shared memory in workers, so it runs in the receiving process."""
+    """Wrap a collate function. torch's default uses shared memory in workers, so it runs in the receiving process."""
     return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
 
 

@@ -1,4 +1,4 @@
-"""Global batches: their sizes, and which samples each rank takes in each step."""
+"""Sizes of global batches, and the samples that each rank takes in each step."""
 
 import sys
 from array import array
@@ -61,7 +61,7 @@ class BatchPlan:
         """The micro-batches of a rank in an optimizer step, as positions within the step.
 
         A full step has `accumulation` micro-batches per rank, or fewer if the rank has fewer samples; a shorter step
-        has as many as its samples need. A rank without samples has none.
+        has as many as its samples need. A rank without samples has no micro-batches.
 
         Args:
             rank: The index of the rank, from 0 to `world_size` - 1.
@@ -77,7 +77,7 @@ class BatchPlan:
 
 
 def split(total: int, parts: int, number: int) -> range:
-    """Range `number`, if `total` positions are split into `parts` ranges whose sizes differ by at most one."""
+    """Return range `number` of `total` positions that are split into `parts` ranges of nearly equal size."""
     size, larger = divmod(total, parts)
     start = number * size + min(number, larger)
     return range(start, start + size + (number < larger))
@@ -119,7 +119,7 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
         f"the batch sizes do not agree: micro_batch_size {micro_batch} x accumulation_steps {accumulation} "
         f"x {world_size} {'rank' if world_size == 1 else 'ranks'} = {product}, "
         f"but global_batch_size is {global_batch}; the nearest settings that work:",
-        "change one of the three, or leave one out: it is then computed from the others",
+        "change one of the three sizes, or leave one out, which is then computed from the other two",
         ways,
     )
 
@@ -158,11 +158,11 @@ class ExactDistributedSampler(Sampler[Any]):
         self._data = data
         self._world_size = world_size
         self._shuffle = shuffle
-        self._size: int | None = None  # of this epoch; None until it is needed
+        self._size: int | None = None  # samples in this epoch; None until the number is needed
         self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order that `own` yielded for it
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; the number of its samples is then determined anew."""
+        """Set the epoch of the next iteration, and reset the number of samples, which may change between epochs."""
         self.epoch, self._size = epoch, None
 
     @property
@@ -202,7 +202,7 @@ class ExactDistributedSampler(Sampler[Any]):
 
 
 class _LazyInts(Sequence[int]):
-    """A sequence of the values of an int64 tensor: 8 bytes per value, while a list of ints takes 36."""
+    """A sequence of ints stored in an int64 tensor, which takes 8 bytes per value; a list of ints takes 36."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -236,7 +236,7 @@ class _Steps(Sampler[list[Any]]):
         self._known: dict[int, int] = {}  # epoch -> steps
 
     def steps_in(self, epochs: range) -> int:
-        """The total number of optimizer steps in these epochs, of which the first is the current one.
+        """The total number of optimizer steps in these epochs, which start with the current epoch.
 
         All epochs have the same number of steps, unless `set_epoch` changes the length of the user's sampler.
         """
@@ -257,7 +257,7 @@ class _Steps(Sampler[list[Any]]):
             if length == 0:
                 raise DataError(
                     f"the {self._what} has length 0{where}: there is no step",
-                    "let it have samples in every epoch of the run, or set max_steps so that the run ends before",
+                    "make sure that it has samples in every epoch, or set max_steps so that the run ends earlier",
                 )
             raise self._no_step(length, where)
         return steps
@@ -340,7 +340,7 @@ class TrainBatches(_Steps):
 class UserTrainBatches(_Steps):
     """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
 
-    An optimizer step uses the next `accumulation` x `world_size` batches; each rank's share of them is consecutive.
+    An optimizer step uses the next `accumulation` x `world_size` batches, and each rank takes a consecutive part.
     Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
     """
 
@@ -364,7 +364,7 @@ class UserTrainBatches(_Steps):
             f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
             f"accumulation {accumulation} x {world_size}"
         )
-        """The division of a step, for the log line at the start of a run; samples per step are not known in advance."""
+        """The division of a step, for the first log line of a run; the number of samples is not known in advance."""
         self._drawn = self._draw(epoch)
         self.set_position(epoch, 0)
 
@@ -499,7 +499,7 @@ def _length(own: Iterable[Any], what: str) -> int:
     except TypeError:
         raise DataError(
             f"the DataLoader's {what} ({type(own).__name__}) has no length",
-            "add a __len__ that returns how many items it yields per epoch: it determines the number of steps",
+            "add a __len__ that returns the number of items per epoch, which determines the number of steps",
         ) from None
 
 
@@ -546,7 +546,7 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
         raise DataError(
             f"the DataLoader's {what} ({type(own).__name__}) has length {length}, "
             f"but yields {len(drawn)} items in epoch {epoch + 1}",
-            "let its __len__ return how many items it yields in every epoch: it determines the number of steps",
+            "make its __len__ return the number of items in each epoch, which determines the number of steps",
         )
     return drawn
 
@@ -563,7 +563,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
 
 @contextmanager
 def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
-    """A context that seeds the global generators and those of the sampler, and restores their states on exit."""
+    """A context that seeds the global generators and the sampler's generators, and restores their states on exit."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)

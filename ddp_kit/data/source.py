@@ -21,7 +21,7 @@ _MAX_NESTING = 5  # the largest depth of nested samplers and datasets
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
-    """The dataset, and the user's own DataLoader; None if `data` is a dataset.
+    """Return (dataset, the user's own DataLoader), with None in place of the DataLoader if `data` is a dataset.
 
     `role`: such as "train_data", for messages. Raises `DataError` for data that cannot be divided among ranks.
     """
@@ -30,9 +30,9 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if loader is not None and not loader.in_order and loader.num_workers > 1:
         raise DataError(
             f"{role} is a DataLoader with in_order=False, whose {loader.num_workers} workers may return batches in any "
-            "order: a batch would get the weight of another one, and a resumed run would repeat some and leave out "
-            "others",
-            "leave out in_order=False; if some samples take long, a higher prefetch_factor keeps other workers busy",
+            "order: a batch would get the weight of another batch, and a resumed run would repeat some batches and "
+            "skip others",
+            "leave out in_order=False; if some samples load slowly, a higher prefetch_factor keeps other workers busy",
         )
     if isinstance(dataset, IterableDataset):
         _check_stream(dataset, role)
@@ -40,11 +40,11 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if problem := _no_dataset(dataset):
         raise DataError(f"{role} is {problem[0]}", problem[1])
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{role} is {kind_of(dataset)}, without __getitem__ or without __len__", _WANTED)
+        raise DataError(f"{role} is {kind_of(dataset)}, which has no __getitem__ or no __len__", _WANTED)
     if len(dataset) == 0:
         raise DataError(
             f"{role} is empty: {type(dataset).__name__} has 0 samples",
-            "check the path or the filter that it was created with",
+            "check the path or the filter that the dataset was created with",
         )
     if loader is not None:
         _check_loader(loader, role)
@@ -90,23 +90,23 @@ def _inside(dataset: Any) -> list[Any]:
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
-    """A description of data that is not a sequence of samples, and what to pass instead; None if it may be one."""
+    """A description of data that is no sequence of samples, and what to pass instead; None if it may be a dataset."""
     kind = kind_of(data)
     if isinstance(data, type):
         return kind, f"pass an instance: {data.__name__}(...)"
     if isinstance(data, str | bytes | Path):
-        return f"{kind}, {str(data)!r}", "pass the dataset that reads it: a class with __getitem__ and __len__"
+        return f"{kind}, {str(data)!r}", "pass a dataset that reads this data: an object with __getitem__ and __len__"
     if isinstance(data, Iterator):
         return (
             f"{kind}, which can be read only once",
-            "pass what it iterates over, without iter(...); or an IterableDataset",
+            "pass the object that it iterates over, without iter(...), or an IterableDataset",
         )
     if hasattr(data, "iloc"):
         return f"{kind}, which is indexed by column", "pass TensorDataset(torch.tensor(data.to_numpy())), or a Dataset"
     if isinstance(data, Mapping) and 0 not in data:
         names = [repr(name) for name in islice(data, _SHOWN)]
         return f"{kind} with the keys {', '.join(names)}", (
-            "pass a dataset, whose samples have the numbers 0, 1, ...: one of its values, or TensorDataset(*values)"
+            "pass a dataset whose samples have the indices 0, 1, ...: one of the values, or TensorDataset(*values)"
         )
     arrays = type(data) is tuple and len(data) > 1 and all(hasattr(each, "shape") and each.shape for each in data)
     if arrays and len({each.shape[0] for each in data}) == 1:
@@ -124,7 +124,7 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
     if any(isinstance(stage, DataLoader) for stage in getattr(dataset, "pipeline", ())):
         raise DataError(
             f"{role} is a {type(dataset).__name__} around a DataLoader, which yields whole batches",
-            "pass the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for batches of its own",
+            "pass the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for its own batches",
         )
 
 
@@ -135,13 +135,13 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
         raise DataError(
             f"{role} is a DataLoader with batch_size=None over {type(loader.dataset).__name__}: "
             "each item of the dataset would be a whole batch",
-            "let __getitem__ return one sample and set a batch_size, or yield the batches from an IterableDataset",
+            "return one sample from __getitem__ and set a batch_size, or yield the batches from an IterableDataset",
         )
     for sampler in _samplers(batches):
         if hasattr(sampler, "num_replicas") and not _divides_all(sampler, loader):
             raise DataError(
                 f"{role} is a DataLoader with a {type(sampler).__name__}, which yields only this rank's samples",
-                "leave it out, or use a sampler over all samples: the Trainer divides them over the ranks itself",
+                "leave out this sampler, or use one over all samples: the Trainer divides the samples among the ranks",
             )
 
 

@@ -1,10 +1,10 @@
 """Batches from an IterableDataset. Each rank reads a stream; the dataset itself divides the data among ranks.
 
 W DataLoader workers take turns: batch j of a rank comes from worker j % W, so batch i of worker w is batch i*W + w of
-the rank. When a worker's stream ends, the others continue to take turns.
+the rank. When a worker's stream ends, the other workers continue to take turns.
 
-If the dataset has `state_dict` and `load_state_dict`, its `state_dict` is called after each batch, in the process that
-reads it.
+If the dataset has `state_dict` and `load_state_dict`, `state_dict` is called after each batch, in the process that
+reads the dataset.
 """
 
 import copy
@@ -50,7 +50,7 @@ class Stream:
         self._loader = loader
         self._epoch = epoch
         self.states = deque[ReaderState]()
-        """The states of the batches yielded so far, if the dataset has state; the caller removes what it has read."""
+        """The states of the batches yielded so far, if the dataset has state; the caller removes states it has read."""
 
     def set_position(self, epoch: int, states: Sequence[ReaderState] = ()) -> None:
         """Set where the next iteration starts: in `epoch`, after the batches of `states`.
@@ -94,7 +94,7 @@ def build_stream(
     if config.seed_samples:
         raise DataError(
             f"data.seed_samples is set, but the samples of a {type(dataset).__name__} have no index to seed from",
-            "leave it out and seed in the dataset's __iter__, or use a dataset with __getitem__ and __len__",
+            "leave out data.seed_samples and set seeds in __iter__, or use a dataset with __getitem__ and __len__",
         )
     options = loader_options(config, world, seed, template)
     options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
@@ -134,7 +134,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
         has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self._record_states = record_states and has_state
         self.begin_at: tuple[int, dict[int, ReaderState], int] | None = None
-        """To resume within an epoch: the epoch, the state of each reader, and the reader whose turn it is."""
+        """Position to resume from: the epoch, the state of each reader, and the reader whose turn it is."""
         self._sizes = sizes
         self._collate = collate
         self._drop_last = drop_last
@@ -188,7 +188,7 @@ def _count(batch: Any) -> int:
         raise DataError(
             f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {found}: "
             f"its number of samples is unknown",
-            "make the samples the first dimension of the first tensor of a batch, or set a batch_size",
+            "yield batches whose first tensor has the samples as its first dimension, or set a batch_size",
         )
     return len(tensor)
 

@@ -21,7 +21,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: The number of tokens of each sample, in the dataset's order.
-        tokens: The maximum of (samples in a batch) x (length of its longest sample).
+        tokens: The maximum number of tokens in a padded batch: (samples) x (length of the longest sample).
         shuffle: Whether to shuffle, in each epoch, the batches and the samples of equal length.
         seed: The seed of the order.
 
@@ -35,7 +35,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise DataError("TokenBatchSampler got no lengths", "pass the number of tokens of each sample")
         if lengths[longest] > tokens:
             raise DataError(
-                f"sample {longest} has {lengths[longest]} tokens, more than the {tokens} of a batch",
+                f"sample {longest} has {lengths[longest]} tokens, more than the limit of {tokens} tokens per batch",
                 f"truncate or leave out long samples, or set tokens to {lengths[longest]} or more",
             )
         self._by_length = sorted(range(len(lengths)), key=lengths.__getitem__)

@@ -14,9 +14,9 @@ from enum import Enum
 from torch.distributed import Store
 
 _POLL_SECONDS = 0.1  # the minimum interval between polls for requests
-_POLLS_PER_SECOND = 2000  # the maximum of these polls, summed over all ranks
+_POLLS_PER_SECOND = 2000  # the maximum number of these polls, summed over all ranks
 _ANSWER_POLL_SECONDS = 0.01  # the interval between polls for the other ranks' answers
-_JOIN_SECONDS = 5.0  # for the thread
+_JOIN_SECONDS = 5.0  # how long to wait for the thread to end
 
 
 class Purpose(Enum):
@@ -38,14 +38,15 @@ class StepConsensus:
     """Grants a request on all ranks after the same step.
 
     a rank has a request       its thread writes it to the process group's store
-    each rank's thread         reads it, and answers with its loop's current step, where the loop waits for all answers
+    each rank's thread         reads the request, and answers with the current step of the rank's loop; the loop waits
+                               at this step until all ranks have answered
     all ranks                  grant the request after the largest of these steps
     due()                      called between two steps: returns the request that is granted now, if any
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store(n)`: called at the n-th call of `begin`, counted from 0; returns a store for only this purpose. None if
-    there is only one rank. `poll()`: returns this rank's own request, if any; with several ranks, called from a thread.
+    `open_store(n)`: returns a store for only this purpose; `n` counts the calls of `begin` from 0. None if there is
+    only one rank. `poll()`: returns this rank's own request, if any; with several ranks, a thread calls it.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _whole(flat: Tensor) -> list[Tensor]:
-    """The bytes as int64 numbers, padded with zeros, because summing eight bytes at a time is fastest."""
+    """The bytes of a tensor as int64 numbers, padded with zeros; summing eight bytes at a time is fastest."""
     flat, size = flat.contiguous(), flat.element_size()
     rest = flat.numel() * size % 8 // size
     head, parts = flat[: flat.numel() - rest], []
@@ -78,10 +78,10 @@ def facts_of_model(model: nn.Module) -> dict[str, int | str]:
     """Facts that must be equal on all ranks before the model is distributed: names, shapes and dtypes, not values."""
     sparse = [each for each in model.buffers() if each.layout != torch.strided]
     return {
-        "the parameters of the model (names, shapes, types, which require gradients)": repr(
+        "the parameters of the model (names, shapes, dtypes, requires_grad)": repr(
             [(name, *_tensor_kind(each), each.requires_grad) for name, each in model.named_parameters()]
         ),
-        "the buffers of the model (names, shapes, types)": repr(
+        "the buffers of the model (names, shapes, dtypes)": repr(
             [(name, *_tensor_kind(each)) for name, each in model.named_buffers()]
         ),
         "the sparse buffers of the model": repr([bits([each]).item() for each in sparse]),
@@ -100,7 +100,8 @@ def facts_of_weights(model: nn.Module, held: Iterable[Tensor], world: World) -> 
     names = [name for name, _ in model.named_parameters()]
     numbers = _stacked([bits([each]) for each in held], world.device).tolist()
     return {
-        f"the weights of the model, first in {name}": repr(number) for name, number in zip(names, numbers, strict=True)
+        f"the weights of the model (first difference: {name})": repr(number)
+        for name, number in zip(names, numbers, strict=True)
     }
 
 
@@ -110,18 +111,18 @@ def facts_of_optimizer(
     """The optimizer state of each parameter as text, to compare between ranks that hold the same state.
 
     Tensors are replaced by checksums. Waits for the device. `names`: the names of the parameters that
-    `device_optimizer` holds, by id. `optimizer`: the user's, which holds the state of the same parameters in the same
-    order.
+    `device_optimizer` holds, by id. `optimizer`: the user's optimizer, which holds the state of the same parameters in
+    the same order.
     """
     optimizers = device_optimizer, optimizer
     named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
     held = {
         names[id(each)]: (kept, optimizer.state.get(kept, {}))
-        for each, kept in zip(named, own, strict=False)  # lengths differ if the user added a group; then a step raises
+        for each, kept in zip(named, own, strict=False)  # if the user added a group, lengths differ, and a step raises
     }
     numbers = _stacked([_state_bits(*each) for each in held.values()], world.device).tolist()
     return {
-        f"the state of the optimizer, first in that of {name}": f"{number} {_plain(state)}"
+        f"the state of the optimizer (first difference: {name})": f"{number} {_plain(state)}"
         for (name, (_, state)), number in zip(held.items(), numbers, strict=True)
     }
 
@@ -181,7 +182,7 @@ def _on_host(value: Any) -> bool:
 
 
 def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The checksums that ranks compare at a log point: float64 [n], for `differing`. Does not wait for the device.
+    """The checksums that ranks compare at a log point with `differing`: float64 [n]. Does not wait for the device.
 
     `verify`: the setting `verify_ranks`. `held`: the weights that this rank holds.
     """
@@ -198,7 +199,7 @@ def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch
 def differing(
     rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]], optimizer_replicas: Sequence[Sequence[int]]
 ) -> str | None:
-    """The name of the first checksum that differs between ranks that must agree; None: all agree.
+    """The name of the first checksum that differs between ranks that must agree; None if all agree.
 
     `rows`: what `row` returned on each rank. `replicas`, `optimizer_replicas`: groups of ranks that hold the same
     weights, and the same optimizer state.
@@ -233,7 +234,7 @@ class Difference:
     """The ranks that differ from the majority; see the function `minority`."""
 
     def error(self, world: World, message: str, hint: str) -> DataError:
-        """The error that all ranks raise. If a minority differs, its lowest rank, where the cause is, reports it."""
+        """The error that all ranks raise. If a minority differs, its lowest rank reports it: the cause is there."""
         error = DataError(message, hint)
         error.reported_elsewhere = bool(self.minority) and world.rank != self.minority[0]
         return error
@@ -261,7 +262,7 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
 def first_difference(
     world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False
 ) -> Difference | None:
-    """The first fact that differs between ranks; None: all are equal. A collective.
+    """The first fact that differs between ranks; None if all are equal. A collective.
 
     `groups`: compare ranks only within each group; empty: compare all ranks. `on_host`: do not wait for the device.
     """

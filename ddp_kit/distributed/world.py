@@ -109,7 +109,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the CPU generators of Python, torch and numpy. `seed`: 32 bits."""
+    """Seed the CPU generators of Python, torch and numpy. `seed`: a number of at most 32 bits."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:  # otherwise nothing draws from it
@@ -133,13 +133,13 @@ class RandomStates:
     python: Any
     torch: Tensor
     numpy: Any
-    """None if numpy is not imported: then nothing draws from it."""
+    """The state of numpy's generator; None if numpy is not imported, because then nothing draws from it."""
     device: Tensor | None
     """The states of this process's GPUs, concatenated; None if not requested."""
 
 
 def random_states(world: World | None = None) -> RandomStates:
-    """The states of the CPU generators; with `world`, also those of this process's GPUs."""
+    """The states of the CPU generators; with `world`, also the states of the generators of this process's GPUs."""
     numpy = sys.modules.get("numpy")
     gpus = (world.gpus or (world.device,)) if world is not None and world.device.type == "cuda" else ()
     return RandomStates(
@@ -197,7 +197,7 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     first = place.local_rank * each
     if first + each <= there:
         return tuple(torch.device("cuda", index) for index in range(first, first + each))
-    processes = f"{place.local_world_size} processes on this node, {there} visible to them"
+    processes = f"{place.local_world_size} processes on this node; visible GPUs: {there}"
     if each == 1:
         error = WorldError(
             f"rank {place.rank} has no GPU: {processes}",
@@ -207,7 +207,7 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     else:
         error = WorldError(
             f"rank {place.rank} needs {each} GPUs, which are not available: {processes}",
-            f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (now {each})",
+            f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (currently {each})",
         )
     error.only_this_rank = place.local_rank == there // each  # the lowest such rank; higher ones have the same error
     raise error
@@ -301,10 +301,10 @@ def decoded(text: str) -> RandomStates:
 
         key = np.frombuffer(blocks["numpy"], dtype=np.uint32)
         if numpy[0] != "MT19937" or len(key) != _MT19937_NUMBERS or not 0 <= numpy[1] <= len(key):
-            raise ValueError("no state of numpy's generator")  # numpy would read out of bounds
+            raise ValueError("the state of numpy's generator is invalid")  # numpy would read out of bounds
         numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
     if gauss is not None:
-        gauss = real_number(gauss, "the next number of Python's generator")  # Python accepts any object here
+        gauss = real_number(gauss, "gauss_next of Python's generator")  # Python accepts any object here
     return RandomStates(
         (version, tuple(array("I", bytes(blocks["python"]))), gauss),
         torch.frombuffer(blocks["torch"], dtype=torch.uint8),

@@ -1,1 +1,4 @@
-"""The launcher: argv, environment -> LaunchSpec -> Plan -> agent -> verdict. No other part of ddpkit imports it."""
+"""The launcher, which no other part of ddpkit imports.
+
+Data flow: command line and environment -> LaunchSpec -> Plan -> agent -> verdict.
+"""

@@ -1,4 +1,7 @@
-"""The command `ddpkit`: parse, call, exit code. Importing this module imports neither torch nor NVML."""
+"""The command line of `ddpkit`: parse the arguments, run the command and return its exit code.
+
+Importing this module imports neither torch nor NVML.
+"""
 
 import argparse
 import importlib
@@ -33,7 +36,7 @@ commands:
   top           show what each rank of the running jobs is doing
   report        write an HTML report about runs: loss, speed, ranks, memory, restarts, advice
   submit        run a script on several nodes, with Slurm, Kubernetes, Ray, SkyPilot or ssh
-  plan          estimate the memory per device before a run: whether it fits, and what to change if not
+  plan          estimate the memory per device before a run, and suggest changes if it does not fit
   checkpoints   list the checkpoints in a folder, verify them, or compare two of them
   export        write the weights of a checkpoint to safetensors files
   doctor        check whether this machine can train, and print how to fix what is wrong
@@ -41,25 +44,25 @@ commands:
   schema        print the JSON schema of TrainerConfig, for editors that check YAML files
 
 examples:
-  ddpkit launch train.py                       one process per visible GPU (one process without any)
+  ddpkit launch train.py                       one process per visible GPU (a single process without GPUs)
   ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; arguments after the script go to the script
   ddpkit launch --nproc-per-node 2 train.py    two processes, with or without GPUs
   ddpkit devices                               show which GPUs are free
   ddpkit top                                   show what each rank is doing
-  ddpkit report runs/1                         write report.html about the run that saves there
+  ddpkit report runs/1                         write report.html about the run in this folder
   ddpkit submit --on slurm --nodes 4 --gpus 8 train.py   launch on four nodes of a cluster
-  ddpkit plan --gpus 8 --memory 80GiB train.py   check whether it fits; needs no GPU
-  ddpkit checkpoints runs/1 --verify           read every byte and compare hashes
+  ddpkit plan --gpus 8 --memory 80GiB train.py   check whether the job fits in memory; needs no GPU
+  ddpkit checkpoints runs/1 --verify           read every byte of the checkpoints and compare hashes
   ddpkit export runs/1 model.safetensors       write the newest checkpoint's weights for other programs
-  ddpkit doctor --dir /data/checkpoints        check this machine and that folder
+  ddpkit doctor --dir /data/checkpoints        check this machine and the folder for checkpoints
 """
 _COMPLETION = "--print-completion"
 
 
 def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> int:
-    """Run the command line `argv` (default: this process's) and return its exit code; argparse exits for --help.
+    """Run the command in `argv` (default: `sys.argv[1:]`) and return its exit code; for --help, argparse exits.
 
-    `warm`: a warm server for `launch` that is already running; None: `launch` starts one.
+    `warm`: a running warm server for `launch` to use; None: `launch` starts one.
     """
     parser = Parser(
         prog="ddpkit",
@@ -96,7 +99,7 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
 
 
 def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> NoReturn:
-    """Run the command, as `main` does, flush all output and exit with `os._exit`.
+    """Run the command like `main`, then flush all output and exit with `os._exit`.
 
     A normal interpreter shutdown would wait for torch's threads, or abort if one of them woke up in the meantime.
     """
@@ -157,7 +160,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
     if judgement.text:
         _print_message(judgement.text)
     if judgement.text and result.folder:
-        _print_message(f"logs and verdict in {result.folder}")
+        _print_message(f"the logs and the verdict are in {result.folder}")
     return judgement.exit_code
 
 
@@ -246,7 +249,7 @@ def completion(argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams as /dev/null, so that no socket gets descriptor 0, 1 or 2."""
+    """Reopen closed standard streams on /dev/null, so that no socket gets descriptor 0, 1 or 2."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -261,7 +264,7 @@ def _may_start_warm(argv: Sequence[str]) -> bool:
 
 
 def _before_script(argv: Sequence[str]) -> Sequence[str]:
-    """The arguments before the script, as far as it can be recognised without torchrun's parser."""
+    """The arguments before the script, as far as the script can be recognised without torchrun's parser."""
     for position, word in enumerate(argv):
         if word.endswith(".py") or word in ("-m", "--module", "--"):
             return argv[:position]
@@ -269,7 +272,7 @@ def _before_script(argv: Sequence[str]) -> Sequence[str]:
 
 
 def import_agent() -> None:
-    """Import the agent, and torch with it."""
+    """Import the agent, which imports torch."""
     with _import_quietly():
         importlib.import_module("ddp_kit.launcher.agent")
 
@@ -324,10 +327,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 class _StoppedError(BaseException):
-    """A signal arrived before the job was running."""
+    """Exception for a signal that arrives before the job is running."""
 
     latest: "_StoppedError | None" = None
-    """The latest instance, kept because torch ignores any exception that is raised while it imports NumPy."""
+    """The latest instance. It is stored because torch ignores any exception that is raised while it imports NumPy."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by)
@@ -335,7 +338,7 @@ class _StoppedError(BaseException):
 
     @classmethod
     def handler(cls, number: int, _frame: FrameType | None) -> None:
-        """Remember the signal and raise."""
+        """Store the exception in `latest` and raise it."""
         cls.latest = cls(signal.Signals(number))
         raise cls.latest
 

@@ -29,7 +29,7 @@ from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.masking import masked, masked_env, masked_words
 
-AT_THE_START = "chosen at the start"
+AT_THE_START = "chosen when the job starts"
 AT_RENDEZVOUS = "assigned at the rendezvous"
 
 _BY_FLAG = {
@@ -43,7 +43,7 @@ _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
 def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[str, Any]) -> str:
-    """Return the whole text, with secrets masked.
+    """Return the text of `--dry-run`, with secrets masked.
 
     `env`: the launcher's environment. `host`: this machine's name. `defaults`: the default settings of the installed
     torchrun.
@@ -70,14 +70,14 @@ def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]
     for local_rank, worker in enumerate(workers):
         rank = f"first + {local_rank}" if first is None else str(first + local_rank)
         gpu = ", ".join(f"{each.index}: {each.name}" for each in worker.gpus) or "-"
-        cores = "by --numa-binding" if plan.numa_binding else _ranges(worker.cpus) or "any"
+        cores = "set by --numa-binding" if plan.numa_binding else _ranges(worker.cpus) or "any"
         program = shlex.join(masked_words(plan.command_line(local_rank), {**env, **plan.env}))
         rows.append([rank if plan.workers else f"{rank}, ...", host, gpu, cores, program])
     return rows
 
 
 def _ranges(cpus: Sequence[int]) -> str:
-    """Compact notation: `0-3,8` for 0, 1, 2, 3 and 8."""
+    """Core numbers in a compact notation, such as `0-3,8` for 0, 1, 2, 3 and 8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -90,7 +90,7 @@ def _ranges(cpus: Sequence[int]) -> str:
 def _settings(plan: Plan) -> list[tuple[str, str]]:
     most = plan.rendezvous.limits.max_restarts
     started = (
-        "forked from the warm server where possible" if plan.program(0) else "started cold, with a new interpreter each"
+        "forked from the warm server where possible" if plan.program(0) else "each started cold, in a new interpreter"
     )
     return [
         ("processes", f"{len(plan.workers)}, {started}"),
@@ -98,8 +98,8 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         ("nodes", _nodes(plan.rendezvous)),
         ("rendezvous", _endpoint(plan.rendezvous)),
         *_timeouts(plan.rendezvous),
-        ("restarts", f"at most {most} in a row without progress" if most else "none"),
-        ("signals", ", ".join(plan.signals_to_handle) or "no signal"),
+        ("restarts", f"at most {most} consecutive restarts without progress" if most else "none"),
+        ("signals", ", ".join(plan.signals_to_handle) or "none"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
         ("hangs", _hangs(plan.hang_timeout)),
         ("logs", _logs(plan.logs)),
@@ -108,7 +108,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:
-    """The cluster, and the variable that each value comes from."""
+    """Rows for the cluster, its values, and the variable that each value comes from."""
     place = rendezvous.place
     if place is None:
         return []
@@ -122,7 +122,7 @@ def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:
     }
     known = {name: value for name, value in values.items() if value is not None and name in place.sources}
     rows = [("", f"{name} {value}, from {place.sources[name]}") for name, value in known.items()]
-    return [("cluster", f"{place.environment}; flags override what it says:"), *rows]
+    return [("cluster", f"{place.environment}; command-line flags override these values:"), *rows]
 
 
 def _nodes(rendezvous: Rendezvous) -> str:
@@ -140,7 +140,7 @@ def _endpoint(rendezvous: Rendezvous) -> str:
     if not rendezvous.endpoint_source:
         return f"{rendezvous.master_addr}, on a free port {AT_THE_START}"
     port = "" if rendezvous.port is None else f":{rendezvous.port}"
-    host = {None: "", True: ", hosted here", False: ", hosted by another node"}[rendezvous.is_host]
+    host = {None: "", True: ", hosted on this node", False: ", hosted on another node"}[rendezvous.is_host]
     return f"{rendezvous.master_addr}{port} ({rendezvous.endpoint_source}){host}"
 
 
@@ -148,21 +148,21 @@ def _timeouts(rendezvous: Rendezvous) -> list[tuple[str, str]]:
     limits = rendezvous.limits
     if limits.max_nodes == 1 or not rendezvous.served_by_ddpkit:
         return []
-    waits = f"up to {limits.join_timeout:g} s for enough nodes, then {limits.last_call_timeout:g} s for more"
-    lost = f"a node without a heartbeat for {limits.heartbeat_timeout:g} s is lost"
-    return [("timeouts", f"{waits}; {lost}; up to {limits.replacement_timeout:g} s for its replacement")]
+    waits = f"wait up to {limits.join_timeout:g} s for enough nodes, then {limits.last_call_timeout:g} s for more nodes"
+    lost = f"a node without a heartbeat for {limits.heartbeat_timeout:g} s counts as lost"
+    return [("timeouts", f"{waits}; {lost}; wait up to {limits.replacement_timeout:g} s for a replacement")]
 
 
 def _hangs(seconds: float | None) -> str:
     if seconds is None:
-        return "a process without progress for 300 s or more is killed, in scripts with a Trainer"
-    return f"a process without progress for {seconds:g} s or more is killed" if seconds else "not detected"
+        return "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
+    return f"a process that makes no progress for {seconds:g} s or more is killed" if seconds else "not detected"
 
 
 def _logs(logs: Logs) -> str:
     where = "not kept"
     if logs.are_kept:
-        temporary = f"for temporary files, {AT_THE_START}"
+        temporary = f"in the directory for temporary files, {AT_THE_START}"
         where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
     settings = {name: value for name, value in vars(logs).items() if name != "log_dir"}
     given = {name: value for name, value in settings.items() if value and value != "0"}
@@ -173,7 +173,7 @@ def _logs(logs: Logs) -> str:
 
 
 def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
-    """The command that prints the memory plan of this job: a plan runs the script, and a dry run runs nothing."""
+    """The command that estimates the memory of this job. It is only shown, because it would run the script."""
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
     rendezvous = plan.rendezvous
@@ -182,14 +182,14 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     size = f"{min(known) // _MIB}MiB" if known else "80GiB"
     command = shlex.join(["ddpkit", "plan", "--gpus", str(ranks), "--memory", size])
     command += f" {shlex.join(masked_words([plan.script, *plan.script_arguments], {**env, **plan.env}))}"
-    return [["memory", f"to estimate it: `{command}`" + ("" if known else " (80 GiB is an example: no GPU here)")]]
+    return [["memory", f"run `{command}` to estimate it" + ("" if known else " (80 GiB is an example)")]]
 
 
 # --- Environment ------------------------------------------------------------------------------------------------------
 
 
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
-    """The variables that are the same on all ranks, with their origins; then the variables that differ by rank."""
+    """Tables of the variables that are the same on all ranks, with their origins, and of those that differ by rank."""
     assignment = _assignment(plan)
     envs = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.workers)))]
     known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
@@ -211,7 +211,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _assignment(plan: Plan) -> RankAssignment:
-    """This node's rank assignment, if all nodes have equally many processes; placeholders for values not known yet."""
+    """The rank assignment of this node, if all nodes have equally many processes; unknown values get placeholders."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
@@ -245,10 +245,10 @@ def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
 
 
 def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
-    """The origin of each variable that the launcher sets; other variables are the user's."""
+    """The origin of each variable that the launcher sets; all other variables come from the user's environment."""
     rendezvous = plan.rendezvous
     set_by_launcher = plan.environment(_assignment(plan), 0, plan.env)
-    origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "the same as torchrun's") | _BY_FLAG
+    origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "as in torchrun") | _BY_FLAG
     where = "--local-addr" if rendezvous.local_addr and rendezvous.endpoint_source else rendezvous.endpoint_source
     origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "default for a single node")
     if not rendezvous.endpoint_source:
@@ -265,10 +265,10 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
-    """The torchrun command line, after the variables that the launcher adds to the environment.
+    """The torchrun command line, preceded by the variables that the launcher adds to the environment.
 
-    It has only the settings that differ from torchrun's defaults, which may come from PET_ variables. Flags that the
-    installed torchrun does not have are left out, and so are settings that it reads from the environment.
+    It contains only the settings that differ from `defaults`, torchrun's defaults in this environment: a default may
+    be set by a PET_ variable. Flags that the installed torchrun does not have are left out.
     """
     wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
     if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
@@ -299,12 +299,12 @@ def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool
 
 
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
-    """Describe how the behaviour of the torchrun command differs."""
+    """Describe how the torchrun command behaves differently from this launch."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
     given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
     missing = given - plan.read_by_torchrun - defaults.keys()
     but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
-    but += [f"which has no --{name.replace('_', '-')} in this version" for name in sorted(missing)]
+    but += [f"which does not support --{name.replace('_', '-')} in this version" for name in sorted(missing)]
     return "".join(f", {text}" for text in but)
 
 

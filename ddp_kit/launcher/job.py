@@ -1,4 +1,4 @@
-"""The state machine of a job and its restart policy (`--max-restarts`). Pure: without I/O and without a clock."""
+"""The state machine of a job and its restart policy (`--max-restarts`). It does no I/O and reads no clock."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, fir
 
 
 IDENTICAL_FAILURES = 5
-"""The job ends after this many consecutive restarts with the same failure and no progress."""
+"""Number of consecutive restarts with the same failure and no progress after which the job ends."""
 LOST_NODES = 100
-"""The limit of consecutive losses of nodes without progress. It is high, because losses are not the script's fault."""
+"""Limit on consecutive node losses without progress. It is high, because node losses are not the script's fault."""
 PROGRESS_SECONDS = 300.0
-"""In a script that records no steps, a round that lasted this long is not part of a crash loop."""
+"""Seconds after which a round is no longer considered part of a crash loop, if the script records no steps."""
 MAX_WAIT = 60.0
 
 
@@ -36,7 +36,7 @@ class Restart:
     """Decision to restart the workers."""
 
     description: str
-    """The number of the restart, for the message: `restart 1 of 3`."""
+    """The number of the restart as text for the message, such as `restart 1 of 3`."""
     wait: float
     """Seconds before the restart."""
 
@@ -46,27 +46,27 @@ class GiveUp:
     """Decision to end the job."""
 
     note: str
-    """Why the job does not restart, if --max-restarts alone does not explain it; may be empty."""
+    """Why the job does not restart; empty if --max-restarts alone explains it."""
 
 
 class Restarts:
     """Restart counters of one job, and the decision after each failure.
 
-    A round makes progress if it starts from a later step than the last round that made progress did, and goes beyond
-    the last step that any earlier round reached. A run that starts from step 0 each time never makes progress.
+    A round makes progress if it starts from a later step than the previous round that made progress, and reaches a
+    later step than every earlier round. A run that starts from step 0 each time never makes progress.
     """
 
     def __init__(self, max_restarts: int) -> None:
-        """`max_restarts`: how many consecutive failures without progress are followed by a restart."""
+        """`max_restarts`: how many consecutive failures without progress lead to a restart."""
         self._max_restarts = max_restarts
         self.count = 0
         """Number of restarts after failures so far."""
-        self._began = self._reached = 0  # first step of the latest round with progress; last step of any round
+        self._began = self._reached = 0  # first step of the latest round with progress; highest step of any round
         self._since = 0  # the step of the latest progress
-        self._failures = 0  # since the latest progress
+        self._failures = 0  # failures since the latest progress
         self._losses = 0  # losses of nodes since the latest progress
-        self._crashes = 0  # consecutive, since the latest progress; workers killed from outside do not count
-        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, and how often it came in a row
+        self._crashes = 0  # consecutive crashes since the latest progress; workers killed from outside do not count
+        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, and its count in a row
         self._errors: set[tuple[int, str, int]] = set()  # all errors at a known step
 
     def round_ended(self, steps: Steps | None, seconds: float) -> None:
@@ -82,7 +82,7 @@ class Restarts:
         self._reached = max(self._reached, steps.reached)
 
     def node_lost(self) -> str:
-        """Record that a node was lost. Return why the job ends; empty: the job continues."""
+        """Record that a node was lost. Return why the job must end; empty: the job continues."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 
@@ -90,7 +90,7 @@ class Restarts:
         """Decide what follows a round that ended with this failure."""
         if first.at_start:
             return GiveUp(
-                "not restarted: the imports of the script failed" if self._failures < self._max_restarts else ""
+                "not restarted: an import in the script failed" if self._failures < self._max_restarts else ""
             )
         self._failures += 1
         times = self._count_alike(first)
@@ -102,12 +102,12 @@ class Restarts:
                 f"not restarted again: {self._max_restarts} consecutive restarts made no progress" if spent else ""
             )
         if times > IDENTICAL_FAILURES:
-            return GiveUp(f"not restarted again: the same failure {times} times in a row without progress")
+            return GiveUp(f"not restarted again: the same failure occurred {times} times in a row without progress")
         self.count += 1
         return Restart(self._description(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """Count consecutive occurrences of this failure; kills from outside and long rounds are not a crash loop."""
+        """Count consecutive occurrences of this failure. Kills from outside and long rounds reset the crash count."""
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
@@ -118,7 +118,7 @@ class Restarts:
         return before + 1
 
     def _is_repeated(self, first: Failure) -> bool:
-        """Whether this error occurred at this step before, on any rank: if all ranks fail, any of them may be first."""
+        """Whether this error occurred at this step before, on any rank: if all ranks fail, any rank may be first."""
         if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
         error = (first.exit_code, normalised(_kind_of_error(first)), first.step)
@@ -137,13 +137,13 @@ class Restarts:
 
 
 def _kind_of_error(first: Failure) -> str:
-    """The message that identifies an error; empty for ddpkit's own errors, whose message differs after a restart."""
+    """The message that identifies an error; empty for ddpkit's own errors, whose messages change after a restart."""
     return "" if first.printed else first.message
 
 
 # --- State machine ----------------------------------------------------------------------------------------------------
 #     gathering   enough nodes have joined                    -> running
-#                 too few within the join timeout             -> ended
+#                 too few nodes join within the join timeout  -> ended
 #     running     a failure, a lost node or a new node        -> stopping
 #                 the workers of all nodes are done           -> ended
 #     stopping    once all workers have stopped:
@@ -174,9 +174,9 @@ class Node:
     processes: int
     role: str = "default"
     rank: int | None = None
-    """--node-rank; None: any."""
+    """The value of --node-rank; None: any rank."""
     nnodes: str = "1"
-    """--nnodes, which must be the same on all nodes."""
+    """The value of --nnodes, which must be the same on all nodes."""
     address: str = ""
     """Address at which other nodes reach this node."""
     port: int = 0
@@ -184,7 +184,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Host name, with the address if that differs, because several hosts may have the same name."""
+        """Host name, followed by the address if it differs, because several hosts may have the same name."""
         return f"{self.host} ({self.address})" if self.address not in ("", self.host) else self.host
 
 
@@ -241,7 +241,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Go:
-    """Start workers, on each node with its own rank assignment."""
+    """Order to start workers. Each node gets its own rank assignment."""
 
     assignments: Mapping[int, RankAssignment]
     why: str = ""
@@ -250,23 +250,23 @@ class Go:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop the workers of a round and report."""
+    """Order to stop the workers of a round and to report their state."""
 
     round: int
     may_save: bool = False
-    """Whether workers may save first: true if a node joined or leaves, and no worker has failed."""
+    """Whether workers may save a checkpoint first: true if a node joined or left, and no worker has failed."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Announce that the next round starts later; nodes only print the reason."""
+    """Announcement that the next round starts later; nodes only print the reason."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class End:
-    """Announce the end of the job."""
+    """Announcement that the job has ended."""
 
     outcome: Outcome
 
@@ -286,7 +286,7 @@ class Limits:
     last_call_timeout: float = 30.0
     """Time for more nodes to join, once `min_nodes` nodes have joined."""
     heartbeat_timeout: float = 3.0
-    """A node without a heartbeat for this long counts as lost."""
+    """Time without a heartbeat after which a node counts as lost."""
     replacement_timeout: float = 12.0
     """Time for a replacement to join, if too few nodes are left."""
 
@@ -297,7 +297,7 @@ class _Phase(Enum):
     STOPPING = auto()
     BACKOFF = auto()
     AWAITING_REPLACEMENT = auto()
-    """Too few nodes are left: waiting for a replacement."""
+    """Too few nodes are left, and the job waits for a replacement."""
     ENDED = auto()
 
 
@@ -318,11 +318,11 @@ class _Round:
     lost: list[str] = field(default_factory=list)
     failing: bool = False
     for_new_node: bool = False
-    """Whether the round is being stopped to admit a new node; any failures are then a consequence of the stop."""
+    """Whether the round is being stopped to admit a new node. Failures are then consequences of the stop."""
 
 
 class Job:
-    """State machine of one job. Each event is a method call, which returns the resulting orders in sequence."""
+    """State machine of one job. Each event is a method call that returns the resulting orders."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
@@ -342,7 +342,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has given its last order."""
+        """Whether the job has ended, so that no more orders follow."""
         return self._phase is _Phase.ENDED
 
     @property
@@ -355,7 +355,7 @@ class Job:
         return max(0.0, self._due - now) if self._phase is _Phase.BACKOFF else None
 
     def joined(self, node: Node, now: float) -> list[Order]:
-        """Handle a node that joins; after the end of the job, the node gets the outcome."""
+        """Handle a node that joins. If the job has already ended, the node gets the outcome."""
         self._now = now
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
@@ -434,7 +434,7 @@ class Job:
         if joined < limits.min_nodes or HOST not in self._nodes:
             self._enough_since = None
             if now - self._began > limits.join_timeout:
-                wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "the node"
+                wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "1 node"
                 what = f"only {joined} of {wanted} joined within {limits.join_timeout:g} s"
                 return self._end(Outcome(lost=what, started=False))
             return []
@@ -468,7 +468,7 @@ class Job:
         return []
 
     def _after_stopping(self) -> list[Order] | None:
-        """Continue or end the job, once every present member has stopped; None: some members have not stopped yet."""
+        """Continue or end the job once every present member has stopped. Return None if some have not stopped yet."""
         round_ = self._round
         if len(round_.down) < len(round_.present):
             return None
@@ -487,7 +487,10 @@ class Job:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes
 
     def _wait_for_replacement(self) -> list[Order]:
-        """Handle too few nodes: wait for a replacement for a lost node, but not for a node that left on purpose."""
+        """Wait for a replacement for a lost node, or end the job.
+
+        The job ends if the host is gone, if a node left on purpose, or if the replacement timeout is 0.
+        """
         if HOST not in self._nodes or self._left or not self._limits.replacement_timeout:
             return self._end_with_too_few_nodes()
         self._phase, self._due = _Phase.AWAITING_REPLACEMENT, self._now + self._limits.replacement_timeout
@@ -573,7 +576,7 @@ class Job:
 
 
 def combined_steps(steps: Sequence[Steps]) -> Steps | None:
-    """Combine the steps of several ranks or nodes. All ranks that start training start at the same step."""
+    """Combine the steps of several ranks or nodes. All ranks that train start at the same step."""
     if not steps:
         return None
     return Steps(max(each.began for each in steps), max(each.reached for each in steps))

@@ -1,4 +1,4 @@
-"""Output of one node's workers: the descriptors that workers write to, the console with a label per rank, log files."""
+"""Output of one node's workers: file descriptors, console output with a label for each rank, and log files."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ class Route:
     file: str = ""
     """The path of the log file; empty: there is no log file."""
     label: str | None = None
-    """The prefix of each line on the console; None: the rank, once more than one rank has written to this stream."""
+    """The prefix of each line on the console; None: the rank, as soon as several ranks have written to this stream."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Streams:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Inside the block, files and folders are created for this user only, including those that torch creates."""
+    """Let only this user access files and folders that are created inside the block, also by torch."""
     before = os.umask(0o077)
     try:
         yield
@@ -83,11 +83,11 @@ def open_terminal_or_pipe(console: int) -> tuple[int, int]:
 
 
 # --- Console output ---------------------------------------------------------------------------------------------------
-# Complete lines labelled with the rank, copies in files, and the traceback of a failure.
+# Shows complete lines labelled with the rank, copies output to files, and holds back the traceback of a failure.
 #
 #     rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
 #                                                      |
-#                                                      +-- holds a traceback back for a moment: if it is the
+#                                                      +-- holds back a traceback for a moment: if it is the
 #                                                          rank's final output, only the verdict shows it
 #
 # The thread reads the available output and splits it after the last newline. It examines single lines only if one of
@@ -98,10 +98,10 @@ _READ_BYTES = 1 << 18
 _MAX_LINE_BYTES = 1 << 16
 _MAX_HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 15
-_PARTIAL_SECONDS = 0.05  # until an unfinished line, such as a progress bar, is shown
-_FIRST_OUTPUT_SECONDS = 0.05  # to wait for other ranks at the first output: with several ranks, lines get labels
-# Time until a traceback is shown if its rank is still running. The rank may be ending, because destroying a CUDA
-# context or joining threads takes seconds; a rank that continues to write is not ending.
+_PARTIAL_SECONDS = 0.05  # time until an unfinished line, such as a progress bar, is shown
+_FIRST_OUTPUT_SECONDS = 0.05  # wait for other ranks at the first output: with several ranks, lines get labels
+# Time until a traceback is shown if its rank is still running. Such a rank may be about to end, because destroying a
+# CUDA context or joining threads takes seconds. A rank that continues to write is not about to end.
 _HELD_SECONDS = 0.7  # if the rank writes something after this time
 _SILENT_SECONDS = 5.0  # if it writes nothing
 _JOIN_SECONDS = 0.1
@@ -114,7 +114,7 @@ class FinalOutput:
     """The final output of a failed rank."""
 
     trace: str = ""
-    """The rank's traceback; empty: there is none, or it did not pass through this process."""
+    """The rank's traceback; empty: there is no traceback, or it did not pass through this process."""
     tail: str = ""
     """The end of the rank's output."""
     shown: bool = False
@@ -132,7 +132,7 @@ class _Source:
     copy: int
     """The descriptor of the log file; negative: there is no log file."""
     label: bytes
-    """The prefix of each line, once more than one rank has written to the same console."""
+    """The prefix of each line, as soon as several ranks have written to the same console."""
     always_labelled: bool
     """Whether every line gets the label, even if only one rank prints."""
     partial: bytes = b""
@@ -153,7 +153,7 @@ class _Consoles:
     """Console -> the source of the unfinished line on that console."""
     closed: set[int] = field(default_factory=set)
     latest_trace: int = -1
-    """The local rank whose traceback is the last output; -1: the last output is no traceback."""
+    """The local rank whose traceback is the last output; -1: the last output is not a traceback."""
 
 
 class Output:
@@ -190,7 +190,7 @@ class Output:
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     def _open(self, worker: Streams, direct: bool) -> tuple[int, int]:
-        """The descriptors for the worker's stdout and stderr."""
+        """Open the descriptors for the worker's stdout and stderr."""
         routes = (worker.out, worker.err)
         together = worker.out == worker.err and worker.out.console and self._shown_on[2] == 1
         if worker.err.file and not worker.err.console:
@@ -224,7 +224,7 @@ class Output:
         return self._descriptors[local_rank]
 
     def start(self) -> None:
-        """Close the workers' descriptors, after every worker has inherited them, and start reading."""
+        """Close the workers' descriptors, which every worker must have inherited by now, and start reading."""
         for descriptors in self._descriptors.values():
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -264,7 +264,7 @@ class Output:
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
     def _receive(self, source: _Source, data: bytes) -> bool:
-        """Pass data on from a worker. Return False if neither a console nor a file accepts data any more."""
+        """Forward data from a worker. Return False if neither the console nor a log file accepts data any more."""
         self._latest[source.local_rank] = time.monotonic()
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
@@ -329,7 +329,7 @@ class Output:
         self._consoles.latest_trace = source.local_rank
 
     def _show(self, source: _Source, text: bytes) -> None:
-        """Write text to the source's console, with the label, if lines get one, at the start of each line."""
+        """Write text to the source's console. If lines get labels, each line starts with the label."""
         console, consoles = source.console, self._consoles
         unfinished = consoles.open_line.pop(console, None)
         if not text.endswith(b"\n"):
@@ -348,7 +348,7 @@ class Output:
         if console not in consoles.closed:
             try:
                 _write(console, text)
-            except OSError:  # the reader is gone; the worker gets an error at its next line
+            except OSError:  # the console was closed; the worker gets an error when it writes its next line
                 consoles.closed.add(console)
 
     def _close(self, source: _Source) -> None:
@@ -360,7 +360,7 @@ class Output:
     # End of the round -------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """Record that a worker failed: a traceback that is held back is then not shown before `end`."""
+        """Record that a worker failed. Its traceback, if held back, is then not shown before `end`."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
@@ -387,7 +387,7 @@ class Output:
     ) -> dict[int, FinalOutput]:
         """Show the rest of the workers' output, and return the final output of failed workers, by local rank.
 
-        `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do that even if
+        `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do so even if
         the traceback is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`:
         whether to stop waiting for a blocked console.
         """

@@ -1,4 +1,4 @@
-"""Turn a `LaunchSpec` into the `Plan` of this node: complete, typed, and made by a pure function."""
+"""Turn a `LaunchSpec` into the `Plan` of this node with a pure function."""
 
 import math
 import sys
@@ -52,7 +52,7 @@ from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.warm.messages import Program
 
 GRACE_SECONDS = 25
-"""Seconds from SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s: 5 s are for the verdict and cleanup."""
+"""Seconds from SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; 5 s remain for the verdict and cleanup."""
 _FOR_THE_VERDICT = 5
 """Seconds reserved for the verdict within the grace period that the cluster gives the launcher after SIGTERM."""
 _MAX_PROCESSES = 1 << 22  # PID_MAX_LIMIT
@@ -77,9 +77,9 @@ class Logs:
     redirects: str
     tee: str
     local_ranks_filter: frozenset[int]
-    """The ranks shown on the console; empty: all."""
+    """The local ranks whose output is shown on the console; empty: all."""
     log_line_prefix_template: str | None
-    """None: not given. Empty: no labels, except for torch's own labels where output is also redirected to a file."""
+    """Template for the labels; None: not given; empty: no labels, except torch's own if output also goes to a file."""
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
@@ -99,13 +99,13 @@ class Logs:
 class Plan:
     """Everything that this node will do: `--dry-run` prints it, `agent.run` executes it.
 
-    `torchrun` alone holds torchrun's settings; the properties read them from it.
+    torchrun's settings are stored only in `torchrun`, from which the properties read them.
     """
 
     torchrun: Mapping[str, Any]
-    """torchrun's settings by their names in its parser: the user's, completed with the launcher's decisions."""
+    """torchrun's settings by their names in its parser: the user's settings, completed by the launcher's choices."""
     read_by_torchrun: frozenset[str]
-    """The names, in `torchrun`, of settings from variables that torchrun reads too, and so needs no flags for."""
+    """Names of settings in `torchrun` that need no flags, because torchrun reads the same environment variables."""
     ignored_signals: frozenset[str]
     """Names of the signals that do not stop the job although --signals-to-handle contains them."""
     python: str
@@ -121,9 +121,9 @@ class Plan:
     place: JobPlace | None
     """This node's place in the job, from the cluster's variables."""
     agent_serves_store: bool
-    """Whether the launcher serves the workers' store; else the worker of rank 0 does."""
+    """Whether the launcher serves the workers' store; if not, the worker of rank 0 serves it."""
     hang_timeout: float | None
-    """Seconds; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
+    """Seconds without progress until a worker is killed; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
     """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
     gpus_per_process: int
@@ -132,9 +132,9 @@ class Plan:
     flags: tuple[str, ...]
     """The launcher's flags as they were typed, to print the command for the other nodes."""
     script_as_typed: str
-    """The script, with `...` for its arguments."""
+    """The script as it was typed, with `...` in place of its arguments."""
     notices: tuple[str, ...]
-    """Lines printed before the start."""
+    """Lines that are printed before the workers start."""
 
     @property
     def script(self) -> str:
@@ -153,23 +153,23 @@ class Plan:
 
     @property
     def role(self) -> str:
-        """--role."""
+        """The value of --role."""
         return str(self.torchrun["role"])
 
     @property
     def virtual_local_rank(self) -> bool:
-        """--virtual-local-rank: each worker sees a single GPU and has the local rank 0."""
+        """Whether --virtual-local-rank is set: each worker then sees a single GPU and has local rank 0."""
         return bool(self.torchrun["virtual_local_rank"])
 
     @property
     def numa_binding(self) -> str | None:
-        """--numa-binding; None: workers are bound to the cores in `workers`."""
+        """The value of --numa-binding; None: workers are bound to the cores in `workers`."""
         binding: str | None = self.torchrun["numa_binding"]
         return binding
 
     @property
     def event_log_handler(self) -> str:
-        """--event-log-handler."""
+        """The value of --event-log-handler."""
         return str(self.torchrun["event_log_handler"])
 
     @property
@@ -222,14 +222,14 @@ class Plan:
         return self.command[0], *_fill_local_rank(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
-        """The program that a forked worker runs; None: it cannot be forked."""
+        """The program that a forked worker runs; None: the worker cannot be forked."""
         if not self.may_fork or self.is_wrapped:
             return None
         name, *arguments = _fill_local_rank(local_rank, (self.script, *self.script_arguments))
         return Program(self.python, name, tuple(arguments), self.torchrun["module"])
 
     def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
-        """A worker's whole environment, without its error file. `env`: the launcher's environment.
+        """A worker's environment, without the variable for its error file. `env`: the launcher's environment.
 
         Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
         """
@@ -327,9 +327,9 @@ def _requested_gpus(spec: LaunchSpec) -> str | None:
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
-                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not say how "
-                "many GPUs to use",
-                "type --gpus with the number of all GPUs, without --nproc-per-node",
+                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not specify "
+                "how many GPUs to use",
+                "set --gpus to the total number of GPUs, and remove --nproc-per-node",
             )
         return str(int(spec.processes) * spec.gpus_per_process)
     return spec.gpus
@@ -342,31 +342,32 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
         return
     if not chosen:
         raise UsageError(
-            f"--gpus-per-process {each} is not available: this machine has no NVIDIA GPU, or no driver for one",
+            f"--gpus-per-process {each} needs GPUs, but this machine has no NVIDIA GPU or no NVIDIA driver",
             f"type `ddpkit launch {spec.command}` to train in one process on the CPU",
         )
     if len(chosen) % each:
         most = len(chosen) // each * each
         raise UsageError(
-            f"--gpus-per-process {each} does not divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} of this launch",
+            f"--gpus-per-process {each} does not evenly divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} "
+            "of this launch",
             f"type `ddpkit launch --gpus {most} --gpus-per-process {each} {spec.command}`"
             if most
             else f"type --gpus-per-process {len(chosen)}, or use a machine with more GPUs",
         )
     if each > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
-            f"--gpus-per-process {each}: with --virtual-local-rank, a process sees a single GPU",
-            "remove one of the two",
+            f"--gpus-per-process {each} contradicts --virtual-local-rank, with which each process sees a single GPU",
+            "remove one of the two flags",
         )
     if each > 1 and any(gpu.is_mig for _, gpu in chosen):
         raise UsageError(
             f"--gpus-per-process {each}: a process can use at most one MIG device",
-            "remove it, or select whole GPUs with --gpus",
+            "remove --gpus-per-process, or select whole GPUs with --gpus",
         )
 
 
 def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
-    """The number of processes: one per group of GPUs, or --nproc-per-node, or 1. `gpus`: the number of GPU groups."""
+    """The number of processes: one per group of GPUs, --nproc-per-node, or 1. `gpus`: the number of GPU groups."""
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
@@ -375,7 +376,7 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
         group = "GPU" if each == 1 else f"{each} GPUs"
         raise UsageError(
             f"--gpus {spec.gpus} means {gpus} processes, one per {group}, but --nproc-per-node is {spec.processes}",
-            f"{first}remove one of the two",
+            f"{first}remove one of the two flags",
         )
     if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MAX_PROCESSES:
         limit = "less than 1" if int(spec.processes) < 1 else f"more processes than Linux allows ({_MAX_PROCESSES})"
@@ -392,7 +393,7 @@ def _worker_resources(processes: str, chosen: Chosen, each: int, cpus: Cpus, bin
 
 
 def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
-    """The usable cores near any of these GPUs; empty if the near cores of even one GPU are unknown."""
+    """The usable cores near any of these GPUs; empty if the nearby cores of at least one GPU are unknown."""
     if not all(gpu.near for gpu in gpus):
         return ()
     return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))
@@ -410,7 +411,7 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     if each is not None:
         variables[GPUS_PER_PROCESS] = str(each), f"--gpus-per-process {each}"
     if VISIBLE_GPUS not in env:  # number GPUs as NVML and nvidia-smi do
-        variables[GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
+        variables[GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers match those of nvidia-smi"
     return variables
 
 
@@ -419,7 +420,7 @@ def _mask_notices(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[
     seen = len(visible(machine, env))
     if machine and seen < len(listed):
         mask = f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}"
-        yield f"{mask} makes {seen} of the {len(listed)} GPUs in it visible: one does not exist or is listed twice"
+        yield f"only {seen} of the {len(listed)} GPUs in {mask} can be used: a GPU does not exist or is listed twice"
 
 
 def _gpu_notices(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
@@ -466,10 +467,10 @@ def _fill_local_rank(local_rank: int, arguments: Iterable[str]) -> list[str]:
 
 
 def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env: Mapping[str, str]) -> frozenset[str]:
-    """Set the line prefix and the shutdown timeout if no flag did; return the names of those read from variables.
+    """Fill in the line prefix and the shutdown timeout if no flag set them; return the names that variables set.
 
-    `given`: the names of the settings that flags or PET_ variables set. Only a flag or a PET_ variable can remove the
-    labels, with an empty prefix.
+    `given`: the names of the settings that flags or PET_ variables set. An empty prefix removes the labels, but only
+    if it comes from a flag or a PET_ variable.
     Raises `UsageError` for a shutdown timeout that is not a number of seconds.
     """
     found = set[str]()
@@ -495,10 +496,10 @@ def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env
 def _check(settings: Mapping[str, Any]) -> None:
     """Raise `UsageError` for settings that contradict each other or are out of range."""
     if not 0 < settings["monitor_interval"] < math.inf:
-        found = f"--monitor-interval {settings['monitor_interval']} is not a number of seconds above 0"
+        found = f"--monitor-interval must be greater than 0 seconds, not {settings['monitor_interval']}"
         raise UsageError(found, "for example: --monitor-interval 0.1")
     if settings["module"] and settings["no_python"] and not settings["run_path"]:
-        raise UsageError("--module and --no-python exclude each other", "remove one of them")
+        raise UsageError("--module and --no-python cannot be combined", "remove one of them")
 
 
 def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
@@ -514,7 +515,7 @@ def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
 
 
 def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
-    """The value of the variable; 0 (no limit) if it is not a number, as in torch."""
+    """The timeout from UNINTERRUPTIBLE_TIMEOUT in seconds; 0 (no limit) if it is not a number, as in torch."""
     try:
         return max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
     except ValueError:

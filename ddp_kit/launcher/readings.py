@@ -21,9 +21,9 @@ from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
 
 
 _MIN_DIFFERENCE = 0.1
-"""A straggler spends less of its time waiting for other ranks than every other rank, by more than this share."""
+"""Minimum difference in the share of time spent waiting for other ranks between the straggler and every other rank."""
 _STALLED_SECONDS = 5.0
-"""Once no rank's heartbeat has changed for this long, the straggler is the rank with the fewest steps and beats."""
+"""Seconds without a change in any heartbeat, after which the straggler is the rank with the fewest steps and beats."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RankReading:
     step: int | None = None
     """The last completed optimizer step; None: the rank has no Trainer."""
     seconds_per_step: float | None = None
-    """A moving average; None: not known yet."""
+    """Moving average of the seconds per optimizer step; None: not known yet."""
     data: float | None = None
     """The share of time spent waiting for data, as of the last log point; None: the rank has no Trainer."""
     communication: float | None = None
@@ -46,7 +46,7 @@ class RankReading:
     age: float | None = None
     """Seconds since the heartbeat last changed."""
     waits_for: int | None = None
-    """The rank, of those that were read, that this rank mostly waits for; None: no rank stands out."""
+    """The rank that this rank mostly waits for, among the ranks that were read; None: no rank stands out."""
     memory: int | None = None
     """Bytes of the process's resident memory."""
     gpus: tuple[GpuUsage, ...] = ()
@@ -54,7 +54,7 @@ class RankReading:
     """Number of actions of the rank's Trainer so far."""
     host: str = ""
     advice: str = ""
-    """The last line of advice from the rank's Trainer; "": there has been no advice."""
+    """The last line of advice from the rank's Trainer; "": no advice so far."""
     mfu: float | None = None
     """Model FLOPs utilisation of the whole job, from 0 to 1, as of the last log point; None: not known."""
 
@@ -78,7 +78,7 @@ class JobReading:
 
 
 def readings() -> tuple[JobReading, ...]:
-    """Read all jobs of this user on this machine, oldest first. Takes milliseconds."""
+    """Read all jobs of this user on this machine, oldest first. This takes milliseconds."""
     found = sorted(records(), key=lambda each: each[1].began)
     cards = gpu_usage() if found else ()
     return tuple(_job(launcher, record, cards) for launcher, record in found)
@@ -127,7 +127,7 @@ def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
 
 
 def straggler(ranks: Sequence[RankReading]) -> int | None:
-    """The rank that the others wait for; None: no rank stands out."""
+    """The rank that the other ranks wait for; None: no rank stands out."""
     if len(ranks) < 2 or any(each.step is None or each.communication is None for each in ranks):
         return None
     if all((each.age or 0.0) > _STALLED_SECONDS for each in ranks):
@@ -149,7 +149,7 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
         reading = replace(reading, memory=process.memory_info().rss)
     except psutil.NoSuchProcess:
         return replace(reading, phase="ended")
-    except psutil.Error:  # this process may not see it
+    except psutil.Error:  # this process is not allowed to inspect it
         pass
     mine = tuple(card for card in cards if card.uuid in worker.gpus or worker.pid in card.pids)
     if beat.step is None:
@@ -169,7 +169,7 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
 
 
 def from_json(text: str) -> tuple[JobReading, ...]:
-    """The readings that `ddpkit top --once --json` printed. Raises `ValueError`, `TypeError` or `KeyError`."""
+    """Parse the output of `ddpkit top --once --json`. Raises `ValueError`, `TypeError` or `KeyError`."""
     jobs = json.loads(text)
     return tuple(JobReading(**{**job, "ranks": tuple(_rank_from(rank) for rank in job["ranks"])}) for job in jobs)
 
@@ -201,7 +201,7 @@ class HostReadings:
 
 
 def readings_of(hosts: Sequence[str]) -> HostReadings:
-    """Read all hosts concurrently, as the same user, with ssh's own choice of keys."""
+    """Read the jobs on all hosts concurrently over ssh, as this user and with ssh's default keys."""
     with ThreadPoolExecutor(len(hosts)) as pool:
         found = list(pool.map(_read, hosts))
     jobs = merged([job for each in found if not isinstance(each, str) for job in each])
@@ -219,8 +219,8 @@ def _read(host: str) -> tuple[JobReading, ...] | str:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return f"{host}: {last}"
     except FileNotFoundError:
-        return f"{host}: there is no ssh on this machine; install OpenSSH's client"
+        return f"{host}: ssh is not installed on this machine; install the OpenSSH client"
     except subprocess.TimeoutExpired:
         return f"{host}: no answer within {_SECONDS:.0f} s"
     except (ValueError, TypeError, KeyError):
-        return f"{host}: its ddpkit prints another format; install the same version there"
+        return f"{host}: the host's ddpkit prints a different format; install the same version as on this machine"

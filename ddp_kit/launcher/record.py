@@ -29,7 +29,7 @@ class WorkerRecord:
     local_rank: int
     pid: int
     error_file: str
-    """The path of the worker's error file, next to which its heartbeat file is; empty: there is no error file."""
+    """The path of the worker's error file; its heartbeat file is in the same folder. Empty: there is no error file."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the worker's GPUs; empty: the script chooses its GPUs."""
 
@@ -51,7 +51,7 @@ class RoundRecord:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse a record. Raises `ValueError`, `TypeError` or `KeyError` if `text` is not one."""
+        """Parse a record. Raises `ValueError`, `TypeError` or `KeyError` if `text` is not a valid record."""
         found = json.loads(text)
         workers = tuple(WorkerRecord(**{**each, "gpus": tuple(each["gpus"])}) for each in found.pop("workers"))
         return cls(**found, workers=workers)
@@ -65,7 +65,7 @@ class RoundFile:
         self._descriptor: int | None = None
 
     def write(self, record: RoundRecord) -> None:
-        """Write the record, if possible: on a full disk, `ddpkit top` does not show the job."""
+        """Write the record. If that fails, for example on a full disk, `ddpkit top` does not show the job."""
         with suppress(OSError):
             self._descriptor = open_log(str(self._path))
             os.write(self._descriptor, json.dumps(asdict(record)).encode())
@@ -88,28 +88,29 @@ def records() -> Iterator[tuple[int, RoundRecord]]:
 
 def _records_of(process: Path) -> Iterator[RoundRecord]:
     for descriptor in os.scandir(process / "fd"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # just closed, or not completely written yet
+        with suppress(OSError, ValueError, TypeError, KeyError):  # just closed, or not yet written completely
             if os.readlink(descriptor.path).endswith(f"/{ROUND_FILE}"):  # noqa: PTH115
                 yield RoundRecord.read(Path(descriptor.path).read_text())
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------
-# The launcher adds to the record: once a second, a sample of the state of its machine; and how each attempt ended.
-# The workers name the folder of the record in a file in the attempt's folder. Format: docs/run-record.md.
+# Once a second, the launcher adds a sample of the state of its machine to the record. At the end of each attempt, it
+# adds how the attempt ended. The workers write the path of the record's folder to a file in the attempt's folder.
+# Format: docs/run-record.md.
 
 
 _SECONDS = 1.0
 
 
 class RecordKeeper:
-    """Samples this machine in a thread of the launcher from `start` to `stop`, while an attempt runs."""
+    """Sampler that records the state of this machine in a thread of the launcher while an attempt runs."""
 
     def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: the folder for the record if the Trainer has no folder; None: in that case, there is no record."""
+        """`kept`: the folder for the record if the Trainer has no folder of its own; None: no record in that case."""
         self._note = attempt_folder / RECORD_NOTE
         self._kept = kept
         self._node = node
-        self._folder: Path | None = None  # of the record, once a Trainer has begun one
+        self._folder: Path | None = None  # the record's folder, once a Trainer has begun a record
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
 
@@ -176,7 +177,7 @@ def _gpu(gauge: GpuUsage) -> dict[str, Any]:
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line. Errors, as on a full disk or without the folder, are ignored: a record must not end a job."""
+    """Append a line. Errors, such as a full disk or a missing folder, are ignored: a record must not end a job."""
     with suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

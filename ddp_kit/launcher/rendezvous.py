@@ -17,7 +17,7 @@ from ddp_kit.masking import masked
 
 
 def holder(port: int) -> str:
-    """Describe the process that listens on a port, as ` by pid N (its command)`; empty if that is not visible."""
+    """Describe the process that listens on a port, as ` by pid N (COMMAND)`; empty if that process is not visible."""
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
@@ -35,14 +35,14 @@ _LOOPBACK = "127.0.0.1"
 _STATIC_TIMEOUT = 900.0
 _TIMEOUTS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
 _KEEP_ALIVE = ("keep_alive_interval", "keep_alive_max_attempt")
-_REPLACEMENT = "replacement_timeout"  # ddpkit's own
+_REPLACEMENT = "replacement_timeout"  # a setting that only ddpkit has
 _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
 # Settings that torchrun rejects if they are not numbers, and settings that it rejects if they are not greater than 0.
 # torchrun never reads other settings. Source (torch 2.13): dynamic_rendezvous.py, c10d_rendezvous_backend.py and
 # static_tcp_rendezvous.py.
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
 _POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
-_MAX_SECONDS = 1e9  # 30 years; system calls do not take much more
+_MAX_SECONDS = 1e9  # 30 years; system calls do not accept much larger values
 _BLANK = "'\" \t\n"
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
@@ -54,27 +54,27 @@ class Rendezvous:
 
     backend: str
     served_by_ddpkit: bool
-    """Whether ddpkit serves the rendezvous: if it is static, or c10d with a TCP store. Else torch's agent serves it."""
+    """Whether ddpkit serves the rendezvous (static, or c10d with a TCP store); if not, torch's agent serves it."""
     run_id: str
-    """--rdzv-id."""
+    """The value of --rdzv-id."""
     host: str
     port: int | None
-    """The port of the endpoint; None: not known, with a backend that ddpkit does not serve."""
+    """The port of the endpoint; None: not known, because ddpkit does not serve the rendezvous."""
     endpoint_source: str
     """The flags, or the variable of the cluster, that set the endpoint; empty: the launcher chose it."""
     limits: Limits
     node_rank: int | None = None
-    """--node-rank; None: any."""
+    """The value of --node-rank; None: any rank."""
     is_host: bool | None = None
-    """Whether this node hosts the rendezvous; None: only if `host` is an address of this machine."""
+    """Whether this node hosts the rendezvous; None: it does if `host` is an address of this machine."""
     local_addr: str | None = None
-    """--local-addr: the address of this node for other nodes."""
+    """The value of --local-addr: the address at which other nodes reach this node."""
     place: JobPlace | None = None
     """This node's place in the job, if a cluster's variables set the number of nodes, the node rank or the endpoint."""
 
     @property
     def nodes(self) -> int | None:
-        """The number of nodes; None: between `min_nodes` and `max_nodes`."""
+        """The number of nodes if it is fixed; None: it is between `min_nodes` and `max_nodes`."""
         return self.limits.max_nodes if self.limits.min_nodes == self.limits.max_nodes else None
 
     @property
@@ -96,7 +96,7 @@ class Rendezvous:
 
 
 def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
-    """Read torchrun's settings, completed with those from `place`. Raises `UsageError` for invalid settings."""
+    """Read torchrun's settings, completed with settings from `place`. Raises `UsageError` for invalid settings."""
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
@@ -121,9 +121,10 @@ def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvo
 
 
 def single_node_settings(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """The settings of a single-node job without an endpoint: a free port and an id of its own, as in torchrun.
+    """The settings of a single-node job without an endpoint: a free port and a unique id, as in torchrun.
 
-    The job's workers use the loopback address, so that the host name does not have to resolve. Empty for other jobs.
+    The job's workers use the loopback address, so that the host name does not have to resolve. For other jobs, the
+    result is empty.
     """
     named = torchrun["rdzv_backend"] != "static" or torchrun["rdzv_endpoint"] or torchrun["master_port"] is not None
     several_nodes = str(torchrun["nnodes"]).split(":")[-1] != "1"
@@ -139,7 +140,7 @@ def single_node_settings(torchrun: Mapping[str, Any], run_id: str) -> dict[str, 
 
 
 def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
-    """A notice for each flag that another flag overrides; torchrun ignores these flags silently."""
+    """A notice for each flag that another flag overrides; torchrun ignores overridden flags silently."""
     if torchrun["standalone"]:
         winner = "--standalone"
         losers = {"rdzv_endpoint": "--rdzv-endpoint", "master_port": "--master-port"}
@@ -182,7 +183,7 @@ def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str,
     host, port = _host_and_port(endpoint)
     if port is None:
         raise UsageError(
-            f"--rdzv-endpoint {endpoint} has no port, and the static rendezvous has no default for it",
+            f"--rdzv-endpoint {endpoint} has no port, and the static rendezvous has no default port",
             f"type --rdzv-endpoint {endpoint}:{STATIC_PORT}, or --master-addr and --master-port",
         )
     return host, port, "--rdzv-endpoint"
@@ -194,7 +195,9 @@ def _host_and_port(endpoint: str) -> tuple[str, int | None]:
     if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
         return endpoint.strip().strip("[]") or "localhost", None
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise UsageError(f"{endpoint!r} is not an endpoint: {port!r} is not a port", "write it as HOST:PORT")
+        raise UsageError(
+            f"{endpoint!r} is not a valid endpoint: {port!r} is not a port number", "write it as HOST:PORT"
+        )
     return host.strip("[]") or "localhost", int(port)
 
 
@@ -221,7 +224,7 @@ def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlac
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
     max_restarts = torchrun["max_restarts"]
     if max_restarts < 0:
-        raise UsageError(f"--max-restarts {max_restarts} is less than 0", "type 0 for no restarts")
+        raise UsageError(f"--max-restarts {max_restarts} is less than 0", "use 0 to disable restarts")
     default = Limits(min_nodes, max_nodes, max_restarts)
     replacement = default.replacement_timeout if place is None or place.replacement is None else place.replacement
     static = torchrun["rdzv_backend"] == "static"
@@ -257,9 +260,9 @@ def _nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
-    """The usable numbers in --rdzv-conf. Raises `UsageError` for numbers that torchrun rejects.
+    """The usable numbers in --rdzv-conf. Raises `UsageError` for values that torchrun rejects.
 
-    Other unusable numbers are left out; `ignored_settings` names them.
+    Unusable values that torchrun accepts are left out; `ignored_settings` reports them.
     """
     found = {}
     for name in filter(conf.__contains__, _CONF_NUMBERS):

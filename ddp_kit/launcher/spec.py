@@ -1,4 +1,4 @@
-"""Parse the command line, with torchrun's flags and ddpkit's own, into a `LaunchSpec`."""
+"""Parse the command line, which has torchrun's flags and ddpkit's own flags, into a `LaunchSpec`."""
 
 import argparse
 import math
@@ -20,8 +20,8 @@ from ddp_kit.launcher.commands import Parser
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
-One default differs from torchrun: without --gpus and --nproc-per-node, it starts one process per visible GPU,
-or a single process on a machine without GPUs."""
+One default differs from torchrun: without --gpus and --nproc-per-node, ddpkit starts one process per
+visible GPU, or a single process on a machine without GPUs."""
 
 _EXAMPLES = f"""\
 examples:
@@ -37,7 +37,7 @@ exit codes:
   {ExitCode.USAGE:<9d} the command line is invalid
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be started
   {ExitCode.NODE_LOST:<9d} the job lost a node and could not continue without it
-  {ExitCode.REQUEUE:<9d} the processes saved a checkpoint: start the same command again to continue
+  {ExitCode.REQUEUE:<9d} the processes saved a checkpoint: run the same command again to continue
   {ExitCode.HUNG:<9d} a process hung and was killed (see --hang-timeout)
   other     the exit code of the process that failed first; 128 + signal number if a signal killed it
 """
@@ -47,13 +47,13 @@ Maximum number of consecutive restarts of the worker group without progress. The
 resumed from a checkpoint has completed new Trainer steps."""
 
 _SHUTDOWN_TIMEOUT = """\
-Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or else 25: less than
-torchrun's 30 s, after which Kubernetes would kill the launcher too."""
+Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25 if it is
+not set. torchrun's default is 30, but after 30 s Kubernetes kills the launcher too."""
 
 _PREFIX_TEMPLATE = """\
-Template for the label at the start of each line that is shown. Macros: ${role_name}, ${local_rank}, ${rank},
-${hostname}. Empty: no labels, except for torchrun's own with --tee. Default: the rank, on streams that several ranks
-write."""
+Template for the label at the start of each output line. Macros: ${role_name}, ${local_rank}, ${rank}, ${hostname}.
+An empty template removes all labels except those that torchrun adds with --tee. Default: the rank, if several ranks
+write to the same stream."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class LaunchSpec:
     processes: str | None
     """The value of --nproc-per-node or PET_NPROC_PER_NODE; None: neither was given."""
     cold: bool
-    """--cold: start every worker with a new interpreter."""
+    """Whether --cold was given: start every worker with a new interpreter."""
     dry_run: bool
-    """--dry-run: print what would run and start nothing."""
+    """Whether --dry-run was given: print what would run and start nothing."""
     torchrun: Mapping[str, Any]
     """torchrun's settings by their names in its parser, including the script and its arguments."""
     flags: tuple[str, ...] = ()
     """The launcher's flags as they were typed."""
     hang_timeout: float | None = None
-    """The seconds of --hang-timeout; None: not given."""
+    """The value of --hang-timeout in seconds; None: not given."""
     ignored_signals: frozenset[str] = frozenset()
     """Names of the signals that were ignored when the launcher started, as under nohup."""
     gpus_per_process: int | None = None
@@ -83,7 +83,7 @@ class LaunchSpec:
     given: frozenset[str] = frozenset()
     """The names in `torchrun` of the flags that were typed or that PET_ variables set."""
     place: JobPlace | None = None
-    """This node's place in the job, from the cluster's variables; None: no cluster, or the flags give it completely."""
+    """This node's place in the job, from the cluster's variables; None: no cluster, or the flags define it."""
 
     @property
     def script(self) -> str:
@@ -92,19 +92,19 @@ class LaunchSpec:
 
     @property
     def command(self) -> str:
-        """The script as it was typed, with -m or a similar flag, and `...` for its arguments."""
+        """The script as it was typed, with -m or a similar flag, and `...` in place of its arguments."""
         kinds = ("module", "no_python", "run_path")
         flags = [f"--{kind.replace('_', '-')}" for kind in kinds if self.torchrun.get(kind)]
         return f"{shlex.join(flags)} {self.script_as_typed}".strip()
 
     @property
     def script_as_typed(self) -> str:
-        """The script as it was typed, with `...` for its arguments."""
+        """The script as it was typed, with `...` in place of its arguments."""
         return shlex.quote(self.script) + " ..." * bool(self.torchrun.get("training_script_args"))
 
 
 def parse(argv: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
-    """Parse `argv` with torchrun's flags and ddpkit's own. Raises `UsageError`."""
+    """Parse `argv`, which has torchrun's flags and ddpkit's own flags. Raises `UsageError`."""
     known = parser(torchrun)
     # None means not given. torch's defaults would hide that a flag was not given, and its default port differs between
     # versions.
@@ -144,8 +144,8 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
     ours.add_argument(
         "--gpus",
         metavar="N|all|0,2|free:N|UUID",
-        help="GPUs to use, with one process each: N GPUs (free ones first), all, a list of GPU numbers as shown by"
-        " `ddpkit devices`, N free GPUs, or a list of UUIDs of GPUs or MIG devices",
+        help="GPUs to use, with one process per GPU: N GPUs (free GPUs first), all, a list of GPU numbers as shown by"
+        " `ddpkit devices`, free:N for N free GPUs, or a list of UUIDs of GPUs or MIG devices",
     )
     ours.add_argument(
         "--gpus-per-process",
@@ -162,13 +162,13 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
         metavar="SECONDS",
         type=_seconds,
         help="kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
-        " longer), and print where every rank was. 0: never. Default: 300, but only for scripts with a Trainer; a"
-        " value given here also covers other scripts, by their collectives and by whether they execute Python code",
+        " longer), and print where every rank was. 0: no limit. Default: 300, but only for scripts with a Trainer. If"
+        " given, the limit also applies to other scripts: collectives and executed Python code then count as progress",
     )
     ours.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what would run, where, and with which environment; start nothing",
+        help="print what would run, where and in which environment, without starting anything",
     )
     for action in flags.actions:  # name the positional arguments as in the usage line
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
@@ -221,7 +221,7 @@ def _split(argv: Sequence[str], known: Parser) -> tuple[list[str], list[str], li
 
 
 def _written_out(word: str, known: Parser) -> str:
-    """The word, with an abbreviated flag such as `--nproc` written out.
+    """The word, with an abbreviated flag such as `--nproc` replaced by its full name.
 
     In some Python versions, argparse rejects such an abbreviation as ambiguous, because of the flag's two spellings.
     """
@@ -252,10 +252,10 @@ def _without_dashes(arguments: list[str]) -> list[str]:
 
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
-    """Raise `UsageError` if the script or its interpreter does not exist; modules are left for Python to find."""
+    """Raise `UsageError` if the script or its interpreter does not exist; modules are not checked."""
     script = spec.script
     if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
-        raise UsageError(f"there is no interpreter {env[PYTHON]!r}", f"check {PYTHON}, or unset it")
+        raise UsageError(f"the interpreter {env[PYTHON]!r} does not exist", f"check {PYTHON}, or unset it")
     if spec.torchrun["module"] or "${" in script or script == "-":  # `-`: Python reads standard input
         return
     if spec.torchrun["no_python"]:
@@ -274,7 +274,7 @@ def _check_file(script: str) -> None:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
     if path.is_dir() and not (path / "__main__.py").exists():
-        raise UsageError(f"{script!r} is a folder without a __main__.py", "name the script in it")
+        raise UsageError(f"{script!r} is a folder without a __main__.py", "type the path of the script in this folder")
     if path.suffix == ".py" and path.is_file():
         _check_syntax(path)
 
@@ -287,7 +287,7 @@ def _check_syntax(path: Path) -> None:
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         what = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UsageError(f"python cannot read {path}:\n{what}", "fix that line; nothing was started") from None
+        raise UsageError(f"Python cannot parse {path}:\n{what}", "fix this error; nothing was started") from None
 
 
 def _nearest_script(missing: Path) -> str:

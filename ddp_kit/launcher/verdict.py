@@ -11,7 +11,7 @@ from typing import Any
 from ddp_kit.exit_codes import ExitCode
 
 # --- Tracebacks -------------------------------------------------------------------------------------------------------
-# Finds the traceback at the end of a process's output, and leaves out the C++ stacks of torch's warnings.
+# Find the traceback at the end of a process's output, and leave out the C++ stacks of torch's warnings.
 
 
 _MARK = "Traceback (most recent call last)"
@@ -39,7 +39,7 @@ _RAISED_TOO = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*TCPStore\.cpp:\d+\] \[
 
 
 def split(text: str) -> tuple[str, str]:
-    """Split `text` into its last traceback and the rest. The traceback includes chained ones, but no rank prefixes."""
+    """Split `text` into its last traceback, with chained tracebacks but without rank prefixes, and the rest."""
     lines = text.splitlines(keepends=True)
     plain = [_RANK.sub("", _ANSI.sub("", line)) for line in lines]
     starts = [number for number, line in enumerate(plain) if _MARK in line or _FATAL.match(line)]
@@ -61,7 +61,7 @@ def shortened(trace: str) -> str:
 
 
 def message_of(trace: str) -> str:
-    """The line with the type and message of the exception; for an ExceptionGroup, the line of the group itself."""
+    """The line with the type and message of the exception; for an ExceptionGroup, the line of the group."""
     lines = [line.removeprefix("  | ") for line in trace.splitlines()]
     starts = [number for number, line in enumerate(lines) if _MARK in line and not _GROUP_MEMBER.match(line)]
     for line in lines[starts[-1] + 1 :] if starts else ():
@@ -71,12 +71,12 @@ def message_of(trace: str) -> str:
 
 
 def is_interrupt(trace: str) -> bool:
-    """Whether the traceback has a KeyboardInterrupt, even if it was raised inside an exception handler."""
+    """Whether the traceback contains a KeyboardInterrupt, even if it was raised inside an exception handler."""
     return bool(_INTERRUPT.search(trace))
 
 
 def failed_at_start(trace: str) -> bool:
-    """Whether a top-level import in the script, or in a module that it imports, failed: a restart cannot help."""
+    """Whether a top-level import in the script, or in a module that it imports, failed. A restart cannot help."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
     return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
@@ -92,7 +92,7 @@ def _first_of_chain(plain: list[str], starts: list[int]) -> int:
 
 
 def _end(plain: list[str], start: int) -> int:
-    """The index after the last line of the traceback, which ends with a message of possibly several lines."""
+    """The index after the last line of the traceback, which ends with a message that may have several lines."""
     end = start
     for number in range(start, len(plain)):
         if _AFTER_TRACEBACK.match(plain[number]):
@@ -103,7 +103,7 @@ def _end(plain: list[str], start: int) -> int:
 
 
 class WarningFilter:
-    """Filter for the C++ stacks of torch's warnings, and for warnings about errors that torch also raises."""
+    """Filter that removes the C++ stacks of torch's warnings, and warnings about errors that torch also raises."""
 
     def __init__(self) -> None:
         self._after_warning = self._in_stack = False
@@ -146,17 +146,17 @@ _SHARED_MEMORY = (
 _HOST_MEMORY = (
     "this machine, container or job is out of memory: lower the number of processes, "
     "data.num_workers or micro_batch_size, or raise the limit (`cat /sys/fs/cgroup/memory.max`, "
-    "--memory of docker, --mem of Slurm)"
+    "--memory in Docker, --mem in Slurm)"
 )
 _TIMEOUT = (
-    "other ranks did not reach this point before the timeout. Look at the ranks without an error: one may be "
-    "stuck, slower, or past this point, for example after a collective under `if rank == 0`, or with different "
-    "amounts of data on the ranks (`py-spy dump --pid PID` shows a process's stack). If they are just slow: "
-    "init_process_group(timeout=...)"
+    "other ranks did not reach this point before the timeout. Look at the ranks without an error (`py-spy dump "
+    "--pid PID` shows a process's stack): one may be stuck, slow, or already past this point, for example because of "
+    "a collective under `if rank == 0` or different amounts of data on the ranks. If the ranks are just slow, raise "
+    "the timeout: init_process_group(timeout=...)"
 )
-_OTHER_RANK = "another rank ended first: look for the cause in its output"
+_OTHER_RANK = "another rank ended first: look for the cause in the output of that rank"
 _CRASHED = (
-    "it crashed in native code: set PYTHONFAULTHANDLER=1 and start again to see the Python line; "
+    "the process crashed in native code: set PYTHONFAULTHANDLER=1 and run again to see the Python line; "
     "a common cause is an extension built for another version of torch"
 )
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
@@ -187,28 +187,28 @@ CAUSES = (
     ),
     Cause(
         r"device-side assert",
-        "a check inside a GPU kernel failed, often an index or a label out of range; start again with "
+        "a check inside a GPU kernel failed, often because an index or a label is out of range; run again with "
         "CUDA_LAUNCH_BLOCKING=1 to see the line, or try the same batch on the CPU",
     ),
     Cause(
         r"Torch not compiled with CUDA",
-        "this torch is built for the CPU only: install one built for CUDA into {python}, or let the script check "
-        "torch.cuda.is_available()",
+        "torch in the environment of {python} was built for the CPU only: install a torch built for CUDA, or let the "
+        "script check torch.cuda.is_available()",
     ),
     Cause(
         r"no kernel image is available|not compatible with the current PyTorch installation",
-        f"this torch, or an extension, was not built for this GPU architecture: install one that was; {_RUN_DOCTOR}",
+        f"torch or an extension was not built for this GPU architecture: install a build that was; {_RUN_DOCTOR}",
     ),
     Cause(
         r"CUDA driver version is insufficient|driver on your system is too old|Found no NVIDIA driver|"
         r"lib(cuda|cudart|nvidia-ml)\.so\S*: cannot open|CUDA driver initialization failed|forward compatibility|"
         r"unsupported display driver",
-        "the NVIDIA driver is missing, or too old for this torch's CUDA version: update the driver, "
-        f"install a torch for an older CUDA, or give the container its GPUs (--gpus all); {_RUN_DOCTOR}",
+        "the NVIDIA driver is missing, or too old for torch's CUDA version: update the driver, install a torch "
+        f"built for an older CUDA version, or give the container access to the GPUs (--gpus all); {_RUN_DOCTOR}",
     ),
     Cause(
         r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|Duplicate GPU detected",
-        "it used a GPU that is not visible to it, or that another rank uses: start at most one process per GPU "
+        "the process used a GPU that is not visible to it or that another rank uses: start at most one process per GPU "
         f"(--gpus all), use cuda:LOCAL_RANK, and check CUDA_VISIBLE_DEVICES; {_RUN_DOCTOR}",
     ),
     Cause(
@@ -218,8 +218,8 @@ CAUSES = (
     ),
     Cause(
         r"EADDRINUSE|[Aa]ddress already in use",
-        "a port is in use, often by a job that still runs (`ss -ltnp` shows the process): end that process, or set "
-        "another port; on one node leave out --master-port and --rdzv-endpoint to use a free port",
+        "a port is in use, often by a job that is still running (`ss -ltnp` shows the process): end that process, or "
+        "set another port; on a single node, leave out --master-port and --rdzv-endpoint to use a free port",
     ),
     Cause(
         r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|inline_container.*unexpected pos|"
@@ -229,22 +229,23 @@ CAUSES = (
     ),
     Cause(
         r"Too many open files|received \d+ items of ancdata",
-        "it reached the limit of open files: type `ulimit -n 65536` before the launch, lower data.num_workers, or call "
-        'torch.multiprocessing.set_sharing_strategy("file_system")',
+        "the process reached the limit of open files: run `ulimit -n 65536` before the launch, lower data.num_workers, "
+        'or call torch.multiprocessing.set_sharing_strategy("file_system")',
     ),
     Cause(
         r"No module named '?(?P<module>\w+)(?!\w|\.)",
         "{python} has no module {module}. If it is a package: `{python} -m pip install {package}`; if "
-        "it is installed in another environment, start ddpkit from there; if it is your own file, check PYTHONPATH",
+        "it is installed in another environment, start ddpkit there; if it is your own file, check PYTHONPATH",
     ),
     Cause(
         r"No module named '?(?P<module>[\w.]+)",
-        "{python} has no module {module}, or another version or package of that name: check its spelling and "
-        "its version, and that none of your files has the same name",
+        "{python} has no module {module}: check its spelling and the version of its package, and make sure that "
+        "none of your files has the same name as the package",
     ),
     Cause(
         r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'",
-        "{module} has no {name}: check its version (`{python} -m pip list`), and that none of your files has its name",
+        "{module} has no {name}: check its version (`{python} -m pip list`), and make sure that none of your files has "
+        "the same name as the module",
     ),
     Cause(
         r"DefaultCPUAllocator|Cannot allocate memory|\bMemoryError\b|std::bad_alloc|oom[_-]kill|"
@@ -253,8 +254,8 @@ CAUSES = (
     ),
     Cause(
         r"DataLoader worker .*(exited unexpectedly|killed by signal)",
-        "a DataLoader worker died: start again with data.num_workers=0 to see its error; if there is none then, it may "
-        "have been killed for lack of memory (`dmesg -T | grep -i oom`)",
+        "a DataLoader worker died: run again with data.num_workers=0 to see its error; if there is no error, the "
+        "worker may have been killed because memory ran out (check `dmesg -T | grep -i oom`)",
     ),
     Cause(r"WorkNCCL\(.*OpType=(?P<operation>\w+).*", "in {operation}, " + _TIMEOUT),
     Cause(
@@ -265,12 +266,12 @@ CAUSES = (
     ),
     Cause(
         r"client socket has timed out|Connection refused",
-        "no process listens at the address it connected to. If that was MASTER_ADDR: rank 0's node may have ended, or "
-        "a firewall may block the connection",
+        "no process is listening at the address that this process tried to connect to. If that was MASTER_ADDR, the "
+        "node of rank 0 may have ended, or a firewall may block the connection",
     ),
     Cause(
         r"terminate called without an active exception",
-        "a C++ thread, for example gloo's, still ran when the process ended: call "
+        "a C++ thread, for example one of gloo, was still running when the process ended: call "
         "torch.distributed.destroy_process_group() at the end of the script",
     ),
     *(Cause(pattern, _OTHER_RANK) for pattern in _PEER_GONE),
@@ -278,7 +279,8 @@ CAUSES = (
 
 _BY_SIGNAL = {
     signal.SIGBUS: _SHARED_MEMORY,
-    signal.SIGKILL: "it was killed from outside, perhaps by the kernel for lack of memory: `dmesg -T | grep -i oom`",
+    signal.SIGKILL: "the process was killed from outside, perhaps by the kernel because memory ran out: check "
+    "`dmesg -T | grep -i oom`",
     signal.SIGILL: f"this CPU lacks an instruction that a library was built for, or {_CRASHED}",
     **dict.fromkeys((signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT), _CRASHED),
 }
@@ -292,9 +294,9 @@ _WARNING = re.compile(r"^(?:\[rank\d+\]:)?\[W.*\n?", re.MULTILINE)
 def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     """Advice about a failure; empty if the cause is not known.
 
-    `text`: the end of the worker's output, or its traceback. `exit_code`: if negative, minus the number of the signal
-    that killed the worker.
-    `out_of_memory`: whether the kernel killed a process of this job for lack of memory.
+    `text`: the end of the worker's output, or its traceback. `exit_code`: the worker's exit code, or minus the number
+    of the signal that killed the worker.
+    `out_of_memory`: whether the kernel killed a process of this job because memory ran out.
     """
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
@@ -312,7 +314,7 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
 
 
 def is_secondary(text: str) -> bool:
-    """Whether this error only reports that another rank is gone."""
+    """Whether this error only reports that another rank has ended."""
     return any(re.search(pattern, _last_exception(text)) for pattern in _PEER_GONE)
 
 
@@ -322,7 +324,7 @@ def is_timeout(text: str) -> bool:
 
 
 def _last_exception(text: str) -> str:
-    """The last exception and its message; the whole text if it has no exception."""
+    """The last exception and its message; the whole text if it contains no exception."""
     text = _WARNING.sub("", text)
     starts = [match.start() for match in _ENDS_TRACE.finditer(text)]
     return text[starts[-1] :] if starts else text
@@ -353,7 +355,7 @@ class Failure:
     local_rank: int
     pid: int
     exit_code: int
-    """The worker's exit code; if negative, minus the number of the signal that killed the worker."""
+    """The worker's exit code, or minus the number of the signal that killed the worker."""
     after: float
     """Seconds since this round's workers were started, by the clock of their node."""
     host: str = ""
@@ -363,7 +365,7 @@ class Failure:
     printed: bool = False
     """Whether a rank of the worker's node has already printed the whole message."""
     printed_here: bool = False
-    """Whether this rank printed it."""
+    """Whether this rank printed the message."""
     trace: str = ""
     """The worker's traceback; empty: unknown."""
     step: int | None = None
@@ -375,7 +377,7 @@ class Failure:
     terminated: bool = False
     """Whether the launcher had begun to terminate the worker before the worker ended."""
     secondary: bool = False
-    """Whether the worker's error only reports that another rank is gone."""
+    """Whether the worker's error only reports that another rank has ended."""
     out_of_memory: bool = False
     """Whether the kernel's out-of-memory killer killed the worker."""
     hung: bool = False
@@ -390,7 +392,7 @@ class Failure:
 
     @property
     def stopped(self) -> bool:
-        """Whether the worker only ended because the launcher terminated it."""
+        """Whether the worker ended only because the launcher terminated it."""
         return self.terminated and (self.exit_code < 0 or not self.message)
 
     @property
@@ -400,7 +402,7 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """`exit code 1`, `killed by SIGKILL`, `out of memory, ...` or `hung`."""
+        """How the worker ended: `exit code 1`, `killed by SIGKILL`, `out of memory, ...` or `hung`."""
         if self.hung:
             return "hung"
         if self.out_of_memory:
@@ -448,9 +450,9 @@ class Verdict:
 
 
 def first_failure(failures: tuple[Failure, ...]) -> Failure:
-    """The earliest failure, where secondary failures come last.
+    """The earliest of the failures that are least likely to be consequences of another failure.
 
-    If several ranks have the same error, the failure of the rank that printed it.
+    If several ranks have the same error, this is the failure of the rank that printed the error.
     """
     first = min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
     same = [each for each in failures if each.printed_here and each.message == first.message and not each.secondary]
@@ -474,17 +476,19 @@ def normalised(message: str) -> str:
 
 
 def asks_for_another_run(outcome: Outcome) -> bool:
-    """Whether the workers saved and asked for another run, and none failed for another reason."""
+    """Whether the workers saved a checkpoint and asked for another run, and no worker failed for another reason."""
     return bool(outcome.failures) and first_failure(outcome.failures).exit_code == ExitCode.REQUEUE
 
 
 def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
-    """Return the last lines for the user, and the exit code: after failures, that of the worker that failed first.
+    """Return the last lines for the user and the exit code; after a failure, the exit code of the first failed worker.
 
     `shown`: the ranks whose traceback is already the last output on this console.
     """
     if asks_for_another_run(outcome):
-        return Verdict(ExitCode.REQUEUE, f"saved; start the job again to continue (exit code {ExitCode.REQUEUE:d})")
+        return Verdict(
+            ExitCode.REQUEUE, f"the job saved a checkpoint; start it again to continue (exit code {ExitCode.REQUEUE:d})"
+        )
     if outcome.lost:
         code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED
         code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else code
@@ -523,7 +527,7 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
     if first.secondary and ended_well:
         them = "it" if len(ended_well) == 1 else "them"
         return (
-            f"{rank_list(ended_well)} ended early, with exit code 0, while others still needed {them}; "
+            f"{rank_list(ended_well)} ended early, with exit code 0, while other ranks still needed {them}; "
             f"then rank {first.rank} failed: {first.described}"
         )
     return str(first)
@@ -532,7 +536,7 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
 def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:
     """One line per group of other ranks with the same error, without ranks that the launcher stopped.
 
-    An error that is the same as the first rank's is not repeated.
+    An error that is the same as that of the rank that failed first is not repeated.
     """
     by_message: dict[str, list[int]] = {}
     for failure in failures:
@@ -556,7 +560,7 @@ def _plain(message: str) -> str:
 
 
 def rank_list(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 1, 2`, or, for many ranks, only their number, such as `7 ranks`."""
+    """Text such as `rank 3` or `ranks 1, 2`; for many ranks, only their number, such as `7 ranks`."""
     if len(ranks) > _MAX_LISTED_RANKS:
         return f"{len(ranks)} ranks"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -1,6 +1,6 @@
 """A launcher for `ddp_kit.launch` that imports torch before it reads its command line from standard input.
 
-    python -m ddp_kit.launcher.waiting_launcher MODULE...      standard input: one line of JSON with words and env
+    python -m ddp_kit.launcher.waiting_launcher MODULE...      standard input: a line of JSON with words and env
 
 The launcher's standard input is a pipe from the process that started it. When the pipe is closed, the launcher and its
 job end.
@@ -19,7 +19,7 @@ from ddp_kit.launcher.warm.client import WarmServer
 
 
 def main(modules: Sequence[str]) -> None:
-    """Wait for the command line, launch it, exit. `modules`: what the warm server imports in addition to torch."""
+    """Wait for the command line, run it and exit. `modules`: modules that the warm server imports besides torch."""
     env = {**os.environ, **allocator_defaults(os.environ)}
     room = ["-" * 4096]  # reserves memory for the workers' command lines, see `WarmServer`
     warm = WarmServer(room, env, preload=modules) if sys.platform == "linux" else None

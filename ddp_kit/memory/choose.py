@@ -1,9 +1,9 @@
-"""Placements that fit: which one `parallel="auto"` takes, what `ddpkit plan` advises, and what cannot fit.
+"""Placements that fit: the choice of `parallel="auto"`, the advice of `ddpkit plan`, and errors for what cannot fit.
 
                        counted bytes                                         must fit in
 "auto", OOM hints      all except activations: the batch is not known yet    a part of the memory
-`ddpkit plan`          all, with activations as measured                     the whole memory
-checks at the start    weights, gradients and optimizer state: exact ones    the whole memory
+`ddpkit plan`          all, including measured activations                   the whole memory
+checks at the start    weights, gradients and optimizer state, all exact     the whole memory
 """
 
 import math
@@ -28,7 +28,7 @@ from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_com
 from ddp_kit.parallel import Strategy
 
 _WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement
-_RANKS_PER_NODE = 8  # assumed, because `ddpkit plan` does not know it
+_RANKS_PER_NODE = 8  # an assumption, because `ddpkit plan` does not know the number
 _RECOMPUTED = {"activation_checkpointing": "blocks"}
 
 
@@ -44,7 +44,7 @@ def _memory_of_rank(world: World) -> int:
 
 
 def _as_written(**settings: Any) -> str:
-    """Settings as written in a script, without the empty ones."""
+    """Settings as written in a script; settings with empty values are omitted."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items() if value).replace("'", '"')
 
 
@@ -59,18 +59,18 @@ STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("fsdp", _RECOMPUTED | {"offload_optimizer": True}),
     ("tensor", _RECOMPUTED),
 )
-"""(strategy, changes to `memory`), from the least to the greatest cost in time; settings of the user are kept."""
+"""Pairs of a strategy and changes to `memory`, in order of increasing cost in time. The user's settings are kept."""
 
 COUNTED_SHARE = 0.7
 """The fraction of the memory for weights, gradients and optimizer state; the rest is for activations."""
 COUNTED_SHARE_RECOMPUTED = 0.85
-"""The same if all blocks are recomputed: they keep little more than their inputs."""
-_COUNTED = "Counted are weights, gradients and optimizer state; the rest of the memory is for activations"
+"""The same fraction if all blocks are recomputed, because they then keep little more than their inputs."""
+_COUNTED = "The numbers include weights, gradients and optimizer state; the rest of the memory is for activations"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, and the memory that it needs on the rank that needs the most."""
+    """A placement, and the memory that it needs on the rank with the largest share."""
 
     text: str
     """The configuration as written in a script."""
@@ -97,7 +97,7 @@ def candidates(
 
     `parallel`, `memory`: settings that a placement does not change are kept.
     `device_memory`: bytes of the smallest device.
-    `per_node`: the number of ranks on each node, or a divisor of all these numbers.
+    `per_node`: the number of ranks on each node, or a common divisor if the nodes differ.
     """
     has_blocks = any(row.unit for row in model.rows)
     tensor = tensor_size(model.rows, math.gcd(ranks, per_node))
@@ -162,8 +162,8 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
     chosen, refused = choose(candidates(whole, config.parallel, config.memory, world.world_size, least, per_node))
     if chosen is None:
         raise ConfigError(
-            f"parallel='auto' found nothing that fits: {'; '.join(map(str, refused))}. {_COUNTED}",
-            "use more ranks or precision='bf16-true', or set the settings of `parallel` and `memory` yourself",
+            f"parallel='auto' found no placement that fits: {'; '.join(map(str, refused))}. {_COUNTED}",
+            "use more ranks or precision='bf16-true', or configure `parallel` and `memory` yourself",
         )
     logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {each}" for each in refused), _COUNTED)
     return config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
@@ -212,15 +212,15 @@ def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory
 def _with_auto(
     model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None
 ) -> tuple[TrainerConfig, list[str]]:
-    """Return the choice of ``parallel="auto"``, or its last candidate if none fits; and lines about the choice."""
+    """Return the choice of ``parallel="auto"``, or the last candidate if none fits; and the lines that describe it."""
     if config.parallel.strategy != AUTO or device_memory is None:
         return config, []
-    # As in training, where the optimizer has no state yet.
+    # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
     rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
     whole = ModelMemory(tuple(rows), model.buffers)
     chosen, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, _RANKS_PER_NODE))
     last = chosen or refused[-1]
-    lines = [f"parallel='auto': {chosen or 'nothing fits'}", *(f"  refused: {each}" for each in refused)]
+    lines = [f"parallel='auto': {chosen or 'no placement fits'}", *(f"  does not fit: {each}" for each in refused)]
     return config.model_copy(update={"parallel": last.parallel, "memory": last.memory}), lines
 
 
@@ -234,13 +234,13 @@ def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int,
     if plan.total <= device_memory:
         lines.append(f"fits: {needs} of {has}" + (", as far as is known" if plan.problems else ""))
         return "\n".join(lines)
-    lines.append(f"does not fit: {needs}, and a device has {has}")
+    lines.append(f"does not fit: needs {needs}, but a device has {has}")
     if found := advice(model, plan, ranks, device_memory):
-        lines += ["what fits, cheapest first:", *map(str, found)]
+        lines += ["settings that fit, cheapest first:", *map(str, found)]
     else:
         smallest = min(settings(model, ranks, device_memory), key=lambda each: each.plan.total)
         least_needed = f"{size_text(smallest.plan.total)} with {smallest.text}"
-        lines.append(f"no setting of ddpkit makes it fit; the least is {least_needed}")
+        lines.append(f"no setting of ddpkit makes it fit; the smallest total is {least_needed}")
         lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
     return "\n".join(lines)
 
@@ -271,7 +271,7 @@ def advice(model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: i
 
 
 def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Setting]:
-    """Yield placements, those that cost the least time first, each with its memory plan."""
+    """Yield placements in order of increasing cost in time, each with its memory plan."""
 
     def setting(
         parallel: str | dict[str, int], memory: dict[str, Any], note: str = "", used: ModelMemory = model, **more: str
@@ -285,7 +285,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Set
             **{name: True for name in memory if name != "activation_checkpointing"},
         )
         if plan.host:
-            note = f"the optimizer steps on the CPU; {size_text(plan.host)} of host memory for each rank"
+            note = f"the optimizer runs on the CPU; each rank needs {size_text(plan.host)} of host memory"
         shown = "" if ranks == 1 and (memory or more) else parallel  # a single rank has no choice
         text = _as_written(parallel=shown, memory=memory, **more)
         return Setting(text, plan, plan.total <= device_memory, note)
@@ -300,15 +300,15 @@ def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Set
     # From here on, the optimizer's copies are no longer the reason why a model does not fit.
     most, recomputed = "fsdp" if ranks > 1 else "ddp", _RECOMPUTED if model.passed.blocks else {}
     if recomputed:
-        yield setting(most, recomputed, "blocks are computed twice: a third more time")
+        yield setting(most, recomputed, "blocks are computed twice, which takes about a third more time")
         offloaded = recomputed | {"offload_activations": True}
-        yield setting(most, offloaded, "activations travel to host memory and back")
-    rounded = "weights are rounded to bfloat16 at each step: it trains differently"
+        yield setting(most, offloaded, "activations are copied to host memory and back")
+    rounded = "weights are rounded to bfloat16 at each step, which affects training"
     yield setting(most, recomputed, rounded, model.in_half(), precision="bf16-true")
     in_node = math.gcd(ranks, _RANKS_PER_NODE)
     tensor = tensor_size(model.rows, in_node) if model.splits_known else in_node
     if tensor > 1:
-        unknown = "" if model.splits_known else "needs a tensor_plan; estimate"
+        unknown = "" if model.splits_known else "an estimate; requires a tensor_plan"
         yield setting({"shard": ranks // tensor, "tensor": tensor}, recomputed, unknown)
     for moved in ("offload_optimizer", "offload_parameters") if ranks > 1 else ("offload_optimizer",):
         yield setting(most, recomputed | {moved: True})
@@ -321,7 +321,7 @@ _EXACT = ("ddp", "zero1", "fsdp", "tensor")  # for other strategies the memory p
 
 
 def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
-    """Raise `ConfigError` if weights and gradients exceed the memory of the GPU to which the model is to be moved."""
+    """Raise `ConfigError` if weights and gradients exceed the memory of the GPU that the model will be moved to."""
     memory = _memory_to_fit(strategy)
     if memory is not None and not strategy.replaces_parameters:
         trained = sum(bytes_of(each) for each in model.parameters() if each.requires_grad)
@@ -331,8 +331,8 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
 def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer) -> int | None:
     """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
-    Called after `strategy.setup`. `device_optimizer`: `optimizer`, or the one that holds the model's parameters if
-    those of `optimizer` are on the host. Returns the bytes on this rank; None on the CPU, or if they are not known.
+    Called after `strategy.setup`. `device_optimizer`: the optimizer that holds the model's parameters; differs from
+    `optimizer` if that one holds copies on the host. Returns the bytes on this rank; None on the CPU, or if unknown.
     """
     memory = _memory_to_fit(strategy)
     if memory is None:
@@ -359,8 +359,8 @@ def refuse(plan: MemoryPlan, device_memory: int) -> None:
     parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
     raise ConfigError(
-        f"this cannot fit: {shown} per device, and it has {size_text(device_memory)}",
-        '`ddpkit plan` says what fits; parallel="fsdp" divides all three by the number of ranks',
+        f"the run cannot fit in memory: {shown} per device, but a device has {size_text(device_memory)}",
+        '`ddpkit plan` shows which settings fit; parallel="fsdp" divides all three by the number of ranks',
     )
 
 
@@ -379,8 +379,8 @@ def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerCo
     else:
         also = f", or {recompute}" if recompute else ""
         hint = (
-            f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
-            "it is"
+            f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch size does '
+            "not change"
         )
     with suppress(Exception):  # planning may fail too, for example for lack of host memory
         if placement := _smaller_placement(model, optimizer, config, world):
@@ -389,7 +389,7 @@ def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerCo
 
 
 def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> str:
-    """Describe a placement that, by arithmetic, needs less memory than the current one and fits; "" if none does."""
+    """Describe a placement that fits and needs less memory than the current one, as calculated; "" if there is none."""
     if config.parallel.strategy == "device_map" or world.world_size == 1:
         return ""
     ranks, memory = world.world_size, _memory_of_rank(world)
@@ -400,6 +400,6 @@ def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerCo
     if found is None:
         return ""
     return (
-        f"by arithmetic, {found.text} needs {size_text(found.needed, 2)} of {size_text(memory, 2)} on each rank for "
-        f"weights, gradients and optimizer state, and {now.text} needs {size_text(now.needed, 2)}"
+        f"by calculation, {found.text} needs {size_text(found.needed, 2)} of {size_text(memory, 2)} on each rank for "
+        f"weights, gradients and optimizer state, while {now.text} needs {size_text(now.needed, 2)}"
     )

@@ -1,8 +1,8 @@
 """Memory estimates: the bytes that a model needs on each device, before anything is allocated.
 
-    weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the placement; but
-                                           estimates for `tensor` without a plan of the layers, and for `pipeline` if
-                                           it is unknown which stages use which weights
+    weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the placement. Estimates
+                                           for `tensor` without a tensor plan, and for `pipeline` if it is unknown which
+                                           stages use which weights
     activations, temporaries               estimates, measured in a pass without data (measure.py)
     communication, fixed                   estimates
 
@@ -22,7 +22,7 @@ from ddp_kit.parallel.strategy import Sizes, sizes_of, whole_gradients_fit
 
 MIB = 1024**2
 CONTEXT_BYTES = GIB // 2
-"""Approximate memory of the CUDA context; NCCL's buffers take the same amount again."""
+"""Approximate memory of the CUDA context. NCCL's buffers are assumed to need the same amount."""
 
 
 # --- A model, its optimizer, and one pass -----------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class ParameterRow:
     """Bytes of one value."""
     trained: bool
     unit: str = ""
-    """The block that contains the parameter; "" if none or several do."""
+    """The block that contains the parameter; "" if no block or several blocks contain it."""
     state_per_value: int = 0
     """Bytes of optimizer state per value."""
     state_besides: int = 0
@@ -58,7 +58,7 @@ class ParameterRow:
 
     @property
     def state(self) -> int:
-        """Bytes of its optimizer state."""
+        """Bytes of the parameter's optimizer state."""
         return self.numel * self.state_per_value + self.state_besides
 
 
@@ -81,7 +81,7 @@ class PassMemory:
     kept: int = 0
     """Activations at the end of the forward pass."""
     peak: int = 0
-    """The maximum at any time, including activations."""
+    """The maximum bytes at any time, including activations."""
     blocks: tuple[BlockMemory, ...] = ()
     casts: int = 0
     """Copies of the blocks' weights in another dtype, which autocast keeps until the end of the forward pass."""
@@ -113,11 +113,11 @@ class ModelMemory:
     copies_weights: bool = False
     """Whether `optimizer.step()` allocates a copy of the weights, as torch's foreach optimizers do."""
     accumulates: bool = False
-    """Whether an optimizer step has several passes."""
+    """Whether an optimizer step has several forward and backward passes."""
     stages: tuple[frozenset[str], ...] = ()
     """The names of the parameters on each rank of the configured pipeline; empty if unknown."""
     problems: tuple[str, ...] = ()
-    """What is unknown and counted as 0 bytes."""
+    """Descriptions of what is unknown and counted as 0 bytes."""
 
     @property
     def splits_known(self) -> bool:
@@ -147,14 +147,14 @@ def tensor_size(rows: Sequence[ParameterRow], most: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device that needs the most, by purpose; see `ddp_kit.memory.estimate`."""
+    """Bytes by purpose, on the device that needs the most memory; see `ddp_kit.memory.estimate`."""
 
     weights: int
     """Weights and buffers."""
     gradients: int
     """Gradients of the trained parameters."""
     optimizer_state: int
-    """The optimizer's state."""
+    """State tensors of the optimizer."""
     activations: int = 0
     """Activations saved for the backward pass, and batches. An estimate."""
     temporaries: int = 0
@@ -166,7 +166,7 @@ class MemoryPlan:
     fixed: int = 0
     """The CUDA context and NCCL. An estimate."""
     problems: tuple[str, ...] = ()
-    """What is unknown and counted as 0 bytes."""
+    """Descriptions of what is unknown and counted as 0 bytes."""
     host: int = 0
     """Bytes of host memory per rank: optimizer state, weights and gradients that are offloaded."""
     certain: bool = True
@@ -186,11 +186,11 @@ class MemoryPlan:
     def __str__(self) -> str:
         """A table of the plan."""
         known = "exact" if self.certain else "estimate"
-        passes, copies = "estimate", "estimate; fused=True needs none"
+        passes, copies = "estimate", "estimate; not needed with fused=True"
         if self.activations + self.temporaries > self.optimizer_temporaries:
-            copies = "not counted: less than activations"
+            copies = "not counted: smaller than the activations"
         else:
-            passes = "not counted: less than the optimizer's copies"
+            passes = "not counted: smaller than the optimizer's copies"
         rows = [
             ("weights", self.weights, known),
             ("gradients", self.gradients, known),
@@ -218,10 +218,10 @@ def plan_memory(
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
 ) -> MemoryPlan:
-    """Compute the bytes on the device that needs the most.
+    """Calculate the memory plan for the device that needs the most memory.
 
-    `device_memory`: the bytes of a device, which determine what FSDP keeps whole. `checkpointing`: the fraction of the
-    blocks that are recomputed. `offload_*`: as in the configuration.
+    `device_memory`: the bytes of a device, which determine what FSDP keeps unsharded. `checkpointing`: the fraction of
+    the blocks that are recomputed. `offload_*`: as in the configuration.
     Raises `ConfigError` if the sizes of `parallel` do not match the number of ranks.
     """
     sizes = sizes_of(parallel, ranks)
@@ -307,7 +307,7 @@ def _size(rows: Iterable[ParameterRow]) -> int:
 
 
 def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
-    """With ZeRO-1: bytes of optimizer state on the rank with the most, and of padding for equal ranges on all ranks."""
+    """Bytes of optimizer state with ZeRO-1, on the rank with the most; and bytes of padding that make ranges equal."""
     state, padding = [0] * ranks, 0
     for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
         flat = [row for row in rows if row.trained and row.itemsize == itemsize]

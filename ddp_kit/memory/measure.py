@@ -1,4 +1,4 @@
-"""Measurement of a model, its optimizer and one pass without allocating memory; and the measured peak of a real run.
+"""Measurement of a model, its optimizer and one pass without allocating memory, and of the peak memory of a real run.
 
 The model is copied to fake tensors, or was built from them: see `ddp_kit.trainer.plan_script`. Then
 
@@ -61,7 +61,7 @@ class TrainingPass:
     batch: Any
     precision: Precision
     config: TrainerConfig
-    """`parallel` is the placement to plan for; the pass runs without it."""
+    """The configuration. Its `parallel` is the placement to plan for; the pass itself runs in one process."""
     device: torch.device
 
 
@@ -70,8 +70,8 @@ def measured(
 ) -> ModelMemory:
     """Measure a model, its optimizer and a pass for a plan. Changes nothing, and allocates little.
 
-    `device_optimizer`: `optimizer`, or the one that holds the model's parameters if those of `optimizer` are copies on
-    the host. `accumulates`: whether an optimizer step has several passes.
+    `device_optimizer`: the optimizer that holds the model's parameters; differs from `optimizer` if that one holds
+    copies on the host. `accumulates`: whether an optimizer step has several passes.
     """
     if not any(map(is_fake, model.parameters())):
         model, optimizer = _without_memory(model, optimizer, device_optimizer)
@@ -83,19 +83,19 @@ def measured(
     try:
         states = _states(optimizer)
     except (RuntimeError, TypeError, ValueError) as error:
-        problems.append(f"optimizer state: {type(optimizer).__name__} cannot step without values: {error}")
+        problems.append(f"optimizer state: {type(optimizer).__name__} cannot step on tensors without values: {error}")
     try:
         passed = _pass(model, [*blocks.values()], training)
     except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
-        problems.append(f"activations: the loss function cannot run without values: {first_line(error)}")
+        problems.append(f"activations: the loss function cannot run on tensors without values: {first_line(error)}")
     splits, problem = _splits(model, parallel)
     if parallel.tensor > 1 and problem:
-        problems.append(f"which layers are split: {problem}")
+        problems.append(f"layers that tensor parallelism splits: {problem}")
     if parallel.pipeline > 1:
         try:
             stages, units = _stages(model, training)
         except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
-            problems.append(f"what each stage holds: {first_line(error)}")
+            problems.append(f"weights of each pipeline stage: {first_line(error)}")
     return ModelMemory(
         rows=_rows(model, units, states, splits),
         buffers=sum(map(bytes_of, model.buffers())),
@@ -111,10 +111,10 @@ def measured(
 
 
 def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None = None) -> ModelMemory:
-    """Memory of a model without activations. Reads only shapes and dtypes, no values.
+    """The memory of a model without activations. Reads only shapes and dtypes, no values.
 
-    Assumes, for all weights, the largest number of state values per weight value that `optimizer` holds; before the
-    first step, two values, as in Adam.
+    The optimizer state is estimated: for all weights, as many state values per weight value as `optimizer` holds for
+    any weight. Before the first step, two values are assumed, as in Adam.
     """
     found = [
         sum(bytes_of(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
@@ -147,8 +147,8 @@ def _without_memory(model: nn.Module, optimizer: Optimizer, device_optimizer: Op
         return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the model {type(model).__name__} cannot be copied, which a plan needs: {error}",
-            "run `ddpkit plan` on the script: it makes the model without memory from the beginning",
+            f"a memory plan needs a copy of the model, but {type(model).__name__} cannot be copied: {error}",
+            "run `ddpkit plan` on the script, which creates the model without memory from the start",
         ) from None
 
 
@@ -226,9 +226,9 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 
 
 def state_to_come(optimizer: Optimizer) -> int:
-    """Bytes of the state that a torch.optim optimizer will allocate; 0 for others. Fast: called at every start.
+    """Bytes of the state that a torch.optim optimizer will allocate; 0 for other optimizers.
 
-    Measured by a step of the same optimizer on the CPU with a few values.
+    Measured by a step of the same kind of optimizer on the CPU with a few values. This is fast enough for every start.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
@@ -290,14 +290,14 @@ def _rows(
 
 
 _STEPS_TO_PEAK = 3
-"""Steps until memory has peaked: the optimizer allocates its state in the first, DDP rebuilds buckets in the second."""
+"""Steps until memory has peaked. The optimizer allocates its state in step 1, and DDP rebuilds buckets in step 2."""
 
 
 class PeakMemory:
-    """Logs the measured peak of GPU memory once, after the first steps, next to the plan if there is one."""
+    """Logs the measured peak of GPU memory once, after the first steps, together with the planned bytes if known."""
 
     def __init__(self, world: World, counted: int | None) -> None:
-        """`counted`: bytes of weights, gradients and optimizer state; None: unknown."""
+        """`counted`: bytes of weights, gradients and optimizer state; None if unknown."""
         self._world = world
         self._counted = counted
         self._steps = 0
@@ -324,7 +324,8 @@ class PeakMemory:
             logger.info("memory: planned {}, measured peak {}", size_text(predicted), peak)
         elif self._counted is not None:
             logger.info(
-                "memory: {} calculated for weights, gradients and optimizer state, measured peak {} with activations",
+                "memory: calculated {} for weights, gradients and optimizer state; measured a peak of {} with "
+                "activations",
                 size_text(self._counted),
                 peak,
             )

@@ -25,7 +25,7 @@ __all__ = ["Parallelize", "Passes", "SingleRank", "Strategy", "strategy_for"]
 
 _SINGLE = "ddp_kit.parallel.strategy:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
-"""Strategy -> its own class for a single rank, if it has one."""
+"""Strategy name -> the class for a single rank, for strategies that have their own."""
 
 
 def strategy_for(
@@ -33,8 +33,8 @@ def strategy_for(
 ) -> Strategy:
     """Create the strategy that the configuration names; for one rank, `SingleRank` or its variant with a device map.
 
-    `recoverable`: steps can be repeated after a rank ran out of memory, see `Strategy.finish_failed_passes`.
-    `parallelize`: a function of the user that distributes the model instead of the strategy.
+    `recoverable`: whether steps can be repeated after a rank ran out of memory; see `Strategy.finish_failed_passes`.
+    `parallelize`: the user's function that distributes the model instead of the strategy.
     Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)

@@ -43,7 +43,7 @@ COMPRESSED_BYTES = 1 << 16
 
 
 class Activations:
-    """Applies the memory settings to one model. Raises `ConfigError` for checkpointing without repeated blocks.
+    """Applies the memory settings to a model. Raises `ConfigError` if there are no repeated blocks to checkpoint.
 
     with forward_context():
         loss = loss_fn(model, batch)
@@ -83,7 +83,7 @@ class Activations:
 
 
 def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
-    """The blocks that are recomputed; if that is a fraction of all blocks, they are evenly spaced."""
+    """The blocks to recompute; if only a fraction of all blocks is recomputed, these are evenly spaced."""
     asked = config.activation_checkpointing
     if asked is None or asked == 0:
         return []
@@ -170,8 +170,8 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 class _CallState:
     """The state that a block's forward changes. Recomputation starts from the same state as the forward did.
 
-    After the recomputation, the state is as it was before the recomputation. It consists of buffers, such as
-    BatchNorm's statistics and the vectors of spectral_norm, and of the random states of Python and numpy; torch
+    When the recomputation ends, the state from before the recomputation is restored. The state consists of buffers,
+    such as BatchNorm's statistics and the vectors of spectral_norm, and of the random states of Python and numpy; torch
     restores its own random states.
     """
 
@@ -277,7 +277,7 @@ class SavedTensors:
         self._recent: deque[tuple[Tensor, int, _Stored]] = deque(maxlen=4)
 
     def pack(self, tensor: Tensor) -> "_Unchanged | _Stored":
-        """The stored form of a tensor."""
+        """Return the form in which a tensor is stored."""
         compresses = self._compresses and tensor.is_floating_point() and tensor.nbytes >= COMPRESSED_BYTES
         offloads = self._offloads and tensor.nbytes >= OFFLOADED_BYTES
         if not (compresses or offloads) or not self._is_activation(tensor):
@@ -290,7 +290,7 @@ class SavedTensors:
         return stored
 
     def unpack(self, kept: "_Unchanged | _Stored") -> Tensor:
-        """The tensor for a stored form, with the precision of that form."""
+        """Return the tensor for a stored form, with the precision of that form."""
         return kept.tensor()
 
     def forget_recent(self) -> None:
@@ -308,7 +308,7 @@ class _Unchanged:
         self._tensor, self._version = tensor.detach(), version_of(tensor)
 
     def tensor(self) -> Tensor:
-        if version_of(self._tensor) != self._version:  # with hooks, autograd does not check it
+        if version_of(self._tensor) != self._version:  # autograd does not check the version if there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self._tensor.type()} {list(self._tensor.shape)}"

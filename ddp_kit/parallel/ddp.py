@@ -105,8 +105,8 @@ class DdpStrategy(Strategy):
             wrapper.register_comm_hook(*((inner, self._noted) if self.recoverable else inner))
         except TypeError as error:
             raise ConfigError(
-                f"parallel.compression={compression!r} is not available here: {error}",
-                "use compression='fp16', or leave it out",
+                f"parallel.compression={compression!r} is not available on this machine: {error}",
+                "use compression='fp16', or leave compression out",
             ) from None
 
     def _noted(self, inner: tuple[Any, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -118,7 +118,7 @@ class DdpStrategy(Strategy):
 
     @property
     def _ddp(self) -> DdpReducer:
-        assert self._wrapper is not None, "set up before"
+        assert self._wrapper is not None, "setup was called"
         return self._wrapper
 
     # --- Optimizer step -----------------------------------------------------------------------------------------------
@@ -147,7 +147,10 @@ class DdpStrategy(Strategy):
             future.wait()
 
     def check_gradients(self) -> None:
-        """Raise `LossError` after the first step; DDP raises in the second step or never, and names no parameters."""
+        """Raise `LossError` for missing gradients after the first step.
+
+        DDP would raise an error in the second step or never, and would not name the parameters.
+        """
         if self._complete or self.config.find_unused_parameters or self.config.static_graph:
             return
         missing = [name for name, parameter in self._named() if parameter.grad is None]
@@ -156,9 +159,9 @@ class DdpStrategy(Strategy):
         self._complete = True
 
     def end_step(self) -> None:
-        """Finish the reduction here. DDP finishes it in the next pass, but after the last step there is no next pass.
+        """Finish the reduction. DDP itself finishes it in the next pass, but the last step has no next pass.
 
-        The gradients of unused parameters, and of others in the same bucket, are not reduced.
+        Raises `LossError` for unused parameters, because DDP does not reduce their buckets.
         """
         try:
             self._ddp.finish_iteration()
@@ -250,7 +253,7 @@ class DdpStrategy(Strategy):
     # --- Static graphs ------------------------------------------------------------------------------------------------
 
     def _learn_graph(self, passes: Passes) -> None:
-        """Run the first step with a static graph: every pass is reduced, equally often on each rank.
+        """Run the first step with a static graph: all ranks run the same number of passes, and reduce each pass.
 
         DDP learns the graph from the backward passes up to its first reduction, so there must be only one such pass.
         Gradients that were reduced in an earlier pass are equal on all ranks, so another mean does not change them.
@@ -317,7 +320,8 @@ def _sparse_zero(parameter: nn.Parameter) -> Tensor:
 def _unused(names: Sequence[str]) -> LossError:
     """The error for parameters that get no gradient, although DDP waits for one."""
     return LossError(
-        f"{some(names) or 'some parameters'} got no gradient in a step, but DDP waits for one from each",
-        "use them in the loss, or freeze them (requires_grad=False); if they are used only in some steps, "
+        f"{some(names) or 'some parameters'} got no gradient in a step, but DDP waits for the gradients of all "
+        "parameters",
+        "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some steps, "
         'set TrainerConfig(parallel={"find_unused_parameters": True})',
     )

@@ -4,8 +4,8 @@
     before a module that has a device: tensors in the module's inputs are moved to that device
     after the model: tensors in the model's output are moved to the device of its input
 
-With several ranks, each has a replica on devices of its own, and DDP averages the gradients. The devices of a rank work
-one after the other: with a map, a larger model fits, but no step is faster.
+With several ranks, each rank has a replica on its own devices, and DDP averages the gradients. The devices of a rank
+work one after another: a larger model fits, but steps are not faster.
 """
 
 import math
@@ -33,7 +33,7 @@ _STATES_PER_WEIGHT = 2  # assumes Adam, because the optimizer is created after t
 
 
 class _DeviceMapped(Strategy):
-    """A mixin that places a model as in its device map; the subclass's other base class reduces gradients."""
+    """A mixin that places a model according to its device map; the other base class reduces gradients."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
@@ -97,8 +97,8 @@ def device_at(index: int, world: World) -> torch.device:
         are = "is 1 GPU" if len(gpus) == 1 else f"are {len(gpus)} GPUs"
         raise ConfigError(
             f"parallel.device_map names device {index}, but there {are} for rank {world.rank}: {_listed(gpus)}",
-            f"devices are numbered from 0 within each rank; for more, start with `ddpkit launch --gpus-per-process "
-            f"{index + 1}`",
+            f"devices are numbered from 0 within each rank; to give each rank more GPUs, start with "
+            f"`ddpkit launch --gpus-per-process {index + 1}`",
         )
     return gpus[index]
 
@@ -108,7 +108,7 @@ def _listed(devices: tuple[torch.device, ...]) -> str:
 
 
 def _capacities(model: nn.Module, world: World) -> list[float]:
-    """The number of bytes that each device has for the model, as the minimum over all ranks. A collective."""
+    """The bytes available for the model on each device, as the minimum over all ranks. A collective."""
     if world.device.type == "cpu":
         return [math.inf]
     gpus = world.gpus or (world.device,)
@@ -137,7 +137,7 @@ def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
             if name in found:
                 raise ConfigError(
                     f"parallel.device_map has {name!r} in two entries: {entries[name]!r} and {key!r}",
-                    "put each module in one entry",
+                    "put each module in only one entry",
                 )
             found[name], entries[name] = index, key
     return found
@@ -182,17 +182,17 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
             other, first = places.setdefault(id(tensor), (index, full))
             if other != index:
                 raise ConfigError(
-                    f"{first} and {full} are one tensor (tied), but parallel.device_map puts them on devices {other} "
-                    f"and {index}",
+                    f"{first} and {full} are tied (one tensor), but parallel.device_map puts them on devices "
+                    f"{other} and {index}",
                     "put both modules on the same device; they need not be adjacent",
                 )
     if missing:
         uncovered = list(dict.fromkeys(_topmost(name, device_map) for name in missing))
         names = some([repr(each) for each in uncovered if each])
-        itself = "what the model itself holds (its name in the map is '')" if "" in uncovered else ""
+        itself = "the parameters and buffers of the model itself ('' in the map)" if "" in uncovered else ""
         raise ConfigError(
             f"parallel.device_map leaves out {' and '.join(filter(None, (names, itself)))}",
-            "add them or a parent module with a device; '' matches everything without an entry",
+            "add entries for them or for a parent module; '' matches every module without an entry",
         )
     return found
 
@@ -233,7 +233,7 @@ def _kind(entry: tuple[str, int]) -> tuple[str, int, bool]:
 
 
 def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
-    """The map in which the device with the most work has as little work as possible.
+    """The map that minimises the work of the device with the most work.
 
     `capacities`: bytes of each device. The model is treated as a chain of its repeated blocks and the modules between
     them, in the order of registration. Modules that share a tied tensor stay together. The bytes of weights, gradients
@@ -248,7 +248,7 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
         raise ConfigError(
             f"parallel.device_map='auto' needs repeated blocks, but {type(model).__name__} has no "
             "ModuleList or Sequential with several children of one class that have submodules",
-            "name the modules: parallel={'device_map': {'encoder': 0, 'decoder': 1}}",
+            "map the modules yourself: parallel={'device_map': {'encoder': 0, 'decoder': 1}}",
         )
     links, sizes, work = _chain(model, units)
     ranges = split_chain(work, sizes, capacities[: len(links)])
@@ -258,7 +258,7 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
 
 
 def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], list[float], list[float]]:
-    """The links of the chain, each a list of module names; the bytes of each link; the work of each link."""
+    """Return the links of the chain (each a list of module names), the bytes of each link and the work of each."""
     links: list[list[str]] = []
     sizes: list[float] = []
     work: list[float] = []
@@ -281,7 +281,7 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
 
 
 def _pieces(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, the modules between blocks, and modules around blocks that have tensors of their own."""
+    """The blocks, the modules between blocks, and the modules that contain blocks and also have their own tensors."""
     if not _holds(name, units):
         if name in units or any(True for _ in _tensors(module)):
             yield name, module
@@ -325,7 +325,7 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
 def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
     """The modules whose inputs are moved, with their devices.
 
-    They are the modules in the map, and the outermost modules of which all tensors are on one device.
+    These are the modules in the map, and the outermost modules whose tensors are all on one device.
     """
     indices = {**indices_of(model, device_map), **device_map}
     found: dict[str, int] = {}
@@ -337,7 +337,7 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
             inside.setdefault(name, set()).add(index)
 
     def walk(name: str, module: nn.Module, within: bool) -> None:
-        """Visit a module. `within`: whether it is in a module that is on a single device and has its inputs moved."""
+        """Visit a module. `within`: whether an outer module is on a single device, so its inputs are moved already."""
         there = inside.get(name, set())
         whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if name in device_map or (whole and not within):
@@ -362,7 +362,7 @@ class _InputsMove:
 class _OutputMoves:
     """Forward hooks that move the tensors in the model's output to the device of the first tensor in its input.
 
-    `default`: the device if the input has no tensor.
+    `default`: the device to use if the input has no tensor.
     """
 
     def __init__(self, default: torch.device) -> None:

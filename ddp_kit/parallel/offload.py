@@ -1,7 +1,7 @@
 """An optimizer on the host: its state is in host memory, and it updates copies of the weights in host memory.
 
-Gradients are reduced, scaled and clipped on the device. Each step starts with a copy of the model's weights to the
-host, so changes that other code made to them take effect. Source: Ren et al. 2021, arXiv 2101.06840.
+Gradients are reduced, scaled and clipped on the device. Each step first copies the model's weights to the host,
+so changes that other code made to the weights take effect. Source: Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class OffloadedOptimizer(Optimizer):
         copy the weights back, without waiting
 
     `optimizer`: the user's own optimizer, whose parameters are replaced with the copies.
-    `in_place`: the parameters are in host memory already, and nothing is copied.
+    `in_place`: whether the parameters are already in host memory, so that nothing is copied.
     Raises `ConfigError` for an optimizer that does not support the CPU.
     """
 

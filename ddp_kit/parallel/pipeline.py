@@ -77,7 +77,7 @@ class _StageRoot(nn.Module):
 
 
 class PipelineStrategy(Strategy):
-    """`pipeline` stages of blocks that are split over `tensor` ranks and sharded over `shard`, in `replicate` groups.
+    """Stages on `pipeline` ranks, with blocks split over `tensor` and sharded over `shard`, in `replicate` groups.
 
         run the first pass of a run alone; free the weights outside of the blocks that this stage did not use
         run the other passes, and all passes of later steps, in the order of the schedule
@@ -192,14 +192,14 @@ class PipelineStrategy(Strategy):
         norms = [name for name, each in model.named_modules() if isinstance(each, _BATCH_NORMS)]
         if norms:
             raise ConfigError(
-                f"a pipeline does not train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
+                f"a pipeline cannot train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
                 "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
             )
         embeddings = nn.Embedding | nn.EmbeddingBag
         sparse = [name for name, each in model.named_modules() if isinstance(each, embeddings) and each.sparse]
         if sparse:
             raise ConfigError(
-                f"a pipeline does not reduce sparse gradients, such as those of {some(sparse)}",
+                f"a pipeline does not support modules with sparse gradients: {some(sparse)}",
                 "leave out sparse=True, or use parallel='ddp'",
             )
 
@@ -208,21 +208,21 @@ class PipelineStrategy(Strategy):
         for name in ("static_graph", "find_unused_parameters", "compression"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"parallel.{name} is a setting of DDP, and parallel.strategy is 'pipeline'", f"leave out {name}"
+                    f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"leave out {name}"
                 )
         if sizes.pipeline == 1:
             raise ConfigError(
-                "parallel.strategy is 'pipeline', and parallel.pipeline is 1", "set pipeline to the number of stages"
+                "parallel.strategy is 'pipeline', but parallel.pipeline is 1", "set pipeline to the number of stages"
             )
         if config.shard_optimizer:
             raise ConfigError(
                 "parallel.shard_optimizer = True is not supported with a pipeline",
-                "leave it out, or set shard, which shards weights, gradients and optimizer state",
+                "leave it out, or set parallel.shard, which shards weights, gradients and optimizer state",
             )
         if sizes.shard > 1 and config.pipeline_schedule == "zbv":
             raise ConfigError(
-                "parallel.pipeline_schedule = 'zbv' splits each backward pass in two, which FSDP cannot, and "
-                f"parallel.shard is {sizes.shard}",
+                "parallel.pipeline_schedule = 'zbv' splits each backward pass in two, which FSDP does not "
+                f"support, but parallel.shard is {sizes.shard}",
                 "use the schedule '1f1b', 'interleaved' or 'gpipe'",
             )
         if sizes.shard > 1 and config.fsdp_units != "auto":
@@ -233,14 +233,14 @@ class PipelineStrategy(Strategy):
             )
         if config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
-                "parallel.share_gpus is not supported with a pipeline: gloo does not send from the memory of a GPU",
+                "parallel.share_gpus is not supported with a pipeline: gloo cannot send tensors that are on a GPU",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
 
     def check_recoverable(self) -> None:
         raise ConfigError(
-            "micro_batch_size='auto' is not supported with parallel.pipeline: where one rank runs out of memory, "
-            "the others wait for what it sends",
+            "micro_batch_size='auto' is not supported with parallel.pipeline: if one rank runs out of memory, the "
+            "other ranks wait for the tensors that it should send",
             "set micro_batch_size to a number",
         )
 
@@ -304,7 +304,7 @@ class PipelineStrategy(Strategy):
 
     @torch.no_grad()
     def _put_on_device(self, parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, tuple[int, ...]]) -> None:
-        """Copy rank 0's values to the devices, and free the parameters that other places hold."""
+        """Copy rank 0's values to the devices, and free the parameters that only other places hold."""
         for each in parameters:
             each.data = each.data.to(self.world.device)
         broadcast([each.detach() for each in parameters])
@@ -416,7 +416,7 @@ class PipelineStrategy(Strategy):
                 self._changed.add(name)
         if not self._is_last:
             passes.without_loss()
-        self._learn()  # before the backward pass: with a single pass, it starts the sum of the loss weights
+        self._learn()  # before the backward pass, which starts to add up the loss weights if there is only one pass
         for stage in reversed(stages):
             move(stage.get_bwd_recv_ops(0))
             stage.backward_one_chunk(0)
@@ -447,7 +447,7 @@ class PipelineStrategy(Strategy):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free gathered weights, which are stale once the shards change, also on stages without a backward pass."""
+        """Free the gathered weights of all stages, including those without a backward pass: the shards will change."""
         for units in self._units.values():
             units.reshard()
 
@@ -597,7 +597,7 @@ class PipelineStrategy(Strategy):
                         gradient.copy_(part.view_as(gradient))
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Gradients in buckets of one dtype and about `bucket_mb`."""
+        """Yield gradients in buckets of one dtype and a size of about `bucket_mb`."""
         for dtype in dict.fromkeys(each.dtype for each in parameters):
             bucket: list[Tensor] = []
             for each in parameters:
@@ -615,10 +615,10 @@ class PipelineStrategy(Strategy):
         foreign = [names[id(each)] for each in used if self._place not in self._holders[each]]
         if foreign:
             raise LossError(
-                f"rank {self._place} of the pipeline has used {some(foreign)}, which it does not hold: weights of "
-                "other stages' blocks, or weights that it did not need in the first pass of the run",
-                "compute what needs weights inside the model's blocks, and in every pass alike; parallel='fsdp' has "
-                "all weights on all ranks",
+                f"rank {self._place} of the pipeline used {some(foreign)}, which it does not hold: besides the "
+                "weights of its own blocks, a rank holds only those that it used in the first pass of the run",
+                "use weights only inside the model's blocks, and the same weights in every pass; or use "
+                "parallel='fsdp', where every rank can use all weights",
             )
 
     def _check_buffers(self) -> None:
@@ -626,16 +626,18 @@ class PipelineStrategy(Strategy):
         changed = [name for name, (each, version) in self._constant.items() if version_of(each) != version]
         if changed:
             raise LossError(
-                f"a pass changed {some(changed)}, which the first pass of the run left as it was: a pipeline "
-                "synchronises the buffers that change in the first pass",
-                "update it from the first pass on, for example with a rate of 0; or in a callback, on all ranks alike",
+                f"a pass changed {some(changed)}, which the first pass of the run did not change: a pipeline "
+                "synchronises only buffers that change in the first pass",
+                "update it in every pass, including the first, for example with a rate of 0; or update it in a "
+                "callback, in the same way on all ranks",
             )
 
     def check_gradients(self) -> None:
         if self._without_gradient:
             raise LossError(
-                f"{some(self._without_gradient)} got no gradient in a step, and a pipeline reduces those of all ranks",
-                "use them in the loss, or freeze them (requires_grad=False) before creating the Trainer",
+                f"{some(self._without_gradient)} got no gradient in a step, but a pipeline needs the gradients of all "
+                "trained parameters",
+                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
     @property
@@ -749,7 +751,7 @@ class PipelineStrategy(Strategy):
             users = saved["users"].get(names[id(each)])
             if users is not None:
                 if not users or not set(users) <= set(range(self.sizes.pipeline)):
-                    raise ValueError("weights that no stage of the pipeline holds")
+                    raise ValueError("a weight has no valid place in the pipeline")
                 self._hold(each, tuple(users))
         self._forget_state()
 

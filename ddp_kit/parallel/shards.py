@@ -66,8 +66,8 @@ class Shards:
             else:
                 raise ConfigError(
                     f"the optimizer {type(optimizer).__name__} has state that cannot be sharded: {name} of "
-                    f"{self.names[id(self.of[whole])]} has the shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(whole.shape)}",
+                    f"{self.names[id(self.of[whole])]} has the shape {tuple(value.shape)}, but the "
+                    f"parameter has the shape {tuple(whole.shape)}",
                     "pass an optimizer without state, or use parallel='ddp', which does not shard",
                 )
         return part
@@ -82,7 +82,7 @@ def check_dense_gradients(model: nn.Module, strategy: str) -> None:
     ]
     if sparse:
         raise ConfigError(
-            f"parallel.strategy={strategy!r} does not shard sparse gradients, such as those of {some(sparse)}",
+            f"parallel.strategy={strategy!r} does not support modules with sparse gradients: {some(sparse)}",
             "leave out sparse=True, or use parallel='ddp'",
         )
 
@@ -100,8 +100,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if problem is not None:
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} cannot be sharded: {problem}",
-            "use an optimizer that updates each value independently, such as AdamW or SGD; or parallel='ddp', which "
-            "does not shard",
+            "use an optimizer that updates each value independently, such as AdamW or SGD; or use parallel='ddp', "
+            "which does not shard",
         )
 
 
@@ -110,20 +110,20 @@ def _problem_of(optimizer: Optimizer) -> str | None:
     try:
         whole = _trial(optimizer, None)
     except Exception as error:
-        return f"a trial of an optimizer with its settings fails with {type(error).__name__}: {error}"
+        return f"a trial run with the same settings fails with {type(error).__name__}: {error}"
     if all(torch.equal(each, whole[0]) for each in whole):
-        return "a trial does not change any weights, so nothing shows that it updates each value independently"
+        return "a trial run does not change any weights, so it cannot show that each value is updated independently"
     try:
         halves = [_trial(optimizer, half) for half in (slice(_VALUES // 2), slice(_VALUES // 2, None))]
     except Exception as error:
-        return f"shards are vectors, and on vectors it fails with {type(error).__name__}: {error}"
+        return f"shards may be vectors, but a trial run on vectors fails with {type(error).__name__}: {error}"
     pairs = zip(whole, [torch.cat(both, dim=-1) for both in zip(*halves, strict=True)], strict=True)
     if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
-        return "its update of a value depends on other values"
+        return "the update of a value depends on other values"
     try:
         _trial(optimizer, slice(0))
     except Exception as error:
-        return f"shards may be empty, and on empty tensors it fails with {type(error).__name__}: {error}"
+        return f"shards may be empty, but a trial run on empty tensors fails with {type(error).__name__}: {error}"
     return None
 
 
@@ -156,7 +156,7 @@ def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trial(optimizer: Optimizer, part: slice | None) -> list[Tensor]:
-    """The values of small tensors at the start and after each step, with one row per tensor.
+    """Return the values of small tensors at the start and after each step of a trial, with one row per tensor.
 
     `part`: use only this part of each tensor, flattened; None: use whole tensors.
     """

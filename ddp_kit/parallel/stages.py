@@ -235,9 +235,9 @@ class Links:
 
 
 Forward = Callable[[int, int, Received | None], tuple[Tensor, int]]
-"""(stage, pass, received activation) -> (the loss on the last stage, else the activation to send; `Received.items`)."""
+"""Runs a pass of a stage. Returns the loss on the last stage, else the activation to send, and its `Received.items`."""
 Backward = Callable[[Tensor | None, Callable[[], None]], None]
-"""Runs its second argument. The first is a tensor if this call completes the backward pass of a pass, else None."""
+"""Runs its second argument. Its first argument is a tensor if the call completes a pass's backward pass, else None."""
 
 
 class Stage(PipelineStage):
@@ -272,7 +272,7 @@ class Stage(PipelineStage):
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
     def clear_runtime_states(self) -> None:
-        """Forget the last step; torch's schedules call it before each step."""
+        """Clear the state of the last step. torch's schedules call this method before each step."""
         for kept in (self._received, self._outputs, self._gradients, self._weight_backward):
             kept.clear()
 
@@ -286,7 +286,7 @@ class Stage(PipelineStage):
         return [self._links.operation(dist.irecv, received.tensor.detach(), -1)]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> Tensor:
-        """The loss on the last stage, else the activation to send."""
+        """Run a forward pass. Returns the loss on the last stage, and the activation to send on other stages."""
         output = self.forward_pass(self._links.stage, fwd_chunk_id + self.first, self._received.get(fwd_chunk_id))
         self._outputs[fwd_chunk_id] = output
         return output[0]
@@ -303,7 +303,7 @@ class Stage(PipelineStage):
         return [self._links.operation(dist.isend, tensor.detach().contiguous(), 1)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
-        """Take the activation of a pass from the previous stage, on this rank."""
+        """Take the activation of a pass from the previous stage, which is on this rank too."""
         assert self._previous is not None, "called without a previous stage on this rank"
         tensor = prev_stage_outputs.detach().requires_grad_(prev_stage_outputs.requires_grad)
         self._received[mb_index] = Received(tensor, self._previous._outputs[mb_index][1])
@@ -340,7 +340,7 @@ class Stage(PipelineStage):
         self.backward_pass(tensor if full_backward else None, compute)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:  # noqa: ARG002
-        """The second half of a split backward pass: the gradients of the weights."""
+        """Run the second half of a split backward pass, which computes the gradients of the weights."""
         # Pass an unused tensor: this half starts inside the graph, so no hook on the output would run.
         self.backward_pass(torch.empty(0), self._weight_backward.pop(bwd_chunk_id, lambda: None))
 
@@ -361,7 +361,7 @@ class Stage(PipelineStage):
         return (torch.zeros_like(received.tensor) if received.tensor.grad is None else received.tensor.grad,)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradient of a pass's output from the next stage, on this rank."""
+        """Take the gradient of a pass's output from the next stage, which is on this rank too."""
         (gradient,) = next_stage_bwd_outputs
         if gradient is not None:
             self._gradients[mb_index] = gradient
@@ -384,7 +384,7 @@ class Chain:
     """The blocks of a model, called in order, each with the output of the previous one as its first argument."""
 
     prefix: str
-    """The name of the ModuleList or Sequential that contains them; "" for the model itself."""
+    """The name of the ModuleList or Sequential that contains the blocks; "" for the model itself."""
     keys: tuple[str, ...]
     """The names of the blocks within that ModuleList or Sequential."""
     stages: tuple[range, ...]
@@ -402,7 +402,7 @@ class Chain:
 
 
 def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
-    """Divide the model's blocks into stages. Raises `ConfigError` if that is not possible."""
+    """Divide the model's blocks into stages. Raises `ConfigError` if they cannot be divided."""
     stages = config.pipeline * stages_per_rank(config)
     if config.pipeline_stages != "auto":
         return _named_chain(model, config.pipeline_stages, stages)
@@ -411,9 +411,9 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     if len(prefixes) != 1:
         what = "no repeated blocks" if not prefixes else f"repeated blocks in several places: {some(sorted(prefixes))}"
         raise ConfigError(
-            f"the model {type(model).__name__} cannot be cut into stages: it has {what}",
-            "put the layers that follow one another into one nn.ModuleList or nn.Sequential, or name in "
-            "parallel.pipeline_stages the modules of one at which new stages begin",
+            f"the model {type(model).__name__} cannot be divided into stages: it has {what}",
+            "put consecutive layers into one nn.ModuleList or nn.Sequential, or set parallel.pipeline_stages to the "
+            "names of the modules at which new stages begin",
         )
     (prefix,) = prefixes
     parent = model.get_submodule(prefix)
@@ -423,9 +423,9 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     if len(chosen) < stages:
         raise ConfigError(
             f"parallel.pipeline = {config.pipeline} with pipeline_schedule = {config.pipeline_schedule!r} makes "
-            f"{stages} stages, and the model {type(model).__name__} has {len(chosen)} repeated blocks, in "
+            f"{stages} stages, but the model {type(model).__name__} has only {len(chosen)} repeated blocks, in "
             f"{prefix or 'its root'}",
-            "set pipeline to fewer stages than that" if stages == config.pipeline else "use the schedule '1f1b'",
+            "set pipeline to at most the number of blocks" if stages == config.pipeline else "use the schedule '1f1b'",
         )
     sizes = [work_of(parent.get_submodule(key)) for key in chosen]
     return Chain(prefix, tuple(chosen), split_chain(sizes, sizes, [inf] * stages))
@@ -449,14 +449,14 @@ def places_of_stages(config: ParallelConfig) -> tuple[int, ...]:
 def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     if len(names) != stages - 1:
         raise ConfigError(
-            f"parallel.pipeline_stages names {len(names)} modules, and {stages} stages need {stages - 1}",
-            "name one module for each stage but the first: the one at which it begins",
+            f"parallel.pipeline_stages names {len(names)} modules, but {stages} stages need {stages - 1}",
+            "for each stage except the first, name the module at which the stage begins",
         )
     known = dict(model.named_modules())
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"parallel.pipeline_stages names {name!r}, and the model {type(model).__name__} has no such module",
+                f"parallel.pipeline_stages names {name!r}, but the model {type(model).__name__} has no such module",
                 f"nearest: {nearest(name, [*known]) or some([*known])}",
             )
     prefixes = {name.rpartition(".")[0] for name in names}
@@ -464,19 +464,19 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     if len(prefixes) > 1 or not isinstance(parent, nn.ModuleList | nn.Sequential):
         raise ConfigError(
             f"parallel.pipeline_stages = {tuple(names)} are not modules of one nn.ModuleList or nn.Sequential",
-            "name modules of the one that holds the layers which follow one another",
+            "name modules of the nn.ModuleList or nn.Sequential that contains the consecutive layers",
         )
     keys = [key for key, _ in parent.named_children()]
     begins = [keys.index(name.rpartition(".")[2]) for name in names]
     if sorted(set(begins)) != begins:
         raise ConfigError(
-            f"parallel.pipeline_stages = {tuple(names)} are not in the order in which the modules follow one another",
-            "name each once, in that order",
+            f"parallel.pipeline_stages = {tuple(names)} are not in the order of these modules in the model",
+            "name each module once, in the order of the model",
         )
     if begins[0] == 0:
         raise ConfigError(
-            f"parallel.pipeline_stages names {names[0]}, the first of the blocks, where the first stage begins anyway",
-            "name the modules at which the stages after the first begin",
+            f"parallel.pipeline_stages names {names[0]}, the first block, but the first stage always begins there",
+            "name only the modules at which the other stages begin",
         )
     edges = [0, *begins, len(keys)]
     return Chain(next(iter(prefixes)), tuple(keys), tuple(map(range, edges, edges[1:])))
@@ -548,8 +548,8 @@ class StageModel:
             value = function(self.model, batch)
         if self._next != len(self._names):
             raise LossError(
-                f"a call of the model ran {self._next} of its {len(self._names)} blocks in a pipeline",
-                "let the loss function call model(...) once, each time; and the model call all of its blocks",
+                f"in a pipeline, a call of the model ran {self._next} of its {len(self._names)} blocks",
+                "the loss function must call model(...) exactly once, and the model must call all of its blocks",
             )
         return value
 
@@ -586,29 +586,30 @@ class StageModel:
     def _check(self, number: int, args: tuple[Any, ...]) -> None:
         name = self._names[number]
         if number != self._next:
-            expected = self._names[self._next] if self._next < len(self._names) else "none"
+            expected = self._names[self._next] if self._next < len(self._names) else "no further block"
             raise LossError(
-                f"the model calls its blocks out of order: {name}, where the next one is {expected}",
-                "a pipeline needs a model that calls its blocks in their order, each once, and a loss function that "
-                "calls the model once; parallel='fsdp' needs neither",
+                f"the model calls its blocks out of order: {name}, where {expected} was expected",
+                "a pipeline needs a model that calls each block once, in order, and a loss function that calls the "
+                "model once; parallel='fsdp' needs neither",
             )
         if not args or not isinstance(args[0], Tensor):
             raise LossError(
-                f"{name} gets {f'a {type(args[0]).__name__}' if args else 'nothing'} as its first argument, and the "
-                "stages of a pipeline send tensors",
-                "let each block get the output of the one before as its first positional argument",
+                f"{name} gets {f'a {type(args[0]).__name__}' if args else 'nothing'} as its first argument, but "
+                "the stages of a pipeline can only send tensors",
+                "pass the output of the previous block to each block as the first positional argument",
             )
         if number == self._own.start and self._received is not None and args[0] is not self._received:
             raise LossError(
-                f"the model changes what {self._names[number - 1]} returns before {name} gets it, where a new stage "
+                f"the model changes the output of {self._names[number - 1]} before it calls {name}, where a new stage "
                 "begins",
-                "move that into one of the two blocks, or name in parallel.pipeline_stages another block to begin with",
+                "move this computation into one of the two blocks, or set parallel.pipeline_stages so that the stage "
+                "begins at another block",
             )
 
     def _returned(self, *, is_sent: bool) -> Any:
-        """The output that stands in for an earlier stage's block: the received activation if `is_sent`, else NaN.
+        """The placeholder for the output of an earlier stage's block: the received activation if `is_sent`, else NaN.
 
-        NaN makes any use of it visible, and a backward pass through it raises an error.
+        NaN makes any use of the placeholder visible, and a backward pass through it raises an error.
         """
         assert self._received is not None, "only the first stage receives nothing"
         whole = self._received
@@ -624,9 +625,9 @@ class StageModel:
 
 def _refuse(_gradient: Tensor) -> None:
     raise LossError(
-        "the loss depends on what a block of an earlier stage returned, past the block that follows it",
-        "a pipeline sends one tensor from each stage to the next: a model with connections that skip blocks, or whose "
-        "loss takes the outputs of all of them, needs another strategy, such as parallel='fsdp'",
+        "the loss depends directly on the output of a block of an earlier stage, not only through the next block",
+        "a pipeline sends one tensor from each stage to the next: models with connections that skip blocks, and losses "
+        "of the outputs of several blocks, need another strategy, such as parallel='fsdp'",
     )
 
 
@@ -658,7 +659,7 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]
 
 
 def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str]:
-    """The parameters that FSDP shards, which are those of only one block, each with the name of that block.
+    """The parameters that FSDP shards, which are those that only one block uses, each with the name of the block.
 
     Scalars stay whole, as do parameters outside of the blocks, whose users are known only after the first pass.
     """

@@ -1,4 +1,4 @@
-"""The interface of a strategy, what several strategies share, and the strategy for a single rank."""
+"""The interface of a strategy, the code that several strategies share, and the strategy for a single rank."""
 
 import math
 from abc import ABC, abstractmethod
@@ -63,10 +63,10 @@ def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
         shown = " x ".join(f"{name} {size}" for name, size in fixed.items() if size > 1) or "1"
         multiple = max(1, round(world_size / product)) * product if free is not None else product
         raise ConfigError(
-            f"the sizes of parallel do not match the number of ranks: {shown} = {product}, but there "
+            f"the parallel sizes do not match the number of ranks: {shown} = {product}, but there "
             f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}",
             f"start {multiple} ranks, or change one of the sizes"
-            + ("" if free is not None else ", or leave out replicate, which is then computed"),
+            + ("" if free is not None else ", or leave out replicate, which is then computed from the others"),
         )
     if free is not None:
         fixed[free] = left
@@ -113,7 +113,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """A view that has each value in memory once: it takes index 0 of dimensions that are expanded."""
+    """A view that contains each value in memory once: it takes index 0 of expanded dimensions."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -126,7 +126,7 @@ def stored(tensor: Tensor) -> Tensor:
 T = TypeVar("T")
 
 # Model wrappers, by name so that they need not be imported, and what to do instead of using them.
-_USE_ITS_MODULE = "pass the model itself, which is its .module: the Trainer spreads it over the ranks"
+_USE_ITS_MODULE = "pass the model inside the wrapper (its .module): the Trainer distributes it over the ranks"
 _WRAPPERS = {
     "DistributedDataParallel": _USE_ITS_MODULE,
     "DataParallel": f"{_USE_ITS_MODULE}, one process per GPU: `ddpkit launch --gpus all train.py`",
@@ -135,7 +135,7 @@ _WRAPPERS = {
 }
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
-"""Spreads a model in place over a mesh with the dimensions replicate, shard and tensor."""
+"""A function that distributes a model in place over a mesh with the dimensions replicate, shard and tensor."""
 
 
 class StageBoundary(BaseException):
@@ -148,14 +148,14 @@ class StageBoundary(BaseException):
         super().__init__()
         self.tensor = tensor
         self.items = items
-        """The length of the tuple that the last block returned; -1: it returned the tensor itself."""
+        """The length of the tuple that the last block returned; -1 if it returned the tensor itself."""
 
 
 class Passes(Protocol):
     """This rank's forward passes in an optimizer step, which a strategy runs."""
 
     count: int
-    """The number of passes; with `equal_passes`, includes passes of zero weight; 0: no samples in this step."""
+    """The number of passes, including passes of zero weight with `equal_passes`; 0 if the rank has no samples."""
 
     @property
     def max_passes(self) -> int:
@@ -174,7 +174,7 @@ class Passes(Protocol):
         """
 
     def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
-        """A context with a function that returns the loss of pass 0, any number of times.
+        """A context that yields a function, which returns the loss of pass 0 and may be called any number of times.
 
         Buffers and random states are restored at the end, and `forward(0)` gets the same batch.
         """
@@ -220,7 +220,7 @@ class Strategy(ABC):
 
     @property
     def data_rank(self) -> int:
-        """The part of the global batch that this rank trains on. Ranks that share one model share a part."""
+        """The part of the global batch that this rank trains on. Ranks of one model replica train on the same part."""
         return self.world.rank
 
     @property
@@ -315,10 +315,10 @@ class Strategy(ABC):
         """After a failed step, undo what `setup` built around the model. Not a collective."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the optimizer hold what this rank updates. Called after `setup`, before the optimizer has any state."""
+        """Make the optimizer hold the parameters that this rank updates. Called after `setup`."""
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> "list[Self]":  # noqa: ARG002
-        """One strategy per update of a step, for several updates that each have a loss and parameters of their own.
+        """One strategy per update of a step, for several updates that each have their own loss and parameters.
 
         In steps, the returned strategies are used instead of this one. Called after `setup`.
         """
@@ -338,7 +338,7 @@ class Strategy(ABC):
         loss.backward(inputs=self._trains)  # type: ignore[no-untyped-call]
 
     def local_parameters(self) -> list[Tensor]:
-        """The memory of the parameters that this rank holds, trained or not, detached."""
+        """Detached tensors of all parameters that this rank holds, trained or not."""
         return [each.detach() for each in self.model.parameters()]
 
     # --- Optimizer step -----------------------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ class Strategy(ABC):
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def piece_of(self, parameter: Tensor) -> Piece | None:  # noqa: ARG002
-        """The piece for which `parameter` stands in an optimizer; None: `parameter` is the model's own parameter."""
+        """The piece that `parameter` represents in an optimizer; None if it is the model's own parameter."""
         return None
 
     def optimizer_form(self, optimizer: Optimizer) -> Any:  # noqa: ARG002
@@ -487,7 +487,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """A gradient's values, for norms: torch has no norm for sparse gradients, such as of nn.Embedding(sparse=True)."""
+    """A gradient's values, for norms: torch has no norm for the sparse gradients of nn.Embedding(sparse=True)."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

@@ -21,7 +21,7 @@ from ddp_kit.pieces import Piece
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor; for values whose static type does not show this, such as parameters."""
+    """Whether a value is a DTensor. Used for values whose static type does not show this, such as parameters."""
     return isinstance(value, DTensor)
 
 
@@ -35,13 +35,13 @@ def is_divided(value: Any, dimension: str) -> bool:
 
 @torch.no_grad()
 def local_part(value: Any) -> Tensor:
-    """This rank's part of a DTensor, which shares memory with the DTensor; any other tensor as it is."""
+    """This rank's part of a DTensor, sharing memory with it; any other tensor is returned unchanged."""
     found: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return found
 
 
 def reduced_part(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient, after a reduction that tensor parallelism may not have done yet.
+    """This rank's part of a gradient, after any reduction that tensor parallelism has not done yet.
 
     A collective of the ranks that share the DTensor.
     """
@@ -74,7 +74,7 @@ def piece_of_dtensor(value: Any) -> Piece | None:
 #     kind       layer                               each rank holds       communication
 #     column     Linear, Embedding                   some of the outputs   none, or a gather of the outputs
 #     row        Linear, Embedding                   some of the inputs    a sum of the outputs
-#     sequence   norms, which look at single tokens  the whole weight      none: the layer gets part of the tokens
+#     sequence   norms over single tokens            the whole weight      none: the layer gets part of the tokens
 #
 # A column layer passes its part of the outputs to a row layer in the same parent module. If there is no row layer, as
 # for the head of a language model, the outputs are gathered. Source: Shoeybi et al. 2019, arXiv 1909.08053.
@@ -102,7 +102,11 @@ def _is_split(layer: nn.Module) -> bool:
 
 
 def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> ParallelStyle:
-    """`paired`: a row layer takes the outputs. `sequence`: activations between pairs of layers are split by tokens."""
+    """The parallel style of a layer.
+
+    `paired`: whether a row layer takes the outputs. `sequence`: whether activations between pairs of layers are split
+    by tokens.
+    """
     between: Any = Shard(_TOKENS) if sequence else Replicate()
     embedding = isinstance(layer, nn.Embedding)
     if kind == "sequence":

@@ -35,7 +35,7 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
         if tied:  # splitting would untie them
             raise ConfigError(
                 f"parallel.tensor_plan names {name}, which shares a weight with {some(sorted(tied))}",
-                "leave them out of parallel.tensor_plan, or give each a weight of its own",
+                "leave these modules out of parallel.tensor_plan, or give each its own weight",
             )
     return plan
 
@@ -68,11 +68,11 @@ def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
     else:
         raise ConfigError(
             f"parallel.tensor_plan makes {name} a {kind} layer, but it is a {type(layer).__name__}",
-            "name Linear and Embedding modules",
+            "name only Linear and Embedding modules",
         )
     if width % ranks:
         raise ConfigError(
-            f"{name} has {width} {what}, which parallel.tensor={ranks} does not divide",
+            f"{name} has {width} {what}, which is not divisible by parallel.tensor={ranks}",
             f"use {width - width % ranks} or {width + ranks - width % ranks} {what}, another number of ranks, or leave "
             "the layer out of parallel.tensor_plan",
         )

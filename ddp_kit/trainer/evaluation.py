@@ -1,4 +1,4 @@
-"""Evaluation, in which each sample counts once, for any number of ranks."""
+"""Evaluation of a model, in which each sample counts exactly once for any number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 
 
 class Evaluator:
-    """Runs the evaluations of a Trainer. `call_callbacks(event, *values)`: calls this event of every callback."""
+    """Runs the evaluations of a Trainer. `call_callbacks(event, *values)`: calls this event on every callback."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Evaluator:
             self._watched_data = _dataset(eval_data)
 
     def watches(self, data: object) -> bool:
-        """Whether callbacks and `checkpoint.best_metric` get the metrics of `data`."""
+        """Whether callbacks and `checkpoint.best_metric` use the metrics of an evaluation on `data`."""
         return self._watched_data is None or _dataset(data) is self._watched_data
 
     def rehearse(self, data: EvaluationData) -> dict[str, float]:
@@ -81,7 +81,8 @@ class Evaluator:
             raise backward_called() from None
         except DdpKitError as error:
             error.add_note(
-                'found by evaluating one batch of eval_data before training; sanity_check="off" skips this check'
+                "the check before training, which evaluates one batch of eval_data, raised this error; "
+                'sanity_check="off" skips the check'
             )
             raise
         finally:
@@ -98,7 +99,7 @@ class Evaluator:
         """Evaluate, call the callbacks' events, and return all metrics; None if `stops` interrupted the evaluation.
 
         An interrupted evaluation restores the random states. `notify_callbacks`: whether callbacks and
-        `checkpoint.best_metric` get the metrics. `name`: begins the log line. A collective.
+        `checkpoint.best_metric` get the metrics. `name`: the text at the start of the log line. A collective.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
@@ -197,10 +198,10 @@ def evaluate(
     stops: Callable[[], bool] | None = None,
     label: str = "evaluation",
 ) -> dict[str, float] | None:
-    """Mean loss, metrics and values that user code logs, over the samples of all ranks, by name. A collective.
+    """Return the mean loss, the metrics and the values that user code logs, by name, over the samples of all ranks.
 
-    `stops()`: called between batches; whether to interrupt the evaluation. `label`: the progress bar's label. Returns
-    None if any rank was interrupted.
+    A collective. `stops()`: called between batches, returns whether to interrupt the evaluation. `label`: the label of
+    the progress bar. Returns None if the evaluation was interrupted on any rank.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}

@@ -36,7 +36,7 @@ from ddp_kit.torch_internals import inner_schedulers, milestones
 from ddp_kit.trainer.parts import SchedulerInterval
 
 # --- ReduceLROnPlateau ------------------------------------------------------------------------------------------------
-# torch's scheduler that lowers the learning rate when a metric stops improving.
+# This scheduler of torch lowers the learning rate when a metric stops improving.
 
 
 _COUNTS = ("num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -46,7 +46,7 @@ class Plateau(Callback):
     """Steps a ReduceLROnPlateau at each evaluation. The Trainer adds this callback for such a scheduler.
 
     `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: the mode that the scheduler must have; None:
-    any. `after_step`: evaluations before this optimizer step, which ends the warm-up, do not step the scheduler.
+    any mode. `after_step`: evaluations before this optimizer step, which ends the warm-up, do not step the scheduler.
     Raises `ConfigError` if the scheduler's mode is not `mode`.
     """
 
@@ -99,7 +99,8 @@ def scale_learning_rate(
     scale betas and epsilon; here only the rate is scaled.
 
     `global_batch`, `reference`: in samples. `scheduler`: the Trainer's argument. A function `optimizer -> LRScheduler`
-    is called later and starts from the scaled rates; its own settings, such as OneCycleLR's max_lr, are not scaled.
+    is called after the scaling, so its scheduler starts from the scaled rates; settings of the scheduler, such as
+    OneCycleLR's max_lr, are not scaled.
     Raises `ConfigError` for a scheduler instance, because it was created with the unscaled rates.
     """
     if isinstance(scheduler, LRScheduler):
@@ -159,7 +160,7 @@ class WarmUp(LRScheduler):
         return [_copy(group["lr"]) for group in self.optimizer.param_groups]  # no scheduler: keep the rates
 
     def step(self, epoch: int | None = None) -> None:
-        """Step the warm-up, or the scheduler after it."""
+        """Step the warm-up or, once the warm-up is complete, the scheduler."""
         if self.scheduler is None or self.last_epoch < self.steps:
             super().step(epoch)
             return
@@ -212,16 +213,16 @@ def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
         kind = type(scheduler.scheduler if isinstance(scheduler, EveryEpoch) else scheduler).__name__
         raise ConfigError(
             f"step() of the {kind} failed after optimizer step {step}: {error}",
-            "create it for as many steps as the run has",
+            "create the scheduler for as many steps as the run has",
         ) from error
 
 
 class DecayWatch:
-    """Warns if a scheduler ends, or has reduced its rate to almost zero, in the first of several epochs.
+    """Warns if a scheduler ends, or reduces its rate to almost zero, during the first of several epochs.
 
     Such a scheduler was probably made for one step per epoch. Schedulers that are stepped at the end of epochs, and
     those that are periodic by design, are not watched. Reads only rates that are on the host.
-    `schedulers`: the schedulers by update name; the scheduler of an only optimizer has the name "".
+    `schedulers`: the schedulers by update name. If there is only one optimizer, its scheduler has the name "".
     """
 
     def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
@@ -233,11 +234,11 @@ class DecayWatch:
         self._epochs = 0
 
     def begin(self, epochs: int | None) -> None:
-        """Begin a loop that completes this number of epochs; None: unknown."""
+        """Begin a loop that completes this number of epochs; None if the number is unknown."""
         self._epochs = epochs or 0
 
     def after_step(self, step: int, epoch: int) -> None:
-        """Warn about each scheduler at most once, and only in the first of several epochs."""
+        """Warn about each scheduler at most once, and only during the first of several epochs."""
         if epoch or self._epochs < 2:
             return
         for name, scheduler in list(self._watched.items()):
@@ -253,7 +254,7 @@ class DecayWatch:
             del self._watched[name]
             logger.warning(
                 "the {} {} after {} steps, in the first of {} epochs: it is stepped after each optimizer step; if it "
-                'counts epochs, set scheduler_every="epoch"',
+                'should be stepped once per epoch, set scheduler_every="epoch"',
                 kind,
                 what,
                 step,
@@ -291,8 +292,8 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
         left = _ticks_left(scheduler.scheduler)
         if epochs is not None and left < epochs:
             raise ConfigError(
-                f"the scheduler allows {left:g} more steps, but the run will complete {epochs} more epochs, and steps "
-                "the scheduler at the end of each",
+                f"the scheduler allows {left:g} more steps, but the run will complete {epochs} more epochs, and the "
+                "scheduler is stepped at the end of each epoch",
                 f"create the scheduler for all epochs: total_steps={max(0, scheduler.scheduler.last_epoch) + epochs}",
             )
         return
@@ -304,15 +305,15 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
         by_epochs = epochs is not None and epochs > 1 and left - warmup <= epochs
         raise ConfigError(
             f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
-            "create it for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
+            "create the scheduler for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
             f"{total - warmup} here"
-            + (f", {total} steps without the warm-up" if warmup else "")
-            + ('; or, if it counts epochs, set scheduler_every="epoch"' if by_epochs else ""),
+            + (f" ({total} with warmup_steps=0)" if warmup else "")
+            + ('; if it should be stepped once per epoch, set scheduler_every="epoch"' if by_epochs else ""),
         )
 
 
 def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
-    """Warn that the length of the run has changed at the start of an epoch: its scheduler may no longer fit.
+    """Warn that a new epoch has changed the number of steps of the run, because the scheduler may no longer fit.
 
     Raises `ConfigError` if the scheduler ends before the run does. `total`, `before`: the optimizer steps of the
     run with and without the change. `done`: optimizer steps done.
@@ -320,11 +321,11 @@ def check_new_length(scheduler: LRScheduler | None, total: int, before: int, don
     counts_epochs = isinstance(scheduler, EveryEpoch)
     if scheduler is None or counts_epochs or (isinstance(scheduler, WarmUp) and scheduler.scheduler is None):
         return
-    changed = f"epoch {epoch + 1} has another length than the one before, so the run has {total} steps, not {before}"
-    advice = "set max_steps instead of epochs, and create the scheduler for as many steps"
+    changed = f"epoch {epoch + 1} differs in length from the previous epoch, so the run has {total} steps, not {before}"
+    advice = "set max_steps instead of epochs, and create the scheduler for that many steps"
     if _ticks_left(scheduler) < total - done:
-        raise ConfigError(f"{changed}; the scheduler allows {_ticks_left(scheduler):g} more steps", advice)
-    logger.warning("{}, for which its scheduler may have been created; {}", changed, advice)
+        raise ConfigError(f"{changed}; the scheduler allows only {_ticks_left(scheduler):g} more steps", advice)
+    logger.warning("{}; the scheduler may have been created for the old number of steps: {}", changed, advice)
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
@@ -361,18 +362,18 @@ def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
 
 
 # --- Number of scheduler steps ----------------------------------------------------------------------------------------
-# Needed to create a scheduler before the Trainer.
+# Users need this number to create a scheduler before they create the Trainer.
 
 
 def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
-    """The number of times that a run steps its scheduler: its optimizer steps after `config.warmup_steps`.
+    """The number of times that a run steps its scheduler: the optimizer steps that follow `config.warmup_steps`.
 
     A scheduler with `scheduler_every="epoch"` is stepped once per epoch instead.
 
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
     The result depends on the number of ranks of this job. A sampler whose length changes with `set_epoch` is queried
-    for every epoch; a dataset counts with its current length.
+    for every epoch; a dataset is assumed to keep its current length.
 
     Args:
         config: The configuration of the run.
@@ -394,7 +395,7 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
     assert total is not None, "without max_steps, a run has epochs"
     if total <= config.warmup_steps:
         raise ConfigError(
-            f"the run has {total} optimizer steps, and warmup_steps={config.warmup_steps} takes all of them",
+            f"all of the run's {total} optimizer steps belong to the warm-up: warmup_steps={config.warmup_steps}",
             f"set warmup_steps below {total}, or train longer",
         )
     return total - config.warmup_steps
@@ -404,7 +405,7 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
     dataset, template = open_data(train_data, "train_data")
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"the number of steps in an epoch of a {type(dataset).__name__} is not known before its end",
+            f"the number of steps in an epoch of a {type(dataset).__name__} is not known before the epoch ends",
             "set max_steps in the TrainerConfig, and leave out epochs",
         )
     own = batching(template)

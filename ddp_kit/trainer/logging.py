@@ -1,4 +1,4 @@
-"""Log points: losses and times measured between two log points, the rows made of these, and advice on slow steps."""
+"""Log points: losses and times measured between two log points, the rows made from them, and advice on slow steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ COMMUNICATION_SHARE = 0.30
 OPTIMIZER_SHARE = 0.25
 # There is advice about a rank if its `StepTimes.own` is more than this factor above the median of the others.
 SLOW_RANK = 1.2
-# A phase or rank that costs less than this per step is not worth advice: it takes about as long to get a batch from a
-# DataLoader worker, or to do an all-reduce between processes.
+# A phase or rank that costs less than this per step is not worth advice: getting a batch from a DataLoader worker, or
+# an all-reduce between processes, takes about as long.
 LEAST_SECONDS = 0.001
 
 
@@ -136,7 +136,7 @@ def advice(
 
 
 def slowest_rank(times: Sequence[StepTimes]) -> tuple[int, float]:
-    """The rank with the largest `StepTimes.own`, and that time divided by the median of the other ranks'."""
+    """The rank with the largest `StepTimes.own`, and that time divided by the median time of the other ranks."""
     own = [each.own for each in times]
     rank = own.index(max(own))
     others = own[:rank] + own[rank + 1 :]
@@ -152,12 +152,12 @@ def _about_rank(times: Sequence[StepTimes], rank: int, factor: float) -> str:
     }
     phase = max(excess, key=lambda name: excess[name])
     remedy = {
-        "data": "see how fast it reads its samples, and whether they are larger than the others'",
-        "transfer": "see what else uses its host's memory and its GPU",
-        "other": "see what its callbacks do",
-    }.get(phase, "see what else runs on its device and its cores (ddpkit devices)")
+        "data": "check how fast this rank reads its samples, and whether they are larger than on other ranks",
+        "transfer": "check what else uses this rank's GPU and the memory of its host",
+        "other": "check what the callbacks do on this rank",
+    }.get(phase, "check what else runs on its device (see `ddpkit devices`) and on its CPU cores")
     named = "callbacks and logging" if phase == "other" else phase
-    return f"rank {rank} takes {factor:.1f}x the median time of the others, mostly in {named}: {remedy}"
+    return f"rank {rank} takes {factor:.1f}x the median time of the other ranks, mostly in {named}: {remedy}"
 
 
 def _about_compilation(steps: Sequence[int], graphs: int) -> str | None:
@@ -166,8 +166,8 @@ def _about_compilation(steps: Sequence[int], graphs: int) -> str | None:
     ends = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
     return (
         f"torch.compile recompiled in the intervals that ended at steps {ends} ({graphs} graphs so far): pad "
-        "batches to a few lengths, and keep Python values that change out of the forward pass; TORCH_LOGS=recompiles "
-        "in the environment prints each reason"
+        "batches to a few lengths, and keep Python values that change out of the forward pass; to see the reasons, set "
+        "TORCH_LOGS=recompiles in the environment"
     )
 
 
@@ -175,17 +175,17 @@ def _about_waits(times: Sequence[StepTimes], idle: float) -> str | None:
     if idle < IDLE_SHARE or fmean(each.total for each in times) > SHORT_STEP_SECONDS:
         return None
     return (
-        f"host-device synchronisation, or steps too small: the GPU ran out of work in {idle:.0%} of the steps. "
-        '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it does'
+        f"host-device synchronisation, or steps that are too small: the GPU ran out of work in {idle:.0%} of them. "
+        '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it waits'
     )
 
 
 def _remedies(num_workers: int | str, compressed: bool, fused: bool) -> tuple[tuple[str, float, str], ...]:
-    exchange_less = "larger micro-batches or more accumulation_steps"
+    exchange_less = "use larger micro-batches or more accumulation_steps"
     return (
         ("data", DATA_SHARE, f"raise data.num_workers (now {num_workers}) or use data.device_transform"),
         ("transfer", TRANSFER_SHARE, "use smaller dtypes, such as uint8 images, and convert on the device"),
-        ("communication", COMMUNICATION_SHARE, exchange_less + ("" if compressed else ", or parallel.compression")),
+        ("communication", COMMUNICATION_SHARE, exchange_less + ("" if compressed else ", or set parallel.compression")),
         ("optimizer", OPTIMIZER_SHARE, "" if fused else "pass fused=True to the optimizer"),
     )
 
@@ -196,7 +196,7 @@ def _remedies(num_workers: int | str, compressed: bool, fused: bool) -> tuple[tu
 
 _LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
 _FOLD = 256
-"""The number of loss tensors that are kept before stacking: on a GPU, each tensor occupies at least 512 bytes."""
+"""The number of loss tensors to keep before they are stacked: on a GPU, each tensor occupies at least 512 bytes."""
 
 
 class Interval:
@@ -316,7 +316,7 @@ def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """An interval's values over all ranks."""
+    """The values of an interval, combined over all ranks."""
 
     loss: float
     """The weighted sum of the losses."""
@@ -361,7 +361,7 @@ class Reading:
             self._arrived.record()
 
     def values(self) -> "Values":
-        """The values. Waits for the copy to the host. A collective on host memory if any rank has logged values."""
+        """Return the values, after the copy to the host. A collective on host memory if any rank has logged values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, weight, norm, anything, *rest = self._table.tolist()
@@ -382,9 +382,9 @@ class Reading:
         )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """(step, rank) of the first non-finite loss (or weight); None if all are finite. A collective.
+        """The (step, rank) of the first non-finite loss (or weight); None if all are finite. A collective.
 
-        If several ranks have a non-finite one in that optimizer step, returns the lowest of these ranks.
+        If several ranks have a non-finite loss in that optimizer step, returns the lowest of these ranks.
         """
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 
@@ -408,7 +408,7 @@ def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[in
 
 _HINT = (
     "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
-    'or leave such steps out with non_finite_gradients="skip"'
+    'or skip such steps with non_finite_gradients="skip"'
 )
 
 
@@ -427,9 +427,9 @@ class _Point:
 
 
 class LogPoints:
-    """The current interval, and the rows of earlier ones.
+    """The current interval, and the rows of earlier intervals.
 
-    On a GPU a row is read one log point late: the copy to the host is done by then, so the host does not wait.
+    On a GPU, a row is read one log point late: the copy to the host is complete by then, so the host does not wait.
     """
 
     def __init__(
@@ -439,7 +439,7 @@ class LogPoints:
         advise: Callable[[str], None] = lambda _: None,
         utilisation: Callable[[float], float | None] = lambda _: None,
     ) -> None:
-        """`advise`: called with each line of advice. `utilisation`: the MFU at a rate of samples per second."""
+        """`advise`: is called with each line of advice. `utilisation`: returns the MFU for a rate in samples/s."""
         self._utilisation = utilisation
         self._parts = parts
         self._advise = advise
@@ -491,7 +491,7 @@ class LogPoints:
         return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
 
     def rest(self) -> list[LogRow]:
-        """The rows that have not been read yet when a run was stopped right after a log point."""
+        """Return the rows that have not been read yet after a run was stopped right after a log point."""
         late, self._late = self._late, []
         return [self._row(point) for point in late]
 
@@ -547,7 +547,7 @@ class LogPoints:
         self._refuse(self.interval.first_non_finite())
 
     def _check(self, point: _Point, values: Values) -> None:
-        """Raise `LossError` for non-finite figures. All ranks have the same figures, so all raise or none does."""
+        """Raise `LossError` for non-finite values. All ranks have the same values, so all ranks raise it, or none."""
         if not isfinite(values.weight):
             self._refuse_weight(point.reading.first_non_finite(WEIGHT))
         if self._parts.config.non_finite_gradients == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
@@ -557,7 +557,7 @@ class LogPoints:
             raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
 
     def _compare(self, step: int, values: Values) -> None:
-        """Raise `DataError` if ranks differ. All ranks have the same figures, so all raise or none does."""
+        """Raise `DataError` if ranks differ. All ranks have the same values, so all ranks raise it, or none."""
         parts, strategy, world = self._parts, self._parts.strategy, self._parts.world
         what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
         if what is None:
@@ -575,8 +575,8 @@ class LogPoints:
         raise found.error(
             world,
             f"after step {step} the ranks do not agree on {found.description}",
-            "callbacks, schedulers and your own code must change weights and optimizers equally on all ranks; "
-            'verify_ranks="off" turns the comparison of weights off',
+            "callbacks, schedulers and your own code must change weights and optimizers in the same way on all ranks; "
+            'verify_ranks="off" turns off the comparison of weights',
         )
 
     def _refuse_weight(self, found: tuple[int, int] | None) -> None:
@@ -591,7 +591,7 @@ class LogPoints:
 
 
 def _waits(config: TrainerConfig) -> bool:
-    """Whether settings may make the host wait for the device in each step."""
+    """Whether the settings may make the host wait for the device in each step."""
     memory = config.memory
     return (
         config.non_finite_gradients == "skip"
@@ -623,7 +623,7 @@ class LogSchedule:
         self.rows = []
 
     def after_step(self, step: Step, *, last: bool) -> LogRow | None:
-        """The row that is ready after this step; None if no row is ready. `last`: whether no step follows."""
+        """The row that is ready after this step; None if no row is ready. `last`: whether this is the last step."""
         self._points.interval.end_step(step.samples)
         rows: list[LogRow] = []
         if last or step.number % self._every == 0:

@@ -23,7 +23,7 @@ from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_
 from ddp_kit.trainer.parts import Parts
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------
-# As stated by their makers: dense matrix products, without sparsity, at boost clock.
+# The rates are stated by the manufacturers, for dense matrix products (without sparsity) at boost clock.
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class PeakRates:
     """Peak rates of one kind of GPU."""
 
     name: str
-    """A regular expression for the whole name that torch gives the device, without "NVIDIA "."""
+    """A regular expression that matches torch's full name of the device without the prefix "NVIDIA "."""
     teraflops: Mapping[str, float]
-    """TFLOP/s by data type of the products: fp32, tf32, bf16, fp16, fp8. Types that the device lacks are left out."""
+    """TFLOP/s by data type of the products: fp32, tf32, bf16, fp16, fp8. Unsupported data types are left out."""
     source: str
 
 
@@ -93,7 +93,7 @@ TABLE: tuple[PeakRates, ...] = (
 
 
 def peak_rates(device_name: str) -> Mapping[str, float]:
-    """FLOP per second of one device by data type; empty if the table lacks the device, such as a part of a GPU."""
+    """FLOP/s of one device by data type; empty if the device, such as a part of a GPU, is not in the table."""
     name = device_name.removeprefix("NVIDIA ")
     found = next((each.teraflops for each in TABLE if re.fullmatch(each.name, name)), {})
     return {kind: rate * 1e12 for kind, rate in found.items()}
@@ -141,7 +141,7 @@ class ModelFlops:
 
     @property
     def ready(self) -> bool:
-        """Whether a batch was seen and FLOPs are not counted yet."""
+        """Whether a batch was recorded whose FLOPs have not been counted yet."""
         return self._copy is not None and self._samples > 0
 
     def watched(self, fetch: Callable[[], Any], share: Share) -> Callable[[], Any]:
@@ -158,7 +158,7 @@ class ModelFlops:
         return first
 
     def utilisation(self, samples_per_second: float) -> float | None:
-        """The MFU at this rate over all ranks, from 0 to 1; None: unknown."""
+        """The MFU, from 0 to 1, for this number of samples per second over all ranks; None if unknown."""
         if self._seconds_per_sample is None:
             return None
         return samples_per_second * self._seconds_per_sample / self._devices
@@ -176,7 +176,7 @@ class ModelFlops:
         except NotCountedError as error:
             self._not_known(f"the FLOPs of {error} are not known")
         except Exception as error:
-            self._not_known(f"the loss function cannot run without values: {first_line(error)}")
+            self._not_known(f"the loss function does not run on fake tensors: {first_line(error)}")
         else:
             self._settle(flops)
 
@@ -246,14 +246,14 @@ class ModelFlops:
             )
 
     def _kind(self, dtype: torch.dtype) -> str:
-        """The name that the table of peak rates has for `dtype`, the data type of most products."""
+        """The name of `dtype`, the data type of most products, in the table of peak rates."""
         if self._precision in ("fp8", "tf32") and dtype in (torch.float32, torch.bfloat16):
             return self._precision
         return _KINDS.get(dtype, str(dtype).removeprefix("torch."))
 
     def _not_known(self, reason: str) -> None:
         if self._world.is_main:
-            logger.info("mfu: not known: {}", reason)
+            logger.info("mfu: not available: {}", reason)
 
 
 class _CopiesWithoutMemory(TorchFunctionMode):

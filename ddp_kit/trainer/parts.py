@@ -23,7 +23,7 @@ from ddp_kit.progress import HeartbeatWriter
 from ddp_kit.records import LogRow
 
 # --- Logged values ----------------------------------------------------------------------------------------------------
-# Averaged exactly over ranks, micro-batches and steps, without waiting for the device.
+# The values are averaged exactly over ranks, micro-batches and steps, without waiting for the device.
 
 
 Logged = Tensor | float | Loss
@@ -66,7 +66,7 @@ class LoggedValues:
         return _BatchContext(self, float(samples))
 
     def end_step(self) -> None:
-        """Keep the values of the current step: it is complete."""
+        """Keep the values of the current step, which is complete."""
         if self._pending:
             for entry in self._pending:
                 self._put(*entry)
@@ -117,7 +117,7 @@ class _BatchContext:
 
 
 def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
-    """(sum, weight) of each mean, as a float64 tensor [n, 2] on the device."""
+    """The (sum, weight) of each mean, as a float64 tensor [n, 2] on the device."""
     return (
         torch.stack([mean.pair() for mean in means.values()])
         if means
@@ -128,7 +128,8 @@ def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
 def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
     """Compute the means over all ranks, by name; ranks may have different names. A collective on host memory.
 
-    `table`: this rank's (sum, weight) for each of `names`. Names are in the order of the first rank that has them.
+    `table`: this rank's (sum, weight) for each of `names`. The result starts with rank 0's names, followed by the names
+    that only later ranks have.
     """
     own = json.dumps(dict(zip(names, table, strict=True)))
     sums: dict[str, list[float]] = {}

@@ -43,7 +43,8 @@ def main(words: list[str]) -> None:
     script, sys.argv = words[0], words
     sys.path.insert(0, str(Path(script).resolve().parent))
     show_without_traceback()
-    register_module_parameter_registration_hook(_WithoutMemory())  # type: ignore[arg-type]  # it may return one
+    # torch annotates the hook as returning None, but replaces the parameter with what the hook returns.
+    register_module_parameter_registration_hook(_WithoutMemory())  # type: ignore[arg-type]
     try:
         runpy.run_path(script, run_name="__main__")
     except PlanPrinted:

@@ -24,7 +24,7 @@ from ddp_kit.state_values import flag, whole_number
 
 
 class Position:
-    """How far a run has come. A checkpoint stores it, and a resumed run continues from there.
+    """The position of a run: its progress so far. A checkpoint stores it, and a resumed run continues from there.
 
     The names of the attributes are keys in checkpoints.
     """
@@ -37,7 +37,7 @@ class Position:
         self.steps_in_epoch = 0
         """Steps done in the current epoch."""
         self.epoch_length: int | None = None
-        """Steps of an unfinished epoch, if known."""
+        """Number of steps in the current, unfinished epoch, if known."""
         self.epoch_facts: Facts = {}
         """Facts that determine the samples of each step in the current epoch, such as the seed and the global batch."""
         self.samples = 0
@@ -79,7 +79,7 @@ class Position:
             self.epoch_facts = {}
 
     def check(self, epoch_length: int | None, facts: Facts) -> None:
-        """Raise `DataError` if the unfinished epoch would continue with other samples, because facts have changed.
+        """Raise `DataError` if facts have changed, because the unfinished epoch would then continue with other samples.
 
         `epoch_length`: the number of steps in the epoch, if known. `facts`: see `epoch_facts`.
         """
@@ -87,19 +87,20 @@ class Position:
         before = self.epoch_facts
         if RANKS in facts and before.get(RANKS, facts[RANKS]) != facts[RANKS]:
             logger.warning(
-                "epoch {} was started with {} ranks and resumes with {}: each rank reads its own stream up to this "
-                "step, so samples of this epoch may be left out or used twice, depending on how the dataset is divided",
+                "epoch {} was started with {} ranks and resumes with {}: each rank skips the part of its own stream "
+                "before this step, so samples of this epoch may be left out or used twice, depending on how the "
+                "dataset divides them among the ranks",
                 self.epoch + 1,
                 before[RANKS],
                 facts[RANKS],
             )
             before = {name: value for name, value in before.items() if name not in PER_RANK}
         found += [(name, before[name], facts.get(name)) for name in before if name != RANKS]
-        differ = [f"{name} was {old}, and is {new}" for name, old, new in found if old is not None and old != new]
+        differ = [f"{name} was {old} and is now {new}" for name, old, new in found if old is not None and old != new]
         if differ:
             raise DataError(
-                f"the run resumes after {self.steps_in_epoch} steps of epoch {self.epoch + 1}, but the next ones would "
-                f"use different samples than before: {'; '.join(differ)}",
+                f"the run resumes after {self.steps_in_epoch} steps of epoch {self.epoch + 1}, but the next steps "
+                f"would use different samples than before: {'; '.join(differ)}",
                 "resume with the same data and settings; they may change from the next epoch on. To start from step 0, "
                 "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
             )
@@ -278,7 +279,7 @@ class RunState:
 
     @property
     def is_in_callback(self) -> bool:
-        """Whether callbacks or an evaluation are running: a checkpoint would contain only a part of their changes."""
+        """Whether callbacks or an evaluation are running; a checkpoint would contain only some of their changes."""
         return self.callbacks.depth > 0
 
     def begin_loop(self) -> object:
@@ -287,11 +288,11 @@ class RunState:
         return self._loop
 
     def check_current(self, loop: object) -> None:
-        """Raise `DataError` if another loop has started since."""
+        """Raise `DataError` if another loop has started since this one."""
         if self._loop is not loop:
             raise DataError(
-                "another loop over steps() was started, or a checkpoint was loaded, while this one was not finished",
-                "finish or leave a loop before starting the next one, and before trainer.resume(path)",
+                "another loop over steps() was started, or a checkpoint was loaded, before this loop was finished",
+                "finish or leave a loop before you start the next one or call trainer.resume(path)",
             )
 
     def resumed(self) -> None:
@@ -309,7 +310,7 @@ class RunState:
 
 
 class Nesting:
-    """A context that may be entered again inside itself. A generator would take two microseconds more per step."""
+    """A reentrant context. One made from a generator would take two microseconds more per step."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -333,10 +334,10 @@ Loop = Generator[Step, None, None]
 
 
 def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
-    """Yield the steps; if the loop is left after a step whose save is due, do that save.
+    """Yield the steps; if the loop is left after a step at which a save is due, do that save.
 
     Waits until all saves are on disk, so that the next Trainer finds them. A generator cannot tell a `break` from an
-    exception, so nothing is saved unless all ranks leave the loop.
+    exception, which may occur on only some ranks. Therefore nothing is saved unless all ranks leave the loop.
     """
     number = next(_loops)
     for step in steps:

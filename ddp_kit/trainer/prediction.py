@@ -25,7 +25,7 @@ PredictFunction = Callable[[Any, Any], Any]
 
 @torch.no_grad()
 def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData) -> Any:
-    """The results of `function(model, batch)` for all samples, concatenated in order, on every rank's CPU.
+    """Return the results of `function(model, batch)` for all samples, concatenated in order, on every rank's CPU.
 
     A collective. If `function` is None: see `_predicted`. Raises `LossError` for results that cannot be concatenated.
     """
@@ -51,12 +51,12 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
     if parts.world.world_size > 1:
         own, spec = _gather(own, spec, parts.world)
     if spec is None:
-        raise LossError("predict got no sample", "check what the data yields")
+        raise LossError("predict got no samples", "check what the data yields")
     return _plain(pytree.tree_unflatten([leaf.cpu() for leaf in own.values()], spec))
 
 
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
-    """The prediction for a batch.
+    """Return the prediction for a batch.
 
     Without a function: the model's output if the batch is a single tensor, else its last output in the loss function.
     """
@@ -94,7 +94,7 @@ def _check_prediction(leaf: Any, samples: int) -> None:
         found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else kind_of(leaf)
         raise LossError(
             f"a prediction for {samples} samples contains {found}",
-            f"return tensors whose first dimension is the samples ({samples}): "
+            f"return tensors whose first dimension has one entry per sample ({samples}): "
             "trainer.predict(data, lambda model, batch: model(batch['inputs']).logits)",
         )
 
@@ -109,16 +109,16 @@ def _joined(name: str, pieces: list[Tensor]) -> Tensor:
 def _different(shapes: Iterable[Any]) -> LossError:
     shown = "; ".join(sorted(map(str, shapes)))
     return LossError(
-        f"predictions of different batches differ in more than the number of samples: {shown}",
-        "pad them to one shape: trainer.predict(data, lambda model, batch: pad(model(batch)))",
+        f"predictions for different batches differ in shape or dtype: {shown}",
+        "pad the predictions to one shape: trainer.predict(data, lambda model, batch: pad(model(batch)))",
     )
 
 
 def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
     differ = ", ".join(sorted(set(first) ^ set(other)))
     return LossError(
-        f"predictions of different batches have different entries: {differ} only in some of them",
-        "let predict_fn return the same entries, all of them tensors, for every batch",
+        f"predictions for different batches have different entries: only some of them contain {differ}",
+        "return the same entries for every batch from predict_fn, all of them tensors",
     )
 
 
@@ -179,9 +179,9 @@ def _spec_of(source_rank: int, own: Any, world: World) -> Any:
     problems = [each.decode() for each in gathered_bytes(why.encode(), world)]
     if any(problems):
         raise LossError(
-            f"a rank without samples cannot build the type of the prediction: {next(filter(None, problems))}",
-            "let predict_fn return tensors in dicts, lists and tuples, or in classes that a module defines; or "
-            "predict for at least as many samples as there are ranks",
+            f"a rank without samples cannot create the containers of the prediction: {next(filter(None, problems))}",
+            "return tensors in dicts, lists and tuples, or in classes defined at the top level of a module, from "
+            "predict_fn; or predict for at least as many samples as there are ranks",
         )
     return found
 

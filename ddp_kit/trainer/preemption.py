@@ -25,7 +25,7 @@ from ddp_kit.log import logger
 from ddp_kit.torch_internals import default_store
 from ddp_kit.trainer.position import Position
 
-# Schedulers send SIGUSR1 or SIGUSR2 before they end a job.
+# Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _RESERVE_SECONDS = 60.0  # stop this long before the job's time limit: to finish a step, save, and end all processes
 _LONGEST_RESERVE = 0.25  # but at most this part of the time that is left when the run starts
@@ -166,7 +166,7 @@ class Preemption:
             self._consensus.begin()
 
     def stops(self) -> bool:
-        """Whether an evaluation should be interrupted by a stop request. Does not wait; ranks may differ."""
+        """Whether a stop request should interrupt an evaluation. Does not wait; the result may differ between ranks."""
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
@@ -200,7 +200,7 @@ class Preemption:
         _signals.outlast = self._launched
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
-            "stopped by {} after step {}: saved in {}; {} resumes from there",
+            "stopped by {} after step {}: the run is saved in {}; {} resumes from there",
             request.why,
             position.step,
             self._folder,
@@ -215,11 +215,14 @@ class Preemption:
             return
         if seconds * _SAVES_IN_GRACE <= grace:
             about = max(seconds, 0.1)
-            logger.info("a save takes about {:.1f} s, and {:.0f} s are left after SIGTERM: enough", about, grace)
+            logger.info(
+                "a save takes about {:.1f} s, which fits into the {:.0f} s between SIGTERM and SIGKILL", about, grace
+            )
             return
         logger.warning(
-            "a save takes about {:.1f} s, but only {:.0f} s are left after SIGTERM: not enough; set --shutdown-timeout "
-            "to {:.0f} or more, and the cluster's grace period (such as terminationGracePeriodSeconds) above it",
+            "a save takes about {:.1f} s, which may not fit into the {:.0f} s between SIGTERM and SIGKILL; set "
+            "--shutdown-timeout to {:.0f} or more, and the cluster's grace period (such as "
+            "terminationGracePeriodSeconds) to a larger value",
             seconds,
             grace,
             math.ceil(seconds * _SAVES_IN_GRACE) + 1,

@@ -64,7 +64,7 @@ def announce(
     model: str = "",
     planned: int | None = None,
 ) -> None:
-    """Log what the run will train, from step `done` to step `total`; None if the data determines the end.
+    """Log what the run will train, from step `done` to step `total`, which is None if the data determines the end.
 
     `division`: how a step is divided into batches, if not as in `plan`. `model`: see `described_model`.
     `planned`: bytes per device according to the memory plan; None if there is no plan.
@@ -92,7 +92,7 @@ def announce(
 
 
 def _placement(config: TrainerConfig, world: World) -> str:
-    """The parallel strategy, and where checkpoints go."""
+    """The parallel strategy, and where checkpoints are saved."""
     sizes = {name: getattr(config.parallel, name) for name in ("shard", "tensor", "pipeline")}
     several = [f"{name} {size}" for name, size in sizes.items() if size != 1]
     strategy = ", ".join(several) or config.parallel.strategy
@@ -161,7 +161,7 @@ _PHASES = ("data", "transfer", "forward", "backward", "waiting for ranks", "opti
 
 
 def _lengths(rows: Sequence[LogRow], began: int) -> list[tuple[int, LogRow]]:
-    """(number of steps, row) for each row."""
+    """Pairs of (number of steps, row), one for each row."""
     ends = [began, *(row.step for row in rows)]
     return [(row.step - before, row) for before, row in zip(ends, rows, strict=False)]
 
@@ -247,7 +247,7 @@ class RunRecord(Callback):
         self._add_row("eval", trainer.step, metrics, {})
 
     def advise(self, line: str) -> None:
-        """Keep a line of advice, which is written with the next row."""
+        """Keep a line of advice until the next row is written."""
         self._advised.append(line)
 
     def on_fit_end(self, trainer: Any, result: FitResult) -> None:  # noqa: ARG002
@@ -292,7 +292,9 @@ class RunRecord(Callback):
         try:
             write()
         except (OSError, ConfigError) as error:  # ConfigError: the file is from another program
-            logger.warning("no record of this run is kept in {}: {}", self._folder, error)
+            logger.warning(
+                "the run continues without a run record, which cannot be written to {}: {}", self._folder, error
+            )
             self._folder = self._rows = self._attempts = None
 
 

@@ -36,8 +36,8 @@ _OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
 )
 _BACKWARD_TWICE_HINT = (
-    "the Trainer calls backward() on the loss: leave it out of the loss function; and call .detach() on tensors that "
-    "are kept from one step to the next, such as the state of an RNN"
+    "the Trainer calls backward() on the loss, so the loss function must not call it; and call .detach() on tensors "
+    "that are kept from one step to the next, such as the state of an RNN"
 )
 _FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # in order of severity
 
@@ -54,7 +54,7 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         """Return the error to raise if one sample does not fit. On ranks that had enough memory, it is not printed."""
         if self.error is not None:
             return with_hint(self.error, parts)
-        silent = LossError("another rank is out of memory with a micro-batch of 1", "see the error of that rank")
+        silent = LossError("another rank ran out of memory with a micro-batch of 1", "see that rank's error")
         silent.reported_elsewhere = True
         return silent
 
@@ -103,7 +103,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
             found = size
     if not found and failed is not None:
         raise failed.error_to_raise(parts) from None
-    found = found or share  # BatchNorm needs more samples than any size has: training raises the error
+    found = found or share  # if BatchNorm needs more samples than the largest size, training raises the error
     logger.info("micro_batch_size='auto' chose {} samples (the limit is {})", found, share)
     return found
 
@@ -113,7 +113,7 @@ def _tried(
 ) -> tuple[int, BaseException | None]:
     """Try a micro-batch of `size` samples. Returns the outcome, and the out-of-memory error if there was one.
 
-    `last`: the micro-batch is the rank's whole share, so training does not accumulate gradients.
+    `last`: whether the micro-batch is the rank's whole share, so that training does not accumulate gradients.
     """
     outcome, kept = _FITS, None
     modes = {module: module.training for module in parts.model.modules()}
@@ -170,7 +170,7 @@ class RecoverableStep(OptimizerStep):
 
     run the passes
     if out of memory: join the step's remaining collectives, with zeros       # the other ranks wait in them
-    all-reduce one flag between hosts: did any rank run out?                  # does not wait for the device
+    all-reduce a flag in host memory: did any rank run out of memory?         # does not wait for the device
     if so: restore buffers and random states; all ranks raise OutOfMemory
     """
 

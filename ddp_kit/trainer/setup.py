@@ -28,7 +28,8 @@ def check_main() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself checks
         raise ConfigError(
             "a spawned process, such as a DataLoader worker, imports the script, which creates a Trainer",
-            'put the code that runs under `if __name__ == "__main__":`, and classes and functions above it',
+            'move the code that creates the Trainer under `if __name__ == "__main__":`; keep classes and functions '
+            "above it",
         )
 
 
@@ -40,7 +41,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def checked_config(config: object) -> TrainerConfig:
-    """Return the configuration; for None, the default one. Raises `ConfigError` for other types."""
+    """Return the configuration, or the default one for None. Raises `ConfigError` for other types."""
     if config is None:
         return TrainerConfig()
     if not isinstance(config, TrainerConfig):
@@ -53,7 +54,7 @@ def checked_config(config: object) -> TrainerConfig:
 
 
 def checked_function(value: Any, name: str, *arguments: str) -> Any:
-    """Return the function if it accepts these positional arguments; else raise `ConfigError`."""
+    """Return the function if it accepts these positional arguments; otherwise raise `ConfigError`."""
     wanted, hint = ", ".join(arguments), f"pass a function of ({', '.join(arguments)})"
     if not callable(value):
         raise ConfigError(f"{name} is {kind_of(value)}, not a function", hint)
@@ -78,9 +79,11 @@ def checked_loss(loss_fn: Any, name: str = "loss_fn") -> Any:
     if loss_fn is None:
         raise ConfigError(f"the Trainer got no {name}", f"{hint}; or pass updates=[Update(...), ...]")
     if isinstance(loss_fn, Optimizer):
-        raise ConfigError(f"{name} is {kind_of(loss_fn)}", "the order is Trainer(model, optimizer, loss_fn, config)")
+        raise ConfigError(
+            f"{name} is {kind_of(loss_fn)}", "the order of the arguments is Trainer(model, optimizer, loss_fn, config)"
+        )
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        raise ConfigError(f"{name} is {kind_of(loss_fn)}", hint)
+        raise ConfigError(f"{name} is {kind_of(loss_fn)}, not a function", hint)
     kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         raise ConfigError(f"{name} is torch's {kind.__name__}, whose arguments are predictions and targets", hint)
@@ -107,7 +110,7 @@ def checked_model(model: object) -> None:
 
 
 def _no_module(model: object) -> tuple[str, str]:
-    """Message and hint for a model that is not a Module."""
+    """The message and the hint for a model that is not a Module."""
     name = kind_of(model)
     if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
         return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
@@ -116,10 +119,10 @@ def _no_module(model: object) -> tuple[str, str]:
         return (
             f"model is {name} of {len(children)} modules",
             'put them into one module: Trainer(nn.ModuleDict({"first": first, "second": second}), ...), and call '
-            'model["first"](...) in loss_fn; several optimizers are updates=[Update(...), ...]',
+            'model["first"](...) in loss_fn; for several optimizers, pass updates=[Update(...), ...]',
         )
     if callable(model) and not isinstance(model, type):
-        return f"model is {name}", "pass what it returns, an instance of torch.nn.Module: Trainer(make_model(), ...)"
+        return f"model is {name}", "call it and pass the torch.nn.Module that it returns: Trainer(make_model(), ...)"
     return f"model is {name}", "pass an instance of torch.nn.Module: Trainer(MyModel(), ...)"
 
 
@@ -128,7 +131,7 @@ def optimizer_for(
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     strategy: Strategy,
 ) -> Optimizer:
-    """Return or create the optimizer. Raises `ConfigError` unless its parameters are the model's."""
+    """Return or create the optimizer. Raises `ConfigError` if its parameters are not the model's parameters."""
     made: object = optimizer
     if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
         kind, name = type(optimizer).__name__, strategy.config.strategy
@@ -141,9 +144,9 @@ def optimizer_for(
     if not isinstance(made, Optimizer):
         several = isinstance(made, list | tuple | Mapping)
         raise ConfigError(
-            f"{'the function given as optimizer returned' if made is not optimizer else 'optimizer is'} "
+            f"{'the function passed as optimizer returned' if made is not optimizer else 'optimizer is'} "
             f"{kind_of(made)}, not an Optimizer",
-            "several optimizers are updates=[Update(name, loss_fn, optimizer), ...]"
+            "for several optimizers, pass updates=[Update(name, loss_fn, optimizer), ...]"
             if several
             else "pass a torch Optimizer, such as torch.optim.AdamW(model.parameters(), lr=1e-3), or a function "
             "parameters -> Optimizer",
@@ -154,7 +157,8 @@ def optimizer_for(
         raise ConfigError(
             f"the optimizer holds {unknown} parameters that the model does not have: their gradients would not be "
             "reduced over the ranks",
-            "create it from model.parameters(); make a loss with parameters a submodule of the model",
+            "create the optimizer from model.parameters(); if the loss has parameters, make it a submodule of the "
+            "model",
         )
     _check_complete(model, made)
     strategy.setup_optimizer(made)
@@ -171,7 +175,8 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
     if missing:
         raise ConfigError(
             f"the optimizer does not hold {some(missing)}, which require grad: they would never be updated",
-            "create it from model.parameters(); call requires_grad_(False) on parameters that are not to be trained",
+            "create the optimizer from model.parameters(); call requires_grad_(False) on parameters that must not be "
+            "trained",
         )
 
 
@@ -180,7 +185,7 @@ def scheduler_for(
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
     every: SchedulerInterval = "step",
 ) -> LRScheduler | None:
-    """Return the scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer.
+    """Return or create the scheduler. Raises `ConfigError` if it does not belong to this optimizer.
 
     `every`: when the scheduler is stepped. Raises `ConfigError` if it cannot be stepped then.
     """
@@ -188,7 +193,7 @@ def scheduler_for(
     if every not in get_args(SchedulerInterval):
         raise ConfigError(
             f"scheduler_every is {every!r}",
-            'set it to "epoch": the scheduler is stepped at the end of each epoch; or to "step", the default',
+            'set it to "epoch" to step the scheduler at the end of each epoch, or to "step", the default',
         )
     if scheduler is None:
         if every != "step":
@@ -198,14 +203,15 @@ def scheduler_for(
         made = checked_function(scheduler, "scheduler", "optimizer")(optimizer)
     if not isinstance(made, LRScheduler):
         raise ConfigError(
-            f"{'the function given as scheduler returned' if made is not scheduler else 'scheduler is'} "
+            f"{'the function passed as scheduler returned' if made is not scheduler else 'scheduler is'} "
             f"{kind_of(made)}, not an LRScheduler",
             "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler",
         )
     if made.optimizer is not optimizer:
         raise ConfigError(
             "the scheduler belongs to another optimizer",
-            "create it with the optimizer that you pass to the Trainer, or pass a function optimizer -> LRScheduler",
+            "create the scheduler with the optimizer that you pass to the Trainer, or pass a function "
+            "optimizer -> LRScheduler",
         )
     if every != "step" and isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
@@ -220,7 +226,7 @@ def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics is {kind_of(metrics)}, not a dict", 'pass metrics={"accuracy": accuracy}')
     if "loss" in metrics:
-        raise ConfigError("a metric is called 'loss', the name of the loss itself", "rename the metric")
+        raise ConfigError("a metric is called 'loss', which is the name of the loss itself", "rename the metric")
     return {name: _checked_metric(name, metric) for name, metric in metrics.items()}
 
 
@@ -229,7 +235,7 @@ def _checked_metric(name: str, metric: Any) -> MetricFunction | MetricObject:
     if isinstance(first, type) and is_metric_object(first):
         raise ConfigError(f"metric {name!r} is {kind_of(first)}", f"pass an instance: {first.__name__}(...)")
     if is_metric_object(first):
-        select = checked_function(rest[0], f"the second part of metric {name!r}", "output", "batch") if rest else None
+        select = checked_function(rest[0], f"the second item of metric {name!r}", "output", "batch") if rest else None
         return MetricObject(name, first, select)
     function: MetricFunction = checked_function(metric, f"metric {name!r}", "output", "batch")
     return function
@@ -248,7 +254,7 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
         if not isinstance(callback, Callback):
             raise ConfigError(
                 f"callbacks contains {kind_of(callback)}, which is not a Callback",
-                "derive a class from ddp_kit.Callback, with methods such as on_step(self, trainer); pass an instance",
+                "write a subclass of ddp_kit.Callback with methods such as on_step(self, trainer); pass an instance",
             )
         _check_events(callback)
     return tuple(given)

@@ -1,4 +1,4 @@
-"""Snapshots of buffers and of the state of a run, to roll back steps."""
+"""Snapshots of buffers and of the state of a run, which are used to roll back steps."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ class StepSnapshot:
 
 @contextmanager
 def without_trace(parts: Parts) -> Iterator[None]:
-    """A context that leaves buffers and random states unchanged by the forward pass inside it."""
+    """A context in which a forward pass leaves buffers and random states unchanged."""
     random = random_states(parts.world)
     try:
         with buffers_exchanged(parts.model):

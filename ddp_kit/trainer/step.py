@@ -26,7 +26,7 @@ from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
 
 # --- Parameters of a run ----------------------------------------------------------------------------------------------
-# When the Trainer is created, it fixes which parameters there are, and which of them require gradients.
+# Which parameters exist, and which of them require gradients, is fixed when the Trainer is created.
 
 
 class RunParameters:
@@ -65,8 +65,8 @@ class RunParameters:
         ]
         raise ConfigError(
             f"parameters were frozen or unfrozen (requires_grad) after the Trainer was created: {some(changed)}",
-            "change requires_grad before creating the Trainer, or create a new one afterwards: a Trainer decides only "
-            "once which gradients the ranks reduce",
+            "change requires_grad before creating the Trainer, or create a new Trainer afterwards: a Trainer decides "
+            "only once which gradients the ranks reduce",
         )
 
     def check(self) -> None:
@@ -78,8 +78,8 @@ class RunParameters:
         ):
             if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
                 raise ConfigError(
-                    f"the parameters of {what} were replaced after the Trainer was created: {len(before)} then, "
-                    f"{len(now)} now",
+                    f"the parameters of {what} were replaced after the Trainer was created: there were {len(before)}, "
+                    f"and now there are {len(now)}",
                     "change the model first, then create a new optimizer and the Trainer",
                 )
 
@@ -165,7 +165,8 @@ class LossCalls:
             raise LossError(
                 f"the loss function returned a tensor that does not require grad at step {step} on rank "
                 f"{parts.world.rank}",
-                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax in between",
+                "compute the loss from the model's output, without .item(), .detach(), torch.no_grad() or argmax in "
+                "between",
                 step,
             )
         return value
@@ -191,9 +192,9 @@ class LossCalls:
         divided = passes > 1 or parts.strategy.data_ranks > 1
         if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
             logger.info(
-                "advice: samples have from {} to {} tokens, but the loss is a plain tensor, a mean over samples. If it "
-                "is a mean over tokens, return Loss(sum, number of tokens): the result is then the same for any number "
-                "of ranks and micro-batches",
+                "advice: samples have from {} to {} tokens, but the loss is a plain tensor, which is treated as a mean "
+                "over samples. If it is a mean over tokens, return Loss(sum, number of tokens): the result is then the "
+                "same for any number of ranks and micro-batches",
                 *counts,
             )
 
@@ -507,7 +508,7 @@ class StepPasses:
         self._interval.drop_step()
 
     def add_up_weights(self) -> None:
-        """Start the reduction of the ranks' weights, overlapped with the backward pass."""
+        """Start the all-reduce that sums the loss weights of all ranks, overlapped with the backward pass."""
         self._total = _over_all_ranks(self._own_weight, self._parts.world)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
@@ -583,7 +584,7 @@ class ClosureStep(OptimizerStep):
     optimizer.step(closure)
     scheduler.step()
 
-    Each call of the closure uses the same batches. Log rows have the losses of the first call.
+    Each call of the closure uses the same batches. Log rows contain the losses of the first call.
     """
 
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:

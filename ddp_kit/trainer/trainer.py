@@ -143,8 +143,8 @@ class Trainer:
 
             - a function `fn(output, batch)` that returns what a loss function may return and is averaged exactly over
               all ranks; `output` is what the model last returned inside `loss_fn`
-            - an object with the methods update, compute and reset, such as torchmetrics', which is updated with the
-              output and the second item of the batch
+            - an object with the methods update, compute and reset, such as a metric of torchmetrics, which is updated
+              with the output and the second item of the batch
             - a pair of such an object and a function `fn(output, batch)` that returns the arguments of update
         callbacks: `Callback`s, whose events are called in this order.
         parallelize: A function `parallelize(model, mesh)` that applies torch's own parallelism APIs to the model,
@@ -221,7 +221,7 @@ class Trainer:
         self._heartbeat.set_step(self.step)
 
     def _choose_placement(self, model: nn.Module, parallelize: Parallelize | None) -> tuple[TrainerConfig, Strategy]:
-        """The settings, with "auto" resolved, and the strategy; also sets the batch plan. A collective."""
+        """Return the settings, with "auto" resolved, and the strategy; also set the batch plan. A collective."""
         settings = self.config if self._plan_request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         settings = first_that_fits(settings, model, self.world)
@@ -313,7 +313,7 @@ class Trainer:
         world, config, strategy = self.world, self._parts.config, self._parts.strategy
         device_optimizer, kind = self._parts.device_optimizer, optimizer_kind(self.optimizer)
         return (
-            # First: if a callback refuses its state, nothing else is loaded.
+            # First, so that nothing else is loaded if a callback rejects its state.
             CallbacksPart(world, self._callbacks, pieces=strategy.divides_weights),
             ModelPart(strategy, world, trainable_only=config.checkpoint.trainable_only),
             OptimizerPart(strategy, self.optimizer, device_optimizer, kind),
@@ -341,8 +341,8 @@ class Trainer:
     def total_steps(self) -> int | None:
         """The number of optimizer steps in the whole run.
 
-        Without `max_steps`, it is None before `fit`, and for a stream always. If the length of an epoch could not be
-        known in advance (see docs/training.md), the number changes when that epoch begins.
+        Without `max_steps`, it is None before `fit`, and always None for a stream. If the length of an epoch could not
+        be known in advance (see docs/training.md), the number changes when that epoch begins.
         """
         return self._total_steps
 
@@ -372,7 +372,7 @@ class Trainer:
         self._parts.strategy.load_model_state(state)
 
     def _schedulers(self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval) -> dict[str, LRScheduler]:
-        """The schedulers by update name; the scheduler of an only optimizer has the name "". Includes the warm-up.
+        """The schedulers, including the warm-up, by update name; a single optimizer's scheduler has the name "".
 
         Scales the learning rates first, because schedulers start from them.
         """
@@ -395,7 +395,7 @@ class Trainer:
 
     @named_arguments
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
-        """Train until the configured end of the run; continues where an earlier call stopped.
+        """Train until the configured end of the run; continue where an earlier call stopped.
 
         A collective: all ranks call it.
 
@@ -404,7 +404,7 @@ class Trainer:
             eval_data: The data for evaluations, of one of the same types. None: no evaluations.
 
         Returns:
-            A `FitResult`; apart from times, the same on every rank.
+            A `FitResult`, which is the same on every rank, except for times.
 
         Raises:
             DataError: For unusable data, and if the ranks differ in data, settings, weights or optimizer.
@@ -617,7 +617,7 @@ class Trainer:
         """
         if self._updates:
             raise ConfigError(
-                "find_learning_rate supports only one optimizer", "call it on a Trainer with a single update"
+                "find_learning_rate supports only one optimizer", "call it on a Trainer without updates=[...]"
             )
         rates = rates_between(start, end, steps)
         self._print_plan_instead(train_data)
@@ -650,7 +650,7 @@ class Trainer:
         strategy = self._parts.strategy
         if strategy.shards:
             raise ConfigError(
-                f"trainer.plan needs the whole model, and parallel={self.config.parallel.strategy!r} has sharded it",
+                f"trainer.plan needs the whole model, but parallel={self.config.parallel.strategy!r} has sharded it",
                 "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
             )
         config, ranks, memory = self._parts.config, self.world.world_size, device_memory(self.world.device)
@@ -686,7 +686,7 @@ class Trainer:
             raise PlanPrinted(0)
 
     def _metrics_needed(self) -> list[tuple[str, str]]:
-        """(owner, metric) of each metric that a callback or `checkpoint.best_metric` reads from evaluations."""
+        """Pairs of (owner, metric) for each metric that a callback or `checkpoint.best_metric` needs."""
         needed = [(type(each).__name__, name) for each in self._callbacks for name in each.metrics_needed]
         best = self.config.checkpoint.best_metric
         return needed if best is None else [*needed, ("checkpoint.best_metric", best)]
@@ -698,18 +698,18 @@ class Trainer:
     def _warn_about_metrics(self) -> None:
         if (needed := self._metrics_needed()) and self.world.is_main:
             owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
-            log.logger.warning("fit has no eval_data: {} will only act when you call trainer.evaluate", owners)
+            log.logger.warning("fit has no eval_data, so {} will act only when you call trainer.evaluate", owners)
 
     @contextmanager
     def _noting_an_interrupt(self) -> Iterator[None]:
-        """A context that adds a note to a KeyboardInterrupt, with the step at which the run was interrupted."""
+        """A context that adds a note to a KeyboardInterrupt: the step at which the run was interrupted."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
             if self.config.checkpoint.dir is None:
-                hint = 'nothing is saved; with checkpoint={"dir": "run"} Ctrl-C saves, and the same command resumes'
+                hint = 'nothing was saved; with checkpoint={"dir": "run"}, Ctrl-C saves, and the same command resumes'
             else:
-                hint = "by a second Ctrl-C: this step is not saved"
+                hint = "this step was not saved, because Ctrl-C was pressed twice"
             interrupt.add_note(f"after step {self.step}; {hint}")
             raise
 
@@ -795,7 +795,7 @@ class Trainer:
         return share
 
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
-        """Note that a step is done; at the end of an epoch, step the schedulers that count epochs."""
+        """Record that a step is done; at the end of an epoch, step the schedulers that count epochs."""
         number, epoch = self.step + 1, self.epoch
         self._position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
         self._decay_watch.after_step(number, epoch)
@@ -813,7 +813,7 @@ class Trainer:
                 self._wait_for_all("stop()")
 
     def _count_flops(self) -> None:
-        """Count the FLOPs of the model, once, if they are asked for and a batch was seen."""
+        """Count the FLOPs of the model, once, if `config.mfu` is set and a batch was recorded."""
         if self._flops.ready:
             began = time.perf_counter()
             self._flops.count(self._parts, once_per_step=not isinstance(self._optimizer_step, JointStep | ClosureStep))
@@ -845,7 +845,7 @@ class Trainer:
             self._preemption.after_step(self._is_finished())
 
     def _feed(self, train_data: Data) -> Feed:
-        """The feed of training data. First determines the micro-batch: configured, the DataLoader's, or by a search."""
+        """Create the feed of training data. The micro-batch is configured, the DataLoader's, or found by a search."""
         config = self.config
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
@@ -883,7 +883,7 @@ class Trainer:
 
     @property
     def _epoch_to_train(self) -> int:
-        """The epoch of the next step; if the run is finished, the last epoch, because samplers may have no other."""
+        """The epoch of the next step; if the run is finished, the last epoch, because samplers may not have more."""
         last = self.config.last_epoch
         return self.epoch if last is None else min(self.epoch, last - 1)
 
@@ -902,7 +902,7 @@ class Trainer:
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
             raise failed.error_to_raise(self._parts) from None
-        log.logger.warning("out of memory at step {}: micro-batch {} is halved", self.step + 1, micro_batch)
+        log.logger.warning("out of memory at step {}: the micro-batch of {} is halved", self.step + 1, micro_batch)
         assert isinstance(self._optimizer_step, RecoverableStep), "only this class raises OutOfMemory"
         self._optimizer_step.release()
         self._parts.strategy.setup(self.model)
@@ -913,7 +913,7 @@ class Trainer:
         return feed, share
 
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
-        """Checks and setup before the first step of a call. `ticks`: whether the schedulers will be stepped."""
+        """Check and set up a call, before its first step. `ticks`: whether the schedulers will be stepped."""
         if self._position.steps_in_epoch:
             facts = feed.facts(self.epoch)
             self._position.check(feed.steps, facts)
@@ -934,7 +934,7 @@ class Trainer:
         self._log_schedule.begin(self.step + 1)
 
     def _is_finished(self) -> bool:
-        """Whether the run is over: by `stop`, by max_steps or by the last epoch."""
+        """Whether the run is over, because of `stop`, max_steps or the last epoch."""
         return self._state.stopping or self._is_complete()
 
     def _is_complete(self) -> bool:
@@ -954,7 +954,7 @@ class Trainer:
         if self._plan_request is not None:
             raise ConfigError(
                 f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
-                "skip that call: the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
+                "skip this call: the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
             )
         if self.world.world_size == 1:
             return

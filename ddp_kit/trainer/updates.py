@@ -27,7 +27,8 @@ from ddp_kit.trainer.step import ClosureStep, OptimizerStep, StepBatches, StepRe
 class JointOptimizer(Optimizer):
     """Presents the optimizers of several updates as one optimizer, with the groups and state of all of them.
 
-    `optimizers`: by update name. A `JointOptimizer` is never stepped; each update steps its own optimizer.
+    `optimizers`: the optimizers by update name. The JointOptimizer is never stepped: each update steps its own
+    optimizer.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
@@ -93,7 +94,7 @@ class JointOptimizer(Optimizer):
 
 
 def joint_scheduler(schedulers: Mapping[str, LRScheduler]) -> "JointScheduler | None":
-    """Combine schedulers into one; None if there are none. `schedulers`: by update name."""
+    """Combine schedulers, given by update name, into one. Returns None if there are none."""
     return JointScheduler(schedulers) if schedulers else None
 
 
@@ -153,7 +154,7 @@ class Update:
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
     """A scheduler, or a function that creates one; stepped each time this update runs and is not skipped."""
     scheduler_every: SchedulerInterval = "step"
-    """ "epoch": step the scheduler at the end of each epoch instead."""
+    """When the scheduler is stepped: "step", each time this update runs, or "epoch", at the end of each epoch."""
     every: int = 1
     """Run this update only in every `every`-th step."""
     max_grad_norm: float | None = None
@@ -176,7 +177,8 @@ def checked_updates(
     if any(each is not None for each in others):
         raise ConfigError(
             "the Trainer got updates and also an optimizer, loss function or scheduler",
-            "pass those of each update in Update(name, loss_fn, optimizer, scheduler=...)",
+            "pass the optimizer, loss function and scheduler of each update in Update(name, loss_fn, optimizer, "
+            "scheduler=...)",
         )
     _check_settings(config)
     if not isinstance(updates, Sequence) or not all(isinstance(each, Update) for each in updates):
@@ -204,10 +206,10 @@ def checked_updates(
                     raise ConfigError(
                         f"{name_of.get(id(parameter), 'a parameter')} is in the optimizers of both {first!r} and "
                         f"{update.name!r}",
-                        "give it to one of them; to train it on both losses, add them up in one update",
+                        "give it to only one optimizer; to train it on both losses, add the losses up in one update",
                     )
     if all(each.every > 1 for each in updates):
-        raise ConfigError("no update runs in every step", "leave out `every` for one of them")
+        raise ConfigError("no update runs in every step", "leave out `every` for one of the updates")
     return tuple(updates)
 
 
@@ -216,7 +218,7 @@ def _check_settings(config: TrainerConfig) -> None:
     problems = {
         "precision='fp16'": (
             config.precision == "fp16",
-            "use precision='bf16': one loss scale would serve all updates",
+            "use precision='bf16': with fp16, all updates would share one loss scale",
         ),
         "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
         "parallel.static_graph": (config.parallel.static_graph, "leave it out"),
@@ -276,7 +278,7 @@ class JointStep(OptimizerStep):
 
 
 class _UpdateRecord:
-    """Records the loss of one update under the update's name; the first update's loss is also that of the log row."""
+    """Records the loss of one update under its name. The first update's loss is also the loss of the log row."""
 
     def __init__(self, step: StepRecord, logged: LoggedValues, name: str, *, first: bool) -> None:
         self._step = step
@@ -325,14 +327,14 @@ def check_closure(parts: Parts) -> None:
         if asked:
             raise ConfigError(
                 f"{setting} is not supported with {optimizer}, which evaluates the loss several times per step",
-                "use the default of that setting, or another optimizer",
+                "use the default of this setting, or another optimizer",
             )
 
 
 def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
-    """Create the object that runs steps of several updates. A collective: each update gets a reduction of its own."""
+    """Create the object that runs steps of several updates. A collective: each update reduces its own gradients."""
     own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
     for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):

@@ -60,7 +60,7 @@ def build() -> GPT2LMHeadModel:
 
 
 def loss_fn(model: GPT2LMHeadModel, batch: Batch) -> Loss:
-    """The sum over the real tokens, and their number: exact over ranks, micro-batches and sequences."""
+    """The summed loss of the real tokens, with their number as the weight, so that all tokens count equally."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     targets = batch["labels"][:, 1:].flatten()
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")

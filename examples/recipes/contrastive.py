@@ -17,7 +17,7 @@ SEEN, SAID = 24, 16  # the sizes of an "image" and of its "text"
 
 
 class AllRows(torch.autograd.Function):
-    """The rows of all ranks in their order, as many of each. A row's gradient is the sum over all ranks' losses."""
+    """The rows of all ranks, equally many from each, in rank order. Gradients are summed over all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class AllRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         total = grad_outputs[0].contiguous()
-        dist.all_reduce(total)  # other ranks compared our rows with theirs
+        dist.all_reduce(total)  # other ranks compared this rank's rows with their own
         start = dist.get_rank() * ctx.size
         return total[start : start + ctx.size]
 

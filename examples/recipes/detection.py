@@ -62,7 +62,7 @@ def cells(boxes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Loss:
-    """The loss summed over all boxes, weighted by their number: exact for any division among images and ranks."""
+    """The summed loss of all boxes, with their number as the weight, so that all boxes count equally."""
     images, boxes = batch
     output = model(images)
     image, row, column = cells(boxes)

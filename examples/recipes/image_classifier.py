@@ -35,7 +35,7 @@ class Shapes(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         image, target = self.images[index], self.targets[index]
-        if self.mixes:  # mixup (Zhang et al. 2018), within a sample: the same at any number of ranks
+        if self.mixes:  # mixup (Zhang et al. 2018) within a sample, so it does not depend on the number of ranks
             other, share = int(torch.randint(len(self), ())), Beta(0.3, 0.3).sample()
             image = share * image + (1 - share) * self.images[other]
             target = share * target + (1 - share) * self.targets[other]
@@ -85,7 +85,7 @@ def main() -> None:
         loss_fn,
         config,
         metrics={"accuracy": accuracy},
-        callbacks=[EMA(0.95)],  # evaluations use the average
+        callbacks=[EMA(0.95)],  # evaluations use the averaged weights
     )
     result = trainer.fit(Shapes(1000, mixes=True), Shapes(300, seed=1))
     if trainer.world.is_main:

@@ -18,7 +18,10 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def push(state: tuple[float, ...], right: bool) -> tuple[float, ...]:
-    """The state of a cart with a pole 0.02 s later (Barto, Sutton and Anderson 1983): x, speed, angle, its speed."""
+    """The state of a cart with a pole after 0.02 s: position, speed, angle, angular speed.
+
+    Source: Barto, Sutton and Anderson 1983.
+    """
     x, speed, angle, spin = state
     force = 10.0 if right else -10.0
     thrust = (force + 0.05 * spin**2 * math.sin(angle)) / 1.1
@@ -28,9 +31,9 @@ def push(state: tuple[float, ...], right: bool) -> tuple[float, ...]:
 
 
 class Episodes(Dataset[Batch]):
-    """Sample i is an episode that is played when it is read, with the current policy.
+    """Episodes. Each is played when it is read, with the current policy.
 
-    Its random numbers depend only on i, so it is the same on any rank, and after a resume.
+    The random numbers of an episode depend only on its index, so it is the same on any rank, and after a resume.
     """
 
     def __init__(self, policy: nn.Module, episodes: int) -> None:
@@ -91,7 +94,7 @@ def main() -> None:
             if trainer.world.is_main:
                 print(f"step {step.number}: the pole stays up for {steps:.1f} steps of {HORIZON}")
             if steps > 0.95 * HORIZON:
-                break  # the same number on all ranks
+                break  # `steps` is the same on all ranks, so all of them stop
     if trainer.world.is_main:
         print(f"the pole stayed up for {steps:.8f} steps")
 

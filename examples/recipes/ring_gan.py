@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Ring(Dataset[Batch]):
-    """Points close to the unit circle, each with noise for the generator, which is new in each epoch."""
+    """Points close to the unit circle, each with noise for the generator; the noise is new in each epoch."""
 
     def __init__(self, samples: int) -> None:
         draw = torch.Generator().manual_seed(0)

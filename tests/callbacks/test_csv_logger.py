@@ -91,7 +91,7 @@ def test_a_file_that_somebody_takes_away_is_begun_anew(build: Build, train_data:
 def test_a_file_that_is_no_log_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     path.write_text("name,price\napple,1\n")
-    with pytest.raises(ConfigError, match="not a log of CSVLogger: its first columns are name, price"):
+    with pytest.raises(ConfigError, match="was not written by CSVLogger: its first columns are name, price"):
         CSVLogger(path)
     assert path.read_text() == "name,price\napple,1\n"
 

@@ -54,5 +54,5 @@ def test_a_run_that_goes_on_adds_its_rows(build: Build, train_data: Any, tmp_pat
 def test_a_file_that_is_no_log_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("remember the milk\n")
-    with pytest.raises(ConfigError, match="not a log of JSONLinesLogger"):
+    with pytest.raises(ConfigError, match="was not written by JSONLinesLogger"):
         JSONLinesLogger(path)

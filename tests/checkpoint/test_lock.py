@@ -89,7 +89,7 @@ def test_two_trainers_of_a_process_cannot_train_in_one_folder_at_once(tmp_path: 
     loop = first.steps(data())
     next(loop)
     for use in (lambda: trainer(tmp_path), lambda: second.fit(data()), second.save):
-        with pytest.raises(CheckpointError, match="another Trainer of this process"):
+        with pytest.raises(CheckpointError, match="another Trainer in this process"):
             use()
     assert len([*loop]) == 3
     assert [found.step for found in checkpoints(tmp_path)] == [4, 3]

@@ -45,10 +45,10 @@ def divided(**options: object) -> DistributedSampler[int]:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (WithoutLength(), "without __getitem__ or without __len__"),
+        (WithoutLength(), "which has no __getitem__ or no __len__"),
         ((n for n in range(3)), "is a generator, which can be read only once"),
         (TensorDataset(torch.empty(0)), "is empty"),
-        (42, "is an int, without __getitem__"),
+        (42, "is an int, which has no __getitem__"),
         (DataLoader(DATA, batch_size=None), "batch_size=None over TensorDataset"),
         (
             DataLoader(DATA, sampler=OwnDistributedSampler(DATA, 2, 0)),

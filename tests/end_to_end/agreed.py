@@ -446,11 +446,15 @@ def unfrozen_in_mid_run() -> list[float]:
 REFUSED = {
     other_learning_rates: "after step 4 the ranks do not agree on the learning rates: rank",
     other_schedulers: "do not agree on the scheduler and its state",
-    other_optimizer_states: "do not agree on the state of the optimizer, first in that of 2.weight",
-    other_weights_in_mid_run: "after step 4 the ranks do not agree on the weights of the model, first in 2.bias",
-    other_optimizer_states_in_mid_run: "after step 4 the ranks do not agree on the state of the optimizer, first in",
+    other_optimizer_states: "do not agree on the state of the optimizer (first difference: 2.weight)",
+    other_weights_in_mid_run: (
+        "after step 4 the ranks do not agree on the weights of the model (first difference: 2.bias)"
+    ),
+    other_optimizer_states_in_mid_run: (
+        "after step 4 the ranks do not agree on the state of the optimizer (first difference: "
+    ),
     other_weights_that_are_not_compared: "",
-    other_weights_after_some_steps: "do not agree on the weights of the model, first in 0.bias",
+    other_weights_after_some_steps: "do not agree on the weights of the model (first difference: 0.bias)",
     frozen_elsewhere: "do not agree on the parameters of the model",
     another_buffer: "do not agree on the buffers of the model",
     another_sparse_buffer: "do not agree on the sparse buffers of the model",

@@ -43,4 +43,4 @@ def test_a_killed_run_resumes_bitwise_from_what_is_trained(
     assert "nothing left to train" in moved.stderr
     refused = ddpkit(*words, parallel, 1)
     assert refused.returncode == 1
-    assert "frozen weights that its run started with: 0.base.weight" in refused.stderr
+    assert "frozen weights are not the same as in the run that saved it: 0.base.weight" in refused.stderr

@@ -157,7 +157,11 @@ class Job:
             1,
             "torch.compile recompiled in the intervals that ended at steps 4, 6 and 8 (4 graphs so far)",
         ),
-        ("synchronisation", 1, "host-device synchronisation, or steps too small: the GPU ran out of work in 100%"),
+        (
+            "synchronisation",
+            1,
+            "host-device synchronisation, or steps that are too small: the GPU ran out of work in 100%",
+        ),
     ],
 )
 def test_the_cause_of_a_slow_run_is_named(

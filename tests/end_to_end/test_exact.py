@@ -278,5 +278,5 @@ for step in trainer.steps(data):
 def test_an_epoch_that_has_other_lengths_on_the_ranks_is_an_error(start: Start, script: Callable[[str], Path]) -> None:
     run = start("ddpkit", 2, script(GROWS_ON_ONE_RANK))
     assert run.returncode == 1
-    assert "the ranks do not agree on the number of samples: 8, 12 on ranks 0 to 1" in run.stderr
+    assert "the ranks do not agree on the number of samples: 8, 12 on ranks 0, 1" in run.stderr
     assert "after step 2" in run.stderr

@@ -363,7 +363,7 @@ def test_a_rank_that_leaves_early_is_named(script: Script) -> None:
         "--nproc-per-node", 3, script(f"import os\n{MEETS}\nif rank == 1: os._exit(0)\ndist.all_reduce(total)")
     )
     assert run.returncode == 1
-    assert "ddpkit: rank 1 ended early, with exit code 0, while others still needed it; then rank" in run.stderr
+    assert "ddpkit: rank 1 ended early, with exit code 0, while other ranks still needed it; then rank" in run.stderr
 
 
 def test_the_verdict_is_kept_for_programs(script: Script, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_the_verdict_is_kept_for_programs(script: Script, tmp_path: Path) -> Non
     assert (run.returncode, found["exit_code"], found["first_failure"]["rank"]) == (7, 7, 1)
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
-    assert f"logs and verdict in {file.parent}" in run.stderr
+    assert f"the logs and the verdict are in {file.parent}" in run.stderr
 
 
 @pytest.fixture
@@ -413,7 +413,7 @@ signal.pause()
     run = launching.run(*command)
     assert run.returncode == 137, run.stderr
     assert "rank 1 failed first: out of memory, killed by SIGKILL" in run.stderr
-    assert "not restarted again: the same failure 6 times in a row" in run.stderr
+    assert "not restarted again: the same failure occurred 6 times in a row" in run.stderr
     assert "hint: this machine, container or job is out of memory" in run.stderr
 
 
@@ -484,7 +484,7 @@ def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Scri
         assert launcher.stderr is not None
         assert unlabelled(launcher.stdout.readline()) == "warned 1\n"
         said = iter(launcher.stderr.readline, "")
-        assert any("SIGUSR1 was not forwarded to local rank 0, which has no handler for it" in line for line in said)
+        assert any("SIGUSR1 was not forwarded to workers that have no handler: local rank 0" in line for line in said)
         launcher.send_signal(signal.SIGTERM)
         told, _ = launcher.communicate()
         assert sorted(unlabelled(told).splitlines()) == ["told 0 SIGTERM", "told 1 SIGTERM"]
@@ -553,7 +553,7 @@ def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) 
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate()
         assert launcher.returncode == 75
-        assert "saved; start the job again to continue (exit code 75)" in said
+        assert "the job saved a checkpoint; start it again to continue (exit code 75)" in said
 
 
 def test_a_rank_that_has_saved_waits_for_the_others_and_no_restart_follows(script: Script) -> None:

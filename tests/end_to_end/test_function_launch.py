@@ -83,7 +83,7 @@ def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any], sc
     [
         (lambda: launch(3), "launch needs a function, not an int"),  # type: ignore[arg-type]
         (lambda: launch(print, gpus=1, processes=1), "both gpus=1 and processes=1"),
-        (lambda: launch(print, processes=0), "processes=0 is not a number"),
+        (lambda: launch(print, processes=0), "processes=0 is not a positive whole number"),
         (lambda: launch(print, Lock()), "argument 1 is a lock"),
     ],
 )
@@ -94,12 +94,12 @@ def test_what_cannot_be_launched_is_said(call: Callable[[], object], said: str) 
 
 def test_within_a_rank_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="a rank already"):
+    with pytest.raises(UsageError, match="already a rank"):
         launch(print)
 
 
 def test_an_end_without_a_result_or_an_exception_is_said(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="rank 0 ended before the function returned"):
+    with pytest.raises(LaunchError, match="rank 0 exited before the function returned"):
         function_launch._outcome(tmp_path, 0)
     (tmp_path / function_launch.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
     with pytest.raises(LaunchError, match="exit code 137"):

@@ -71,5 +71,5 @@ def test_what_does_not_even_fit_with_one_sample_says_so(start: Start) -> None:
     run = start("ddpkit", 2, SCRIPT, json.dumps([case]))
     assert run.returncode == 1
     assert "CUDA out of memory (a pretence)" in run.stderr
-    assert "micro-batch 2 is halved" in run.stderr
+    assert "the micro-batch of 2 is halved" in run.stderr
     assert "hint: there is no smaller micro-batch" in run.stderr  # although it is not rank 0 that says so

@@ -260,7 +260,7 @@ def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start, tmp_
     script.write_text(REFUSED)
     done = start("ddpkit", 2, script)
     assert done.returncode == 1
-    assert "rank 1 of the pipeline has used 0.0.weight" in done.stderr
+    assert "rank 1 of the pipeline used 0.0.weight" in done.stderr
     assert "Traceback" not in done.stderr
 
 

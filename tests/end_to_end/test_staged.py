@@ -31,6 +31,6 @@ def test_schedules_draw_alike_resume_bitwise_and_keep_buffers_and_averages(start
 def test_a_buffer_that_passes_begin_to_change_later_is_an_error(start: Start, tmp_path: Path) -> None:
     done = start("ddpkit", 2, SCRIPT, str(tmp_path), "late")
     assert done.returncode == 1
-    assert "a pass changed late, which the first pass of the run left as it was" in done.stderr
+    assert "a pass changed late, which the first pass of the run did not change" in done.stderr
     assert "after step 1)" in done.stderr
     assert "Traceback" not in done.stderr

@@ -82,7 +82,7 @@ def other_rows_are_refused(_: Path) -> None:
     for data in (Rows(RANK), TensorDataset(torch.rand(60, 1) + RANK), [*range(RANK, RANK + 60)]):
         refused(lambda data=data: trainer_for().fit(data), DataError, "do not agree on sample 0 of train_data")
     nested = Subset(Subset(Rows(0), [*range(RANK, 50)] + [0] * RANK), range(50))
-    refused(lambda: trainer_for().fit(nested), DataError, "the samples that train_data is a subset of")
+    refused(lambda: trainer_for().fit(nested), DataError, "the indices of the Subset train_data")
     trainer = trainer_for()
     refused(lambda: trainer.fit(Rows(0), Rows(RANK)), DataError, "sample 0 of eval_data")
     refused(lambda: trainer.evaluate(Rows(RANK)), DataError, "sample 0 of eval_data")
@@ -136,7 +136,7 @@ def records_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
         x: Tensor
 
     local = (lambda: trainer_for().predict(torch.zeros(1, 1), lambda _, batch: Local(batch)), LossError)
-    refused(*local, "a rank without samples cannot build the type of the prediction")
+    refused(*local, "a rank without samples cannot create the containers of the prediction")
 
 
 def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
@@ -148,7 +148,7 @@ def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
     refused(
         lambda: trainer_for().predict(x, lambda _, batch: {"b" if RANK else "a": batch}),
         LossError,
-        "different entries: ['a'], ['b'] only in some",
+        "different entries: only some of them contain ['a'], ['b']",
     )
 
 

@@ -47,9 +47,9 @@ def test_memory_load_node_and_who_computes_are_shown(ddpkit: Command, machine_of
         "GPU  name      memory used     load  NUMA  state",
         "0    Fake GPU  41.0 of 80 GiB  98 %  1     busy: 2 processes",
         f"      40.0 GiB, pid {other.pid} of {name}: cat -  [2J",
-        f"      1.0 GiB, pid {NOT_A_PROCESS}, not visible here",
+        f"      1.0 GiB, pid {NOT_A_PROCESS} (user and command unknown)",
         "1    Fake GPU  0.0 of 80 GiB   0 %   0     free",
-        "2    Fake GPU  9.0 of 80 GiB   ?     ?     busy: a process that is not visible here uses its memory",
+        "2    Fake GPU  9.0 of 80 GiB   ?     ?     busy: memory is in use, perhaps by a process in another container",
     ]
 
 
@@ -98,7 +98,7 @@ def test_positions_in_the_user_s_mask_are_shown(ddpkit: Command, machine_of: Mac
     environment = machine_of(gpu("a") + gpu("b") + gpu("c")) | {"CUDA_VISIBLE_DEVICES": "2,GPU-a"}
     lines = shown(ddpkit, environment)
     assert [line.split()[:2] for line in lines[:4]] == [["GPU", "--gpus"], ["0", "1"], ["1", "-"], ["2", "0"]]
-    assert lines[5] == "CUDA_VISIBLE_DEVICES=2,GPU-a: --gpus can use 2 of 3"
+    assert lines[5] == "CUDA_VISIBLE_DEVICES=2,GPU-a: --gpus can use 2 of 3 GPUs"
 
 
 def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:

@@ -150,14 +150,14 @@ def test_memory_without_a_limit_is_the_machine_s(healthy: Machine) -> None:
 @pytest.mark.parametrize(
     ("own", "files", "status", "found"),
     [
-        ("0::/job\n", {"job/cpu.max": "200000 100000"}, Status.OK, "a quota of 2 of the machine's 16"),
-        ("0::/job\n", {"job/cpu.max": "50000 100000"}, Status.WARN, "a quota of 0.5"),
+        ("0::/job\n", {"job/cpu.max": "200000 100000"}, Status.OK, "limited by a quota to 2 of the machine's 16"),
+        ("0::/job\n", {"job/cpu.max": "50000 100000"}, Status.WARN, "limited by a quota to 0.5"),
         ("0::/job\n", {"job/cpu.max": "max 100000"}, Status.OK, "CPU cores: 16"),
         (
             "3:cpu,cpuacct:/job\n",
             {"cpu/job/cpu.cfs_quota_us": "150000", "cpu/job/cpu.cfs_period_us": "100000"},
             Status.OK,
-            "a quota of 1.5",
+            "limited by a quota to 1.5",
         ),
         ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, Status.OK, "CPU cores: 16"),
     ],
@@ -180,7 +180,12 @@ def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
     ("soft", "hard", "status", "fix"),
     [
         (-1, -1, Status.OK, "no limit"),
-        (1024, 1048576, Status.WARN, "open files: 1,024; DataLoader workers may need more -> ulimit -n 65536"),
+        (
+            1024,
+            1048576,
+            Status.WARN,
+            "open files: the limit is 1,024; DataLoader workers may need more -> ulimit -n 65536",
+        ),
         (1024, 8192, Status.WARN, "ulimit -n 8192"),
         (1024, 1024, Status.WARN, "--ulimit nofile=65536"),
     ],
@@ -252,13 +257,13 @@ def test_who_holds_a_port_is_named(healthy: Machine) -> None:
 @pytest.mark.parametrize(
     ("files", "error", "found", "fix"),
     [
-        (["dev/nvidia0"], "Driver Not Loaded", "there is {}/dev/nvidia0", "sudo modprobe nvidia"),
+        (["dev/nvidia0"], "Driver Not Loaded", "{}/dev/nvidia0 exists", "sudo modprobe nvidia"),
         (["dev/nvidia0"], "RM has detected an NVML/RM version mismatch.", "version mismatch", "sudo reboot"),
         (["dev/nvidia0"], "GPU is lost", "GPU is lost", "sudo reboot"),
         (["dev/nvidia3", "proc/driver/nvidia/version"], "NVML Shared Library Not Found", "/dev/nvidia3", "--gpus all"),
         (["sys/bus/pci/devices/0000:01:00.0"], "Driver Not Loaded", "0000:01:00.0 on the PCI bus", "sudo modprobe"),
         ([], "GPU is lost", "NVML is installed, but NVIDIA's driver does not work: GPU is lost", "sudo reboot"),
-        (["dev/nvidia0"], "", "it reports no GPU", "sudo modprobe nvidia"),
+        (["dev/nvidia0"], "", "the driver reports no GPU", "sudo modprobe nvidia"),
     ],
 )
 def test_a_gpu_without_a_working_driver_is_broken(
@@ -282,12 +287,12 @@ def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machi
 @pytest.mark.parametrize(
     ("words", "status", "found"),
     [
-        ("1", Status.OK, "CUDA_VISIBLE_DEVICES=1: 1 of 2 visible"),
-        ("1, GPU-0", Status.OK, "2 of 2 visible"),
+        ("1", Status.OK, "CUDA_VISIBLE_DEVICES=1: 1 of 2 GPUs visible"),
+        ("1, GPU-0", Status.OK, "2 of 2 GPUs visible"),
         ("", Status.WARN, "hides all GPUs"),
         ("-1", Status.WARN, "hides all GPUs"),
-        ("0,7,1", Status.FAIL, "there is no GPU '7', and CUDA stops reading there: 1 visible"),
-        ("0,0", Status.FAIL, "lists a GPU twice: CUDA then shows none"),
+        ("0,7,1", Status.FAIL, "no GPU '7', so CUDA ignores it and the rest of the list; visible GPUs: 1"),
+        ("0,0", Status.FAIL, "lists a GPU twice, so CUDA shows no GPU"),
         ("GPU-0,0", Status.FAIL, "lists a GPU twice"),
         ("GPU-77", Status.FAIL, "no GPU 'GPU-77'"),
         ("MIG-1234", Status.OK, "1 MIG device visible"),
@@ -452,7 +457,7 @@ def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
     if right:
         assert probe.product() == {}
     else:
-        with pytest.raises(ArithmeticError, match="is off by"):
+        with pytest.raises(ArithmeticError, match="differs from the CPU's by"):
             probe.product()
 
 
@@ -546,11 +551,11 @@ def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
     assert run.returncode == 1
     lines = run.stdout.splitlines()
     for line in (
-        "ok    2 GPUs: Fake GPU; driver 570.1, up to CUDA 12.8",
-        "ok    CUDA_VISIBLE_DEVICES=0,1: 2 of 2 visible",
+        "ok    2 GPUs: Fake GPU; driver 570.1 supports up to CUDA 12.8",
+        "ok    CUDA_VISIBLE_DEVICES=0,1: 2 of 2 GPUs visible",
         "fail  GPU 0: 3 uncorrected memory errors; GPU 1: 3 uncorrected memory errors",
         "fail  torch was built for CUDA 13.0, and the driver supports up to 12.8",
-        "fail  torch was built without NCCL: GPUs cannot train together",
+        "fail  torch was built without NCCL, which training on several GPUs needs",
     ):
         assert line in lines
     assert any(line.startswith("fail  a matrix product fails: GPU 0: AttributeError: ") for line in lines)
@@ -573,7 +578,7 @@ def test_without_a_loopback_interface_it_says_so(tmp_path: Path) -> None:
     environment = broken_torch(tmp_path, "raise ImportError('no')")
     done = run(*in_a_network_of_its_own, sys.executable, "-m", "ddp_kit", "doctor", env=environment)
     assert done.returncode == 1
-    assert "fail  127.0.0.1 does not work" in done.stdout
+    assert "fail  loopback: connecting to 127.0.0.1 failed" in done.stdout
     assert "-> sudo ip link set lo up" in done.stdout
 
 
@@ -638,4 +643,4 @@ def test_the_limits_of_this_process_are_read(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ddp_kit", "doctor"]
     with started(*command, env=environment, preexec_fn=with_few_files) as asked:
         output, _ = asked.communicate(timeout=seconds(240))
-    assert "warn  open files: 512; DataLoader workers may need more" in output
+    assert "warn  open files: the limit is 512; DataLoader workers may need more" in output

@@ -190,10 +190,10 @@ def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
     nodes = "--nnodes 2 --nproc-per-node 3 --master-addr n0"
     command = "`ddpkit plan --gpus 6 --memory {} train.py --lr 0.1 --key '****'`"
     text = described(f"{nodes} train.py --lr 0.1 --key sk_abcdefgh")
-    assert f"memory      to estimate it: {command.format('80GiB')} (80 GiB is an example: no GPU here)\n" in text
+    assert f"memory      run {command.format('80GiB')} to estimate it (80 GiB is an example)\n" in text
     here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size << 20, memory_used=0) for n, size in enumerate((90, 80)))
     text = described("--gpus 2 train.py", machine=here)
-    assert "memory      to estimate it: `ddpkit plan --gpus 2 --memory 80MiB train.py`\n" in text
+    assert "memory      run `ddpkit plan --gpus 2 --memory 80MiB train.py` to estimate it\n" in text
     for other in ("--module train", "--no-python train.sh"):
         assert "ddpkit plan" not in described(other)
 
@@ -219,7 +219,7 @@ def test_what_is_only_known_when_nodes_meet_is_not_made_up() -> None:
     ("words", "said"),
     [
         ("--log-dir logs", "logs        in a new folder in logs"),
-        ("-r 3", "logs        in a new folder for temporary files, chosen at the start"),
+        ("-r 3", "logs        in a new folder in the directory for temporary files, chosen when the job starts"),
         ("--shutdown-timeout 5", "grace       5 s"),
         ("--max-restarts 3", "restarts    at most 3"),
         ("--nnodes 2 --master-addr n0", "n0:29500 (--master-addr and --master-port)"),

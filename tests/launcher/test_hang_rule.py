@@ -191,7 +191,7 @@ def test_a_stack_is_told_in_the_user_s_own_lines() -> None:
     assert stack.doing(Phase.DATA) == "in data (train.py:31 in __getitem__)"
     assert stack.as_trace().splitlines() == [
         '  File "/home/ann/train.py", line 80, in <module>',
-        "  ... 5 frames of libraries",
+        "  ... 5 library frames",
         '  File "/home/ann/train.py", line 31, in __getitem__',
         '  File "/lib/site-packages/regex/regex.py", line 7, in match',
     ]
@@ -202,10 +202,10 @@ def test_a_stack_is_told_in_the_user_s_own_lines() -> None:
     [
         ([Frame("barrier", "/lib/torch/distributed/distributed_c10d.py", 1)], "barrier"),
         ([Frame("c10d::Work::wait", "libtorch", 0, True), Frame("_engine_run_backward", "graph.py", 1)],
-         "the gradients' all-reduce"),
+         "the gradient all-reduce"),
         ([Frame("c10d::Work::wait", "libtorch", 0, True), Frame("step", "/home/ann/train.py", 1)], "a collective"),
-        ([Frame("c10d::TCPStore::wait", "libtorch", 0, True)], "a store, for a value of another rank"),
-        ([Frame("cudaStreamSynchronize", "libcudart.so", 0, True)], "a wait for the device"),
+        ([Frame("c10d::TCPStore::wait", "libtorch", 0, True)], "a store operation that waits for another rank"),
+        ([Frame("cudaStreamSynchronize", "libcudart.so", 0, True)], "a CUDA call that waits for the device"),
         ([Frame("work", "/home/ann/train.py", 1), Frame("all_reduce", "torch/distributed/distributed_c10d.py", 1)], ""),
     ],
 )  # fmt: skip

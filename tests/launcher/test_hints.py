@@ -230,7 +230,7 @@ ABORT = -signal.SIGABRT
         ("torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//cpu//0/1", 1, LATE),
         ("torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients", 1, LATE),
         ("torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while trying to connect to "
-         "(127.0.0.1, 46713).", 1, "no process listens"),
+         "(127.0.0.1, 46713).", 1, "no process is listening"),
         ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1025, unhandled system error (run "
          "with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket) failed\n"
          "Last error:\nError while creating shared memory segment /dev/shm/nccl-pZafXL (size 7340384)", 1, SHARED),

@@ -255,7 +255,7 @@ def test_nodes_that_do_not_fit_together_are_told_so(second: Node, problem: str) 
 def test_an_error_at_the_imports_is_not_tried_again() -> None:
     machine, _ = job(Limits(max_restarts=3), node(0))
     outcome = the_end(machine.reported(report(0, State.FAILED, failure(at_start=True)), 1.0))
-    assert outcome.note == "not restarted: the imports of the script failed"
+    assert outcome.note == "not restarted: an import in the script failed"
 
 
 def test_a_round_that_fails_without_a_failure_ends_the_job() -> None:

@@ -149,8 +149,8 @@ def test_whatever_stands_behind_rdzv_conf_or_rdzv_endpoint_there_is_no_traceback
         ("--rdzv-backend=static --rdzv-endpoint=somewhere", "--rdzv-endpoint somewhere has no port"),
         ("--rdzv-endpoint=::1", "--rdzv-endpoint ::1 has no port"),
         ("--rdzv-endpoint=[::1]", "--rdzv-endpoint [::1] has no port"),
-        ("--monitor-interval=0", "--monitor-interval 0.0"),
-        ("--monitor-interval=nan", "--monitor-interval nan"),
+        ("--monitor-interval=0", "--monitor-interval must be greater than 0 seconds, not 0.0"),
+        ("--monitor-interval=nan", "--monitor-interval must be greater than 0 seconds, not nan"),
         (f"--nproc-per-node={9 * 10**19}", f"--nproc-per-node {9 * 10**19}"),
     ],
 )

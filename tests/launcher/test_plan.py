@@ -151,15 +151,20 @@ def test_free_gpus_are_those_without_processes_and_without_much_memory_in_use() 
     hidden = replace(gpus[2], memory_used=9 * GIB)  # by processes of another container
     gpus = (*gpus[:2], hidden, gpus[3])
     assert gpus_of("--gpus free:2 train.py", gpus) == ("0,3", "2")
-    with pytest.raises(UsageError, match="--gpus free:3 is not available: 2 of 4 are free:") as caught:
+    with pytest.raises(
+        UsageError, match="--gpus free:3 is not available: found 2 free among 4 visible GPUs:"
+    ) as caught:
         planned("--gpus free:3 train.py", gpus)
     assert "1: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in caught.value.message
-    assert "2: Fake GPU, 9.0 of 80 GiB used, busy: a process that is not visible here" in caught.value.message
+    assert (
+        "2: Fake GPU, 9.0 of 80 GiB used, busy: memory is in use, perhaps by a process in another container"
+        in caught.value.message
+    )
     assert "--gpus free:2 train.py" in caught.value.hint
 
 
 def test_without_a_free_gpu_the_hint_is_to_share() -> None:
-    with pytest.raises(UsageError, match="0 of 2 are free") as caught:
+    with pytest.raises(UsageError, match="found 0 free among 2 visible GPUs") as caught:
         planned("--gpus free:1 train.py", machine(1, 1))
     assert "--gpus 1 train.py" in caught.value.hint
 
@@ -173,12 +178,16 @@ def test_gpus_that_another_launch_holds_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        ("--gpus 3", "--gpus 3 is not available: other launches hold 1 of 3:", "--gpus 2 train.py"),
-        ("--gpus free:3", "--gpus free:3 is not available: 1 of 3 are free:", "--gpus free:1 train.py"),
+        ("--gpus 3", "--gpus 3 is not available: other launches hold 1 of the 3 visible GPUs:", "--gpus 2 train.py"),
+        (
+            "--gpus free:3",
+            "--gpus free:3 is not available: found 1 free among 3 visible GPUs:",
+            "--gpus free:1 train.py",
+        ),
         ("--gpus all", "--gpus all is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
         ("--gpus 1,0", "--gpus 1,0 is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
         ("--gpus GPU-00", "--gpus GPU-00 is not available: GPU 0 is held by", "--gpus 1 train.py"),
-        ("", "one process per visible GPU is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+        ("", "the default (all visible GPUs) is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
     ],
 )
 def test_who_holds_a_gpu_is_told_with_what_is_free_and_what_to_type(words: str, said: str, hint: str) -> None:
@@ -213,9 +222,9 @@ def test_uuids_may_be_shortened_and_stand_among_positions() -> None:
     ("words", "said"),
     [
         ("1,GPU-11", "names GPU 1 more than once"),
-        ("GPU-1", "GPU-1 is the start of the UUIDs of GPUs 1, 10"),
-        ("GPU-7,GPU-x", "is not available: found 11, none of them GPU-x:"),
-        ("MIG-1", "is not available: found 11, none of them MIG-1:"),
+        ("GPU-1", "the UUIDs of GPUs 1, 10 all start with GPU-1"),
+        ("GPU-7,GPU-x", "is not available: found 11, none of which matches GPU-x:"),
+        ("MIG-1", "is not available: found 11, none of which matches MIG-1:"),
         ("free:0", "requests no GPU"),
         ("free:x", "is not a number of GPUs"),
         ("free:12", "is not available: found 11:"),
@@ -324,18 +333,18 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
 @pytest.mark.parametrize(
     ("words", "gpus", "said", "hint"),
     [
-        ("--gpus-per-process 2", 3, "does not divide the 3 GPUs", "--gpus 2 --gpus-per-process 2 train.py"),
-        ("--gpus-per-process 4", 3, "does not divide the 3 GPUs", "type --gpus-per-process 3"),
+        ("--gpus-per-process 2", 3, "does not evenly divide the 3 GPUs", "--gpus 2 --gpus-per-process 2 train.py"),
+        ("--gpus-per-process 4", 3, "does not evenly divide the 3 GPUs", "type --gpus-per-process 3"),
         ("--gpus-per-process 2", 0, "this machine has no NVIDIA GPU", "`ddpkit launch train.py`"),
         ("--gpus 6 --gpus-per-process 2", 4, "--gpus 6 is not available", "--gpus 4 --gpus-per-process 2 train.py"),
         ("--gpus-per-process 2 --nproc-per-node 3", 4, "found 4:", "--gpus 4 --gpus-per-process 2 train.py"),
         (
             "--gpus-per-process 2 --virtual-local-rank",
             4,
-            "with --virtual-local-rank, a process sees a single GPU",
+            "contradicts --virtual-local-rank, with which each process sees a single GPU",
             "remove",
         ),
-        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not say how many GPUs", "type --gpus"),
+        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not specify how many GPUs", "set --gpus to the total"),
         ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "remove"),
     ],
 )

@@ -52,8 +52,8 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path, monkeypatch: pyt
     said: list[str] = []
     assert report(["run"], said.append) == 0
     assert said[0] == "run: no end recorded, 0 of 1,000 steps in 0 s"
-    assert "it is running, was killed, or had no launcher" in said[1]
-    assert "No log point was recorded yet." in (tmp_path / "report.html").read_text()
+    assert "it is still running, was killed, or was started without the launcher" in said[1]
+    assert "No log point has been recorded yet." in (tmp_path / "report.html").read_text()
 
 
 def test_a_record_is_found_from_each_folder_that_a_user_would_name(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def damaged(write: Callable[[Path], object]) -> Callable[[Path], Path]:
         (damaged(lambda it: (it / "attempts.jsonl").write_text('{"event": "boot"}\n')), "is not the record of a run"),
         (
             damaged(lambda it: (it / "attempts.jsonl").write_text(json.dumps(begin(format=2)) + "\n")),
-            "has format 2; this ddpkit reads formats up to 1",
+            "has format 2, but this version of ddpkit reads formats up to 1",
         ),
     ],
     ids=["no-folder", "no-record", "empty", "binary", "another-program", "newer"],

@@ -83,7 +83,7 @@ def test_of_fifty_launches_four_get_the_four_gpus_and_the_others_are_told_who(
     told = [what for pid, what in results.items() if pid not in have]
     assert len(told) == 46
     for line in told:
-        assert "--gpus 1 is not available: other launches hold 4 of 4" in line
+        assert "--gpus 1 is not available: other launches hold 4 of the 4 visible GPUs" in line
         assert all(f"held by pid {pid} of " in line for pid in have)
 
 

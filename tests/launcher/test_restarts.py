@@ -120,7 +120,7 @@ def test_what_may_be_chance_is_tried_again(chance: dict[str, object]) -> None:
 def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() -> None:
     restarts = Restarts(100)
     follows = [restarts.round_failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
-    assert words(follows[-1]) == "not restarted again: the same failure 6 times in a row without progress"
+    assert words(follows[-1]) == "not restarted again: the same failure occurred 6 times in a row without progress"
     assert restarts.count == IDENTICAL_FAILURES
 
 

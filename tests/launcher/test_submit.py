@@ -70,7 +70,7 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (["--on", "slurm", "--nodes", "0", "train.py"], "not a number of at least 1"),
         (["--on", "slurm", "--nodes", "2", "tran.py"], "did you mean train.py?"),
         (["--on", "slurm", "--nodes", "2", "--time", "soon", "train.py"], "--time soon is not a time"),
-        (["--on", "slurm", "--nodes", "2", "--hosts", "a,b", "train.py"], "--hosts means nothing to slurm"),
+        (["--on", "slurm", "--nodes", "2", "--hosts", "a,b", "train.py"], "slurm does not support --hosts"),
         (["--on", "slurm", "--nodes", "2", "--cold", "--time", "1h", "train.py"], "type it before --cold"),
         (["--on", "slurm", "--nnodes", "2", "train.py"], "--nodes"),
         (["--on", "ssh", "--nodes", "3", "--hosts", "a,b", "train.py"], "--hosts names 2"),
@@ -78,7 +78,7 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (["--on", "ssh", "--hosts=-oProxyCommand=x", "train.py"], "is not a host"),
         (["--on", "ssh", "--hosts", "a,b"], "there is no script"),
         (["--on", "skypilot", "--nodes", "2", "--gpus", "8", "train.py"], "type --gpus H100:8"),
-        (["--on", "ray", "--nodes", "2", "--gpus", "H100:8", "train.py"], "a type in --gpus means nothing to ray"),
+        (["--on", "ray", "--nodes", "2", "--gpus", "H100:8", "train.py"], "ray does not support a type in --gpus"),
         (["--on", "slurm", "--nodes", "2", "--gpus", ":8", "train.py"], "neither a number of GPUs nor TYPE:NUMBER"),
         (["--on", "kubernetes", "--nodes", "2", "train.py"], "--image is not given"),
         (["--on", "jobset", "--nodes", "2", "--image", "x", "--name", "My_Run", "train.py"], "type --name my-run"),
@@ -94,7 +94,7 @@ def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) ->
 def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     with pytest.raises(
-        UsageError, match=rf"{engine} copies the working folder .*/train.py is no path.*\n.*type train.py"
+        UsageError, match=rf"{engine} copies the working folder .*/train.py is not a relative path.*\n.*type train.py"
     ):
         submit.run(["--on", engine, "--nodes", "2", str(tmp_path / "train.py")], print, print)
     os.chdir("jobs")
@@ -104,7 +104,7 @@ def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_pa
 
 def test_a_missing_program_of_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UsageError, match="sbatch: not found.*\n.*--dry-run"):
+    with pytest.raises(UsageError, match="sbatch was not found.*\n.*--dry-run"):
         submit.run(["--on", "slurm", "--nodes", "2", "train.py"], print, print)
 
 

@@ -82,7 +82,9 @@ def test_a_rank_that_left_early_is_named_where_the_others_only_miss_it() -> None
     echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), secondary=True)
     verdict = judge(Outcome((echo,), ended_well=(1,)))
     assert verdict.exit_code == 1
-    assert verdict.text.startswith("rank 1 ended early, with exit code 0, while others still needed it; then rank 0")
+    assert verdict.text.startswith(
+        "rank 1 ended early, with exit code 0, while other ranks still needed it; then rank 0"
+    )
 
 
 def test_the_traceback_is_shown_once() -> None:
@@ -131,12 +133,12 @@ def test_a_hang_is_told_with_what_the_others_were_in() -> None:
         failure(1, ExitCode.HUNG, 30.0, "no progress for more than 12 s; in data (train.py:31 in __getitem__)"),
         step=40,
         hung=True,
-        others=("rank 0 was in the gradients' all-reduce (train.py:80 in <module>)",),
+        others=("rank 0 was in the gradient all-reduce (train.py:80 in <module>)",),
     )
     verdict = judge(Outcome((hung,)))
     assert verdict.exit_code == 124
     assert verdict.text.splitlines() == [
         "rank 1 failed first: hung (local rank 1, pid 101, after step 40): "
         "no progress for more than 12 s; in data (train.py:31 in __getitem__)",
-        "  rank 0 was in the gradients' all-reduce (train.py:80 in <module>)",
+        "  rank 0 was in the gradient all-reduce (train.py:80 in <module>)",
     ]

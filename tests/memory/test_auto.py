@@ -85,7 +85,7 @@ def test_weights_of_two_bytes_are_counted_as_such(chosen: Any) -> None:
 
 def test_where_none_fits_each_is_named_with_its_size(chosen: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r'found nothing that fits: parallel="ddp" needs 64\.00 MiB of 10\.50 MiB; .*zero1'
+        ConfigError, match=r'found no placement that fits: parallel="ddp" needs 64\.00 MiB of 10\.50 MiB; .*zero1'
     ):
         chosen(15 * MIB)
 

@@ -184,7 +184,7 @@ def test_settings_come_in_the_order_of_their_cost(gib: int, text: str) -> None:
 
 def test_where_nothing_fits_the_report_says_so() -> None:
     text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB)
-    assert "no setting of ddpkit makes it fit; the least is" in text
+    assert "no setting of ddpkit makes it fit; the smallest total is" in text
 
 
 def test_advice_names_settings_that_fit_and_need_less_than_those_before() -> None:
@@ -204,7 +204,7 @@ def test_the_report_is_a_table_a_verdict_and_what_to_change() -> None:
     text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB)
     assert "  weights                 20.0 GiB  exact\n" in text
     assert "  total                   91.0 GiB\n" in text
-    assert "does not fit: 91.0 GiB, and a device has 80.0 GiB\nwhat fits, cheapest first:\n" in text
+    assert "does not fit: needs 91.0 GiB, but a device has 80.0 GiB\nsettings that fit, cheapest first:\n" in text
     unknown = replace(large(4), problems=("activations: no",))
     text = report(unknown, plan_memory(unknown, ParallelConfig(), 8), 8, 80 * GIB)
     assert "not known: activations: no" in text
@@ -230,7 +230,7 @@ def test_sizes_are_shown_in_units_that_fit_them() -> None:
 def test_only_what_is_exact_refuses_a_start() -> None:
     found = MemoryPlan(2 * GIB, GIB, 4 * GIB, 50 * GIB, 0, 0, 0, 0)
     refuse(found, 7 * GIB)
-    with pytest.raises(ConfigError, match=r"weights 2\.0 GiB, gradients 1\.0 GiB, .*4\.0 GiB .* it has 6\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"weights 2\.0 GiB, gradients 1\.0 GiB, .*4\.0 GiB .* a device has 6\.0 GiB"):
         refuse(found, 6 * GIB)
 
 

@@ -135,7 +135,7 @@ def test_a_loss_function_may_read_values_of_its_data_but_not_of_the_model() -> N
         return loss * (2.0 if loss.item() > 1 else 1.0)
 
     (problem,) = of(trainer(peeking), data()).problems
-    assert problem.startswith("activations: the loss function cannot run without values: ")
+    assert problem.startswith("activations: the loss function cannot run on tensors without values: ")
 
 
 def test_autocast_and_half_weights_are_measured() -> None:
@@ -184,7 +184,7 @@ def test_ddpkit_plan_makes_fit_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: p
     told = capsys.readouterr().out
     assert "parallel='fsdp', precision='fp32', micro-batch 2; on each of 4 devices:" in told
     assert "fits: 1.0 GiB of 2.0 GiB" in told
-    with pytest.raises(ConfigError, match="the sizes of parallel do not match"):
+    with pytest.raises(ConfigError, match="the parallel sizes do not match"):
         trainer(parallel={"shard": 3})
 
 
@@ -198,7 +198,7 @@ def test_what_auto_chooses_is_planned_and_printed(
         trainer(parallel="auto").fit(data())
     first, second, third, *_ = capsys.readouterr().out.splitlines()
     assert re.match(r"parallel='auto': parallel=\"zero1\" needs \d+\.\d\d KiB of ", first)
-    assert re.match(r'  refused: parallel="ddp" needs \d+\.\d\d KiB of ', second)
+    assert re.match(r'  does not fit: parallel="ddp" needs \d+\.\d\d KiB of ', second)
     assert "parallel='zero1', precision='fp32'" in third
 
 
@@ -220,7 +220,7 @@ def test_what_a_stage_holds_is_found_by_running_the_stages(monkeypatch: pytest.M
         return squares(model, batch) + model[1].inner.weight.sum().item()  # type: ignore[index,union-attr]
 
     (_, problem) = of(trainer(reading, model, parallel={"pipeline": 2}), data()).problems
-    assert problem.startswith("what each stage holds: ")
+    assert problem.startswith("weights of each pipeline stage: ")
 
 
 def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,9 @@ def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.Monke
     split = {row.name: row.split for row in found.rows if row.name.startswith("2.")}
     assert split == {"2.inner.weight": 0, "2.inner.bias": 0, "2.outer.weight": 1, "2.outer.bias": None}
     (problem,) = of(trainer(parallel={"tensor": 2}), data()).problems
-    assert problem.startswith("which layers are split: parallel.tensor needs a plan of the layers to split")
+    assert problem.startswith(
+        "layers that tensor parallelism splits: parallel.tensor needs a plan of the layers to split"
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.Monke
         (
             3 << 30,
             None,
-            ["memory: 3.0 GiB calculated for weights, gradients and optimizer state, measured peak 5.0"],
+            ["memory: calculated 3.0 GiB for weights, gradients and optimizer state; measured a peak of 5.0"],
         ),
         (
             3 << 30,
@@ -277,5 +279,5 @@ def test_a_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         if fits:
             trainer()
         else:
-            with pytest.raises(ConfigError, match="this cannot fit: weights"):
+            with pytest.raises(ConfigError, match="the run cannot fit in memory: weights"):
                 trainer()

@@ -261,5 +261,5 @@ def test_a_model_without_repeated_blocks_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [True, 1.5, -0.1, "block"])
 def test_what_checkpointing_takes(value: Any) -> None:
-    with pytest.raises(ConfigError, match="allowed is"):
+    with pytest.raises(ConfigError, match="must be"):
         MemoryConfig(activation_checkpointing=value)

@@ -92,9 +92,15 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
         ({"": 0, "blocks.2-4": 1}, "names 'blocks.2-4', but Network has no module 'blocks.4'"),
         ({"": 0, "blocks.3-2": 1}, "the range 3-2 in 'blocks.3-2' is empty"),
         ({"": 0, "blocks.0-2": 1, "blocks.2-3": 0}, "'blocks.2' in two entries: 'blocks.0-2' and 'blocks.2-3'"),
-        ({"embed": 0, "blocks.0-2": 1}, "leaves out 'blocks.3', 'head' and what the model itself holds"),
-        ({"embed": 0, "blocks": 0, "head": 0}, "leaves out what the model itself holds (its name in the map is '')"),
-        ({"": 0, "head": 1}, "embed.weight and head.weight are one tensor (tied), but parallel.device_map puts them"),
+        (
+            {"embed": 0, "blocks.0-2": 1},
+            "leaves out 'blocks.3', 'head' and the parameters and buffers of the model itself",
+        ),
+        (
+            {"embed": 0, "blocks": 0, "head": 0},
+            "leaves out the parameters and buffers of the model itself ('' in the map)",
+        ),
+        ({"": 0, "head": 1}, "embed.weight and head.weight are tied (one tensor), but parallel.device_map puts them"),
         ({"": 0, "blocks.3": 2}, "names device 2, but there are 2 GPUs for rank 0: cpu:0, cpu:1"),
     ],
 )

@@ -280,6 +280,6 @@ def test_a_setting_of_ddp_is_to_be_left_out(name: str) -> None:
 
 def test_a_micro_batch_that_is_found_by_trial_is_refused_with_what_to_do() -> None:
     strategy = FsdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), ParallelConfig(strategy="fsdp"))
-    with pytest.raises(ConfigError, match="the others wait in the pass's collectives") as raised:
+    with pytest.raises(ConfigError, match="the other ranks hang in the collectives of the pass") as raised:
         strategy.check_recoverable()
     assert "set micro_batch_size to a number; `ddpkit plan" in raised.value.hint

@@ -57,7 +57,7 @@ def test_ranks_of_a_tensor_group_are_neighbours_and_every_rank_has_its_own_place
         ({"strategy": "ddp", "shard": 2}, "need 'fsdp'"),
         ({"strategy": "zero1", "tensor": 2}, "need 'tensor'"),
         ({"shard": 0}, "1 or more"),
-        ({"shard": -1, "replicate": -1}, "only one of them"),
+        ({"shard": -1, "replicate": -1}, "only one of the two"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], found: str) -> None:

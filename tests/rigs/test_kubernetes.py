@@ -44,7 +44,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(
     job.resolve()
     job.until(cluster_training.goes_on(tmp_path, "saved"))
     grace = {"kubeflow": 120}.get(kind, GRACE)  # its runtime is made once for all jobs
-    left = f"s, and {grace - 5} s are left after SIGTERM: enough"
+    left = f"s, which fits into the {grace - 5} s between SIGTERM and SIGKILL"
     assert left in job.pods[0].output, "5 s of the grace are for the verdict"
     survivor = job.launcher(0)
     job.lose(1)

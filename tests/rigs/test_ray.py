@@ -124,7 +124,7 @@ def test_exit_codes_decide_what_starts_again(cluster: Cluster) -> None:
     assert job.wait(SECONDS) != 0, job.output
     assert (folder / "attempts").read_text().split() == codes, job.output
     for code in codes[:-1]:
-        assert f"starting the job again, as it ended with {code}" in job.output
+        assert f"restarting the job: it ended with exit code {code}" in job.output
     assert "failed with exit code 137" in job.output
 
 
@@ -143,7 +143,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster) -> None
     for host in cluster.hosts:
         if host.name in (first, last):
             cluster.start_node(host)
-    _wait(lambda: "starting the job again, as it ended with 4" in job.output, job)
+    _wait(lambda: "restarting the job: it ended with exit code 4" in job.output, job)
     cluster_training.hurry(folder, "saved")
     assert job.wait(SECONDS) == 0, job.output
     assert cluster_training.result(job.output) == cluster_training.on_one_machine(folder, ranks=3)

@@ -111,7 +111,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster, tmp_pat
     first, second = cluster.hosts  # the first hosts the rendezvous
     for host in (second, first):
         cluster.daemons[host.name].die()
-        seen = f"starting the job again, as {host.name} could not be reached"
+        seen = f"restarting the job: {host.name} could not be reached"
         _wait(lambda seen=seen: seen in job.output, job)  # type: ignore[misc]
         cluster.serve(host)
         _wait(cluster_training.goes_on(tmp_path, "saved"), job)
@@ -128,8 +128,8 @@ def test_a_client_that_is_stopped_or_dies_ends_the_job(cluster: Cluster, tmp_pat
     _wait(cluster_training.goes_on(tmp_path, "saved"), job)
     job.send(SIGINT)
     assert job.wait(SECONDS) == 75, job.output
-    assert job.output.count("ddpkit: saved; start the job again") == 1
-    assert "starting the job again" not in job.output
+    assert job.output.count("ddpkit: the job saved a checkpoint; start it again") == 1
+    assert "restarting the job" not in job.output
     assert "ddpkit" not in cluster.processes()
     job = cluster.submit("train.py", "saved")
     _wait(cluster_training.goes_on(tmp_path, "saved"), job)
@@ -150,7 +150,7 @@ def test_exit_codes_decide_what_starts_again(cluster: Cluster, tmp_path: Path) -
     assert job.wait(SECONDS) == 137, job.output
     assert (tmp_path / "attempts").read_text().split() == codes, job.output
     for code in codes[:-1]:
-        assert f"starting the job again, as it ended with {code}" in job.output
+        assert f"restarting the job: it ended with exit code {code}" in job.output
 
 
 def test_hosts_that_do_not_answer_or_lack_ddpkit_are_named(cluster: Cluster) -> None:

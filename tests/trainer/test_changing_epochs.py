@@ -190,18 +190,18 @@ def test_what_a_dataset_has_become_is_trained_on_from_the_next_epoch(said: list[
     run = Run(global_batch_size=4).train(data, between=data.grow)
     assert run.lengths == GROWING
     assert run.totals == [6] * 2 + [8] * 3 + [9] * 4
-    assert not any("another length" in line for line in said), "nothing was created for a number of steps"
+    assert not any("differs in length" in line for line in said), "nothing was created for a number of steps"
 
 
 def test_a_scheduler_for_a_length_that_could_not_be_known_is_told_of(said: list[str]) -> None:
     data = Grows()
     Run(global_batch_size=4, scheduler=lambda o: CosineAnnealingLR(o, 6)).train(data, between=data.grow)
-    lines = [line for line in said if "another length" in line]
-    assert lines[0].startswith("epoch 2 has another length than the one before, so the run has 8 steps, not 6, for")
+    lines = [line for line in said if "differs in length" in line]
+    assert lines[0].startswith("epoch 2 differs in length from the previous epoch, so the run has 8 steps, not 6; the")
     assert "set max_steps" in lines[0]
     assert len(lines) == 2
     data, run = Grows(), Run(global_batch_size=4, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=6))
-    with pytest.raises(ConfigError, match="has 8 steps, not 6; the scheduler allows 4 more steps"):
+    with pytest.raises(ConfigError, match="has 8 steps, not 6; the scheduler allows only 4 more steps"):
         run.train(data, between=data.grow)
     limited = Run(global_batch_size=4, max_steps=6, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=6))
     data = Grows()

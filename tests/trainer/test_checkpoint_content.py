@@ -274,9 +274,13 @@ def test_other_buffers_and_parameters_keep_their_shape(tmp_path: Path) -> None:
         return nn.Sequential(kind(), nn.BatchNorm1d(3, affine=False), nn.Linear(3, width))
 
     trainer_for(tmp_path, model=plain(Queue), max_steps=3).fit(data())
-    with pytest.raises(CheckpointError, match=r"0.queue has shape \(8, 3\), but \(0, 3\) in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"0.queue has shape \(8, 3\) in the checkpoint, but \(0, 3\) in the model"
+    ):
         trainer_for(tmp_path, model=plain(Queue))
-    with pytest.raises(CheckpointError, match=r"2.weight has shape \(1, 3\), but \(2, 3\) in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"2.weight has shape \(1, 3\) in the checkpoint, but \(2, 3\) in the model"
+    ):
         trainer_for(tmp_path, model=plain(OwnQueue, width=2))
     assert load_model(tmp_path, plain(Queue), strict=False).mismatched == {"0.queue": ((8, 3), (0, 3))}
 

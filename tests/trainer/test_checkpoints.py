@@ -119,7 +119,9 @@ def test_callbacks_have_their_state_kept(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=1).fit(data())
-    with pytest.raises(CheckpointError, match=r"0.weight has shape \(4, 3\), but \(5, 3\) in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"0.weight has shape \(4, 3\) in the checkpoint, but \(5, 3\) in the model"
+    ):
         trainer_for(tmp_path, width=5)
 
 

@@ -71,7 +71,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 def test_a_part_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda state: state["versions"].update(optimizer=99))
-    with pytest.raises(CheckpointError, match=r"version 99 of its part 'optimizer', and this version .* up to 2"):
+    with pytest.raises(CheckpointError, match=r"version 99 of the part 'optimizer', but this version .* up to 2"):
         resumed(tmp_path / "other", resume=path)
 
 
@@ -101,7 +101,7 @@ def test_a_part_that_is_missing_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model", "optimizer", "progress", "random", "callbacks"])
 def test_a_checkpoint_without_a_part_that_a_run_needs_is_refused(name: str, tmp_path: Path) -> None:
     path = changed(tmp_path, lambda state: state.pop(name))
-    with pytest.raises(CheckpointError, match=f"cannot be used.*it has no part '{name}'"):
+    with pytest.raises(CheckpointError, match=f"cannot be used.*the part '{name}' is missing"):
         resumed(tmp_path / "other", resume=path)
 
 

@@ -191,7 +191,7 @@ def test_a_course_that_was_left_is_set_aside_and_never_taken_up_by_itself(tmp_pa
     assert steps(tmp_path) == [5, 4, 2]
     (left,) = left_branches(tmp_path)
     assert steps(left) == [8, 6]
-    (line,) = [line for line in said if "of another branch" in line]
+    (line,) = [line for line in said if "belong to another branch" in line]
     assert "continues after step 4: the checkpoints of steps 6, 8" in line
     assert str(left) in line
     assert trainer_for(tmp_path).step == 5
@@ -242,8 +242,8 @@ def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Pa
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* uses SGD"),
         ({}, "scheduler is CosineAnnealingLR, but this run uses none"),
         ({"scheduler": cosine, "warmup_steps": 2}, r"this run uses WarmUp\(CosineAnnealingLR\)"),
-        ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, but this run has 2"),
-        ({"optimizer": backwards, "scheduler": cosine}, "group 0 .*: their order"),
+        ({"optimizer": halves, "scheduler": cosine}, "1 parameter groups, but this run has 2"),
+        ({"optimizer": backwards, "scheduler": cosine}, "parameter group 0 .* difference: the order"),
     ]:
         with pytest.raises(CheckpointError, match=match):
             trainer_for(tmp_path, **settings)
@@ -255,8 +255,8 @@ def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
     other.mkdir()
     for path, match in [
         (runs, "is a folder of checkpoints, not a checkpoint"),
-        (other, "not a checkpoint of ddpkit"),
-        (runs / name_of(1) / "manifest.json", "not a checkpoint of ddpkit: a file"),
+        (other, "not a ddpkit checkpoint"),
+        (runs / name_of(1) / "manifest.json", "not a ddpkit checkpoint: it is a file"),
         (runs / name_of(2), "there is no checkpoint"),
     ]:
         with pytest.raises(CheckpointError, match=match):

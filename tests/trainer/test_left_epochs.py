@@ -55,10 +55,10 @@ def left(folder: Path, data: Any, steps: int = 3, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("length", "begun", "continued", "said"),
     [
-        (100, {}, {"seed": 1}, "the setting seed was 0, and is 1"),
-        (100, {}, {"data": {"shuffle": False}}, "the sampler was in random order, and is in the dataset's order"),
-        (99, {}, {"data": {"drop_last": True}}, "drop_last was False, and is True"),
-        (100, {}, {"global_batch_size": 20}, "the global batch was 10, and is 20"),
+        (100, {}, {"seed": 1}, "the setting seed was 0 and is now 1"),
+        (100, {}, {"data": {"shuffle": False}}, "the sampler was in random order and is now in the dataset's order"),
+        (99, {}, {"data": {"drop_last": True}}, "drop_last was False and is now True"),
+        (100, {}, {"global_batch_size": 20}, "the global batch was 10 and is now 20"),
     ],
 )
 def test_another_setting_in_the_midst_of_an_epoch_is_named(
@@ -71,7 +71,7 @@ def test_another_setting_in_the_midst_of_an_epoch_is_named(
 
 def test_a_dataset_that_has_grown_is_named_even_if_it_makes_as_many_steps(tmp_path: Path) -> None:
     left(tmp_path, Numbers(91))
-    with pytest.raises(DataError, match="the number of samples was 91, and is 99") as raised:
+    with pytest.raises(DataError, match="the number of samples was 91 and is now 99") as raised:
         trainer_for(tmp_path).fit(Numbers(99))
     assert "the number of its steps" not in raised.value.message
 
@@ -91,10 +91,10 @@ def test_at_the_end_of_an_epoch_all_of_it_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("continued", "said"),
     [
-        ({"global_batch_size": 20}, "the global batch was 10, and is 20"),
-        ({"seed": 3}, "the setting seed was 0, and is 3"),
-        ({"data": {"drop_last": True}}, "drop_last was False, and is True"),
-        ({"data": {"num_workers": 2}}, "data.num_workers was 1, and is 2"),
+        ({"global_batch_size": 20}, "the global batch was 10 and is now 20"),
+        ({"seed": 3}, "the setting seed was 0 and is now 3"),
+        ({"data": {"drop_last": True}}, "drop_last was False and is now True"),
+        ({"data": {"num_workers": 2}}, "data.num_workers was 1 and is now 2"),
     ],
 )
 def test_a_stream_is_read_on_in_the_same_steps_or_not_at_all(

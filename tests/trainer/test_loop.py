@@ -234,5 +234,5 @@ def test_an_entry_keeps_its_values_whatever_the_order_of_a_batch_s_keys() -> Non
 
 
 def test_batches_with_other_entries_are_refused_by_name() -> None:
-    with pytest.raises(LossError, match=r"different entries: \['a'\], \['b'\] only in some"):
+    with pytest.raises(LossError, match=r"different entries: only some of them contain \['a'\], \['b'\]"):
         trainer_for(None).predict(data(10), lambda _, batch: {"a" if batch[0] == 0 else "b": batch})

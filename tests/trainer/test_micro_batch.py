@@ -182,7 +182,7 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
         assert str(error) == "CUDA out of memory, in so many words"
         (note,) = error.__notes__
         assert note.startswith('hint: set micro_batch_size="auto"')
-        assert "by arithmetic, " + expected in note if expected else "arithmetic" not in note, note
+        assert "by calculation, " + expected in note if expected else "calculation" not in note, note
 
     def broken(_device: torch.device) -> int:
         raise MemoryError

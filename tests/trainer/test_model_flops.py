@@ -337,7 +337,7 @@ def of_another(model: nn.Module, batch: Any) -> Tensor:
         (Recurrent(), squares, "the FLOPs of aten."),
         (nn.Bilinear(WIDTH, WIDTH, 2), lambda m, b: m(b[0], b[0]).mean(), "the FLOPs of aten._trilinear.default"),
         (Projecting(), squares, "the FLOPs of aten.mv.default are not known"),
-        (nn.Linear(WIDTH, 1), waiting, "the loss function cannot run without values: DataDependentOutputException"),
+        (nn.Linear(WIDTH, 1), waiting, "the loss function does not run on fake tensors: DataDependentOutputException"),
         (
             nn.Linear(WIDTH, 1),
             of_another,
@@ -353,7 +353,7 @@ def test_where_flops_are_not_known_there_is_no_mfu(
     other.zero_grad()
     _, result = fitted(model, loss_fn)
     assert [row.mfu for row in result.history] == [None] * 4
-    assert line(said).startswith(f"mfu: not known: {reason}")
+    assert line(said).startswith(f"mfu: not available: {reason}")
     assert not any("MFU" in each for each in said)
     for each in other.parameters():
         assert each.grad is None or type(each.grad) is Tensor
@@ -363,7 +363,7 @@ def test_a_device_that_is_not_in_the_table_has_no_mfu(said: list[str], monkeypat
     monkeypatch.setattr(model_flops, "TABLE", ())
     _, result = fitted(nn.Linear(WIDTH, 1))
     assert [row.mfu for row in result.history] == [None] * 4
-    assert line(said) == "mfu: not known: the peak rate of cpu is not known"
+    assert line(said) == "mfu: not available: the peak rate of cpu is not known"
 
 
 def test_a_step_of_several_updates_has_no_mfu(said: list[str]) -> None:
@@ -375,19 +375,21 @@ def test_a_step_of_several_updates_has_no_mfu(said: list[str]) -> None:
     config = TrainerConfig(global_batch_size=SAMPLES, max_steps=2, log_every_steps=1, mfu=True)
     result = Trainer(model, updates=updates, config=config).fit(TensorDataset(torch.randn(16, WIDTH)))
     assert [row.mfu for row in result.history] == [None] * 2
-    assert line(said).startswith("mfu: not known: a step has several updates")
+    assert line(said).startswith("mfu: not available: a step has several updates")
 
 
 def test_an_optimizer_that_evaluates_the_loss_several_times_has_no_mfu(said: list[str]) -> None:
     fitted(nn.Linear(WIDTH, 1), optimizer=torch.optim.LBFGS)
-    assert line(said).startswith("mfu: not known: a step has several updates, or evaluates its loss several times")
+    assert line(said).startswith("mfu: not available: a step has several updates, or evaluates its loss several times")
 
 
 def test_a_model_that_cannot_be_copied_has_no_mfu(said: list[str]) -> None:
     model = nn.Linear(WIDTH, 1)
     model.stream = (each for each in "ab")  # type: ignore[assignment]
     fitted(model)
-    assert line(said).startswith("mfu: not known: Linear cannot be copied: TypeError: cannot pickle 'generator' object")
+    assert line(said).startswith(
+        "mfu: not available: Linear cannot be copied: TypeError: cannot pickle 'generator' object"
+    )
 
 
 class Hiding(nn.Module):

@@ -64,7 +64,7 @@ def test_a_mistake_in_a_metric_shows_before_the_first_step() -> None:
     with pytest.raises(LossError) as caught:
         trained(lambda output, batch: output, [Counts()])
     assert "metric 'error' returned a tensor of shape (4, 1)" in str(caught.value)
-    assert 'sanity_check="off" skips this check' in caught.value.__notes__[0]
+    assert 'sanity_check="off" skips the check' in caught.value.__notes__[0]
     assert not steps
     with pytest.raises(DdpKitError):
         trained(lambda output, batch: output, [Counts()], sanity_check="off")

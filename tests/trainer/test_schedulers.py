@@ -74,7 +74,7 @@ def test_a_row_has_the_learning_rates_of_its_last_step() -> None:
 def test_a_length_that_cannot_be_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="epoch of a Numbers is not known"):
         scheduler_steps(TrainerConfig(), Numbers())
-    with pytest.raises(ConfigError, match="has 3 optimizer steps, and warmup_steps=3 takes all of them"):
+    with pytest.raises(ConfigError, match="3 optimizer steps belong to the warm-up: warmup_steps=3"):
         scheduler_steps(TrainerConfig(max_steps=3, warmup_steps=3), DATA)
     config = TrainerConfig(max_steps=3, warmup_steps=1, global_batch_size=8)
     trainer = trainer_for(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=1))
@@ -217,7 +217,8 @@ def test_a_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> No
             trainer_for(config.model_copy(update=settings), cycle(2), scheduler_every="epoch").fit(DATA)
     warm = TrainerConfig(epochs=3, global_batch_size=8, warmup_steps=4)
     assert trainer_for(warm, cycle(2), scheduler_every="epoch").fit(DATA).steps == 12
-    with pytest.raises(ConfigError, match='which is 12 here; or, if it counts epochs, set scheduler_every="epoch"'):
+    said = 'which is 12 here; if it should be stepped once per epoch, set scheduler_every="epoch"'
+    with pytest.raises(ConfigError, match=said):
         trainer_for(config, cycle(3)).fit(DATA)
 
 
@@ -230,7 +231,7 @@ def test_what_a_scheduler_counts_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a ReduceLROnPlateau is stepped at each evaluation"):
         trainer_for(config, plateau, scheduler_every="epoch")
     trainer_for(config, halving).fit(DATA)
-    with pytest.raises(CheckpointError, match=r"its scheduler is StepLR, but this run uses EveryEpoch\(StepLR\)"):
+    with pytest.raises(CheckpointError, match=r"'s scheduler is StepLR, but this run uses EveryEpoch\(StepLR\)"):
         trainer_for(config, halving, scheduler_every="epoch")
 
 

@@ -81,14 +81,15 @@ def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) ->
 def test_other_frozen_weights_are_refused_by_name(tmp_path: Path) -> None:
     trainer_for(tmp_path).fit(DATA)
     with pytest.raises(
-        CheckpointError, match=r"frozen weights that its run started with: base.weight, base.bias differ"
+        CheckpointError,
+        match=r"frozen weights are not the same as in the run that saved it: base.weight, base.bias differ",
     ):
         trainer_for(tmp_path, model=Adapted(base=1))
     almost = Adapted()
     with torch.no_grad():
         row = almost.base.weight[0]
         row[[0, 1]] = row[[1, 0]]
-    with pytest.raises(CheckpointError, match=r"its run started with: base.weight differ"):
+    with pytest.raises(CheckpointError, match=r"in the run that saved it: base.weight differ"):
         trainer_for(tmp_path, model=almost)
 
 
@@ -109,7 +110,7 @@ def test_the_setting_may_change_between_two_runs(tmp_path: Path) -> None:
     small = trainer_for(tmp_path, steps=4, model=Adapted(base=4))
     small.fit(DATA)
     assert torch.equal(small.model.base.weight, full.model.base.weight)
-    with pytest.raises(CheckpointError, match="its run started with"):
+    with pytest.raises(CheckpointError, match="frozen weights are not the same as in the run that saved it"):
         trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=4))
     again = trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=3))
     assert again.step == 4
@@ -150,13 +151,13 @@ def test_load_model_and_export_know_what_was_left_out(tmp_path: Path) -> None:
     model = Adapted()
     assert load_model(tmp_path / "run", model).matches
     assert same(model.state_dict(), trainer.model.state_dict())
-    with pytest.raises(CheckpointError, match="its run started with: base.weight, base.bias"):
+    with pytest.raises(CheckpointError, match="in the run that saved it: base.weight, base.bias"):
         load_model(tmp_path / "run", Adapted(base=1))
     assert load_model(tmp_path / "run", Adapted(base=1), strict=False).missing == ("base.weight", "base.bias")
     lines: list[str] = []
     target = tmp_path / "adapter.safetensors"
     assert export([str(tmp_path / "run"), str(target)], lines.append) == 0
-    assert "without 2 frozen weights" in lines[-1]
+    assert "2 frozen weights are not included" in lines[-1]
     assert safetensors.torch.load_file(target).keys() == TRAINED | BUFFERS
 
 

@@ -1,18 +1,18 @@
-"""The agent, which runs one node's part of a job: joins it, starts the workers, monitors them and reports their ends.
+"""The agent, which runs one node's part of a job: it joins the job, runs the workers, and reports how they end.
 
 This is the only launcher folder that imports torch.
 
-    run.py       a plan -> the link to the job -> the agent -> an outcome
+    run.py       runs a plan: connects to the job, runs the agent, returns the outcome
     loop.py      the agent: receives orders from the job, sends reports to it
     inbox.py     the queue of events that the loop reads; sockets; messages while a node waits for other nodes
     workers.py   the worker processes of one round
     hangs.py     detects workers that hang; stacks.py reads their stacks
     logs.py      where the workers' output goes: torch's log settings and file names, and ddpkit's streams
-    nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several
+    nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several nodes
 
     torch_agent.py     runs torch's own agent instead, for etcd and rendezvous plug-ins
-    torch_versions.py  the uses of torch that are not public API or differ between versions
-    probe.py           the program with which the doctor tests torch; not imported here
+    torch_versions.py  uses of torch APIs that are not public or differ between versions
+    probe.py           the program that `ddpkit doctor` runs to test torch; not imported here
 """
 
 from ddp_kit.launcher.agent.run import check, nproc_per_node, run

@@ -18,13 +18,13 @@ from ddp_kit.launcher.warm.cleanup import is_stopped, state
 from ddp_kit.masking import masked
 
 # --- Hang rule --------------------------------------------------------------------------------------------------------
-# Decides whether the ranks of this node hang. Pure: it uses neither files nor a clock. Each check compares the
-# heartbeats of all running ranks with those of the previous check:
-#     one has changed                       its rank is alive; the limit grows to twice its longest pause
+# Decides whether the ranks of this node hang, without using files or a clock. Each check compares the heartbeats of all
+# running ranks with their heartbeats at the previous check:
+#     one has changed                       this rank is alive; the limit grows to twice the longest pause of any rank
 #     none has changed within the limit     a hang: once one rank is stuck, all others soon wait for it
 #
-# A rank outside of the Trainer may take any time, unless others wait for it in a collective, or all running ranks are
-# in native code that does not return, such as the last one after the others have ended.
+# A rank outside of the Trainer may take any amount of time, unless other ranks wait for it in a collective, or all
+# running ranks are in native code that does not return, such as the last rank after the others have ended.
 
 
 DEFAULT_SECONDS = 300.0
@@ -34,8 +34,8 @@ _PAUSE_FACTOR = 2  # times the longest pause so far: a later evaluation may take
 _FIRST_STEPS = 2
 _FIRST_COLLECTIVES = 10
 _STARTUP_FACTOR = 10  # times the limit, for the first steps or collectives
-_OTHER_NODES_FACTOR = 1.5  # times the limit: a node whose ranks only wait lets the node with the cause report first
-# Files of debuggers: a process that runs one waits for its user.
+_OTHER_NODES_FACTOR = 1.5  # times the limit: a node whose ranks only wait lets a node with a stuck rank report first
+# Files of debuggers: a process that runs a debugger is waiting for its user.
 _DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
 
 
@@ -61,7 +61,7 @@ class _Rank:
     uncounted: float = 0.0
     """Seconds since collectives were last counted; counting stops only while the rank holds the interpreter lock."""
     collectives: int = 0
-    """Number of collectives of the default group, or of the last default group if it has been destroyed."""
+    """Number of collectives started in the default group, or in the last default group if it has been destroyed."""
 
 
 class HangRule:
@@ -76,7 +76,7 @@ class HangRule:
         self._ranks: dict[int, _Rank] = {}
         self._last_check = now
         self._pause = 0.0  # the longest pause so far
-        self._stopped = 0.0  # how long a signal has kept any rank stopped
+        self._stopped = 0.0  # seconds for which a signal has kept any rank stopped
 
     @property
     def check_interval(self) -> float:
@@ -90,9 +90,9 @@ class HangRule:
     def check(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> NoProgress | None:
         """Return how long no rank has made progress; None if that is less than the limit.
 
-        `heartbeats`: those of the ranks that still run. `stopped`: whether a signal such as SIGSTOP has stopped any of
-        these ranks; if so, the minimum limit applies. At most two intervals are counted per check, so that a suspended
-        machine or launcher is not taken for a hang.
+        `heartbeats`: the heartbeats of all running ranks. `stopped`: whether a signal such as SIGSTOP has stopped any
+        of these ranks; if so, the minimum limit applies. At most two intervals are counted per check, so that a
+        suspended machine or launcher is not mistaken for a hang.
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
         self._last_check = now
@@ -118,7 +118,7 @@ class HangRule:
 
     @property
     def _settled(self) -> bool:
-        """Whether the run is past its first steps and not saving a checkpoint, which may take long on a slow disk."""
+        """Whether the run is past its first steps and not saving a checkpoint, which may be slow on some disks."""
         every = [rank.heartbeat for rank in self._ranks.values()]
         settled = all(map(self._has_settled, self._ranks.values()))
         return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
@@ -168,12 +168,12 @@ class HangRule:
 
 
 def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) -> int:
-    """The rank that the others wait for: a stopped one, else one outside a collective, else the furthest behind."""
+    """The rank that others wait for: a stopped one if any, else one outside a collective, else the furthest behind."""
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
         stack, own = stacks.get(rank, Stack()), heartbeats[rank]
         step = -1 if own.step is None else own.step
-        within = (own.phase - Phase.CALLBACKS) % len(Phase)  # a step's end is noted just before its callbacks
+        within = (own.phase - Phase.CALLBACKS) % len(Phase)  # the end of a step is recorded before its callbacks
         counts = own.collectives, step, own.all_collectives, within
         return (not stack.stopped, bool(stack.waits_for_ranks), *counts, rank)
 
@@ -186,7 +186,7 @@ def all_wait_for_ranks(stacks: Collection[Stack]) -> bool:
 
 
 def may_take_long(heartbeat: Heartbeat) -> bool:
-    """Whether a rank is in the user's code, for which the others may have to wait."""
+    """Whether a rank runs the user's code, for which other ranks may have to wait a long time."""
     return heartbeat.phase.in_user_code or heartbeat.phase is Phase.CALLBACKS
 
 
@@ -199,8 +199,8 @@ def is_debugged(stacks: Iterable[Stack]) -> bool:
 # Detects hung workers of this node from their heartbeat files, and reports them with the stacks of all ranks.
 
 
-_RAISE_LIMIT = "if it is just slow, raise the limit with --hang-timeout SECONDS, or set it to 0 for no limit"
-_NO_STACK = ", but its stack cannot be read: py-spy is not installed, or the kernel does not permit it"
+_RAISE_LIMIT = "if the rank is only slow, raise the limit with --hang-timeout SECONDS; --hang-timeout 0 disables it"
+_NO_STACK = ", but its stack cannot be read: py-spy is not installed, or the kernel does not let it read the process"
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
 
@@ -213,7 +213,7 @@ class Hung:
     trace: str
     """The worker's stack, in the form of a traceback."""
     others: tuple[str, ...]
-    """What the other ranks of this node were doing, in lines of text."""
+    """Lines of text that say what the other ranks of this node were doing."""
     hint: str
     waits: bool = False
     """Whether the worker only waits for other ranks, which means that the cause of the hang is elsewhere."""
@@ -243,11 +243,11 @@ class HangMonitor:
         self.count_interval = (
             self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
         )
-        """Seconds between two counts of a worker's collectives, which are its heartbeat without a Trainer; 0: never."""
+        """Seconds between counts of a worker's collectives, the heartbeat of a script without a Trainer; 0: never."""
         self.found: dict[int, Hung] = {}
         """Hung workers by local rank; at most one."""
         self.others: tuple[str, ...] = ()
-        """What the running ranks were doing when a collective timed out on another rank, in lines of text."""
+        """Lines of text that say what the running ranks were doing when a collective timed out on another rank."""
         self.stacks: dict[int, str] = {}
         """Stacks by global rank."""
 
@@ -288,19 +288,19 @@ class HangMonitor:
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
         """After a collective timed out, return the local rank that did not reach the collective; None: not known."""
         heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
-        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # the others ended
+        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
         self.others = self._locations(seen, heartbeats)
         self._write_stacks(stacks)
         late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
         if len(late) != 1 or _is_ending(pids[late[0]]):
             return None
-        message = "it did not reach the collective that timed out on other ranks"
+        message = "this rank did not reach the collective that timed out on other ranks"
         self._record(
             late[0],
             heartbeats,
             stacks,
             message,
-            "if it is just slow, raise the timeout: init_process_group(timeout=...)",
+            "if the rank is only slow, raise the timeout: init_process_group(timeout=...)",
         )
         return late[0]
 
@@ -313,11 +313,12 @@ class HangMonitor:
         if found is not None and found not in self.found:
             where = wait_channel(pids[found])
             self.found[found] = Hung(
-                message="in uninterruptible sleep (state D)" + (f", in the kernel function {where}" if where else ""),
+                message="the process is in uninterruptible sleep (state D)"
+                + (f", in the kernel function {where}" if where else ""),
                 trace="",
                 others=(),
-                hint="a disk, a network file system or a driver does not respond (`dmesg -T`); if that is expected, "
-                "raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+                hint="look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait "
+                "is expected, raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
             )
         return found
 
@@ -341,9 +342,11 @@ class HangMonitor:
             return f"{message}; the cause may be on another node"
         if waits:
             ended = len(heartbeats) < len(self._ranks)
-            return f"{message}; {'others have ended' if ended else 'all ranks are waiting for each other'}"
+            return f"{message}; {'other ranks have ended' if ended else 'all ranks are waiting for each other'}"
         if len(counts) > 1 and all(each.step is None for each in heartbeats.values()):
-            return f"{message}; it has started {counts[0]} collectives, other ranks {counts[-1]}"
+            return (
+                f"{message}; this rank has started {counts[0]} collectives, but other ranks have started {counts[-1]}"
+            )
         return message
 
     def _record(
@@ -369,7 +372,7 @@ class HangMonitor:
         self._write_stacks(stacks)
 
     def _locations(self, stacks: Mapping[int, Stack], heartbeats: Mapping[int, Heartbeat]) -> tuple[str, ...]:
-        """What the ranks are doing, with one line for all ranks at the same location."""
+        """Lines that say what the ranks are doing, one for all ranks at the same location."""
         by_activity: dict[str, list[int]] = {}
         for local_rank, stack in stacks.items():
             doing = stack.doing(heartbeats[local_rank].phase)

@@ -1,4 +1,4 @@
-"""Queue of events that the agent's loop reads, listening sockets, and messages while a node waits for others."""
+"""Queue of events that the agent's loop reads, listening sockets, and messages of a node that waits for others."""
 
 import errno
 import ipaddress
@@ -56,7 +56,7 @@ class Disconnected:
 
 
 _MAX_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
-_WAKE_UPS = 4096  # bytes to read at once; every wake-up writes one, but one is enough to wake the reader
+_WAKE_UPS = 4096  # bytes to read at once; each wake-up writes one byte, and one is enough to wake the reader
 
 Item = Order | StartRound | StopSignal | WorkerSignal | Disconnected
 
@@ -135,7 +135,7 @@ class Inbox:
 
 
 # --- Listening sockets ------------------------------------------------------------------------------------------------
-# On loopback for single-node jobs; and checks for addresses of this machine.
+# Sockets of single-node jobs listen on loopback only. Also checks whether an address belongs to this machine.
 
 
 _BACKLOG = 4096  # nodes that may connect at the same moment
@@ -144,7 +144,7 @@ _MAX_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Open a socket that listens on `port` (0: any free one), only on loopback if `address` is a loopback address.
+    """Open a socket that listens on `port` (0: any free port), only on loopback if `address` is a loopback address.
 
     Raises `LaunchError` if the port is in use, and names the process that uses it.
     """
@@ -160,9 +160,9 @@ def listen(address: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {port} on this machine is in use{holder(port)}",
-                "end that process, or set another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
+                "end the process that uses it, or set another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
             ) from None
-        raise LaunchError(f"port {port} cannot be listened on: {error.strerror}", "set another port") from None
+        raise LaunchError(f"cannot listen on port {port}: {error.strerror}", "set another port") from None
 
 
 def allow_connections(count: int) -> None:
@@ -175,7 +175,7 @@ def allow_connections(count: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is a loopback one."""
+    """Whether a host name or address refers to the loopback interface."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -224,7 +224,7 @@ _STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
 
 
 class Reminder:
-    """Decides when to print that a node waits: after 3 s, then at growing intervals. `at_once`: also immediately."""
+    """Decides when to print that a node waits: after 3 s, then at growing intervals. `at_once`: also at the start."""
 
     def __init__(self, now: float, at_once: bool = False) -> None:
         self._interval = _FIRST_SECONDS / _FACTOR if at_once else _FIRST_SECONDS
@@ -279,7 +279,7 @@ class Commands:
 
 
 def waiting_for_name(host: str, why: str, limits: Limits, place: JobPlace) -> str:
-    """The message of a node in a cluster, while the host's name does not resolve yet."""
+    """The message of a node in a cluster while the host name of node 0 does not resolve yet."""
     return (
         f"the host name {host!r} of node 0 does not resolve yet ({why}); waiting up to {limits.join_timeout:g} s for it"
         f"{_to_check(place)}"
@@ -287,16 +287,19 @@ def waiting_for_name(host: str, why: str, limits: Limits, place: JobPlace) -> st
 
 
 def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlace | None = None) -> str:
-    """The message of a node that cannot reach the host."""
+    """The message of a node that cannot reach the host of the rendezvous."""
     if place is not None:
-        return f"no launcher answers at {endpoint} ({why}), where node 0 of {place.environment} is{_to_check(place)}"
+        return (
+            f"no launcher answers at {endpoint} ({why}), which is the address of node 0 in {place.environment}"
+            f"{_to_check(place)}"
+        )
     return f"no launcher answers at {endpoint} ({why}); on the node with this address, type: {commands.for_host()}"
 
 
 def waiting_for_nodes(
     here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands, place: JobPlace | None = None
 ) -> str:
-    """The message of the host of the rendezvous. `here`: how many nodes have joined, including the host."""
+    """The message of the host that waits for other nodes. `here`: how many nodes have joined, including the host."""
     joined = f"{here} of {limits.min_nodes} nodes {'has' if here == 1 else 'have'} joined"
     if here >= limits.min_nodes:
         return f"{joined}, which is enough; waiting up to {limits.last_call_timeout:g} s for more (last_call_timeout)"

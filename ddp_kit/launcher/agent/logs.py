@@ -39,7 +39,7 @@ def _kind(name: str | None) -> type[LogsSpecs]:
     for plugin in entry_points(group="torchrun.logs_specs", name=name):
         kind: type[LogsSpecs] = plugin.load()
         return kind
-    raise ValueError(f"no package has an entry point torchrun.logs_specs[{name}]")
+    raise ValueError(f"no installed package has the entry point torchrun.logs_specs[{name}]")
 
 
 class RoundLogs:
@@ -72,7 +72,7 @@ class RoundLogs:
         except OSError as error:
             raise LaunchError(
                 f"the log folder {specs.root_log_dir} cannot be used: {error.strerror or error}",
-                "choose another one with --log-dir, or free some space in TMPDIR",
+                "choose another folder with --log-dir, or free some space in TMPDIR",
             ) from None
 
     def start(self) -> None:

@@ -51,10 +51,10 @@ from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.masking import masked
 
 # --- Description of a failure -----------------------------------------------------------------------------------------
-# From the exit code, final output, error file and heartbeat of a worker, and the kernel's counters.
+# Built from the worker's exit code, final output, error file and heartbeat, and from the kernel's counters.
 
 
-_SERVER_LOST = "the process that forks the workers was killed, and the workers with it"
+_SERVER_LOST = "the process that forks the workers was killed, along with all workers"
 
 
 def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
@@ -82,7 +82,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         exit_code=code,
         after=after,
         host=host,
-        message=masked(message, os.environ),  # masked here: other nodes do not know the secrets
+        message=masked(message, os.environ),  # masked on this node: other nodes lack the secrets
         trace=masked(trace, os.environ),
         step=read_heartbeat(workers.error_files[failure.local_rank]).step,
         hint=masked(verdict.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
@@ -113,14 +113,14 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
-    """The range of the steps of these workers; None if no worker has begun a step."""
+    """The range of steps that these workers have run; None if no worker has begun a step."""
     heartbeats = map(read_heartbeat, error_files)
     known = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
     return combined_steps([Steps(began, step) for began, step in known])
 
 
 # --- Event records ----------------------------------------------------------------------------------------------------
-# For --event-log-handler, with the names and fields of torch's agent.
+# Records for --event-log-handler, with the same names and fields as in torch's agent.
 
 
 class EventRecords:
@@ -133,7 +133,7 @@ class EventRecords:
         self._workers: Workers | None = None
 
     def wait_begins(self) -> None:
-        """Note the start of the wait for the next round."""
+        """Record when the wait for the next round started."""
         self._waits_since = time.monotonic()
 
     def round_began(self, workers: Workers) -> None:
@@ -153,7 +153,7 @@ class EventRecords:
         self._write(name, EventSource.AGENT, self._metadata("RUNNING") | {"metadata": json.dumps(inner)})
 
     def job_ended(self, outcome: Outcome) -> None:
-        """Record how each worker of the last round ended, then the agent itself."""
+        """Record how each worker of the last round ended, and then how the agent ended."""
         if outcome.stopped_by and not outcome.lost:
             self._record("FAILED", raw_error=f"stopped by signal {outcome.stopped_by}")
             return
@@ -234,7 +234,7 @@ def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer
 # --- Agent ------------------------------------------------------------------------------------------------------------
 
 
-_CONNECTIONS = 2  # per worker, to its store
+_CONNECTIONS = 2  # from each worker to the workers' store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
 
 
@@ -269,7 +269,7 @@ class Agent:
         self._events = EventRecords(plan)
         self._store: TCPStore | None = None  # the workers' store of this round, if this node serves it
         self._timers: FileTimerServer | None = None
-        self._workers: Workers | None = None  # of the latest round
+        self._workers: Workers | None = None  # the workers of the latest round
         self._running = False
         self._latest_reported = -1  # the latest round that this node reported as failed or stopped
         self._latest: tuple[Failure, ...] = ()  # the failures in this node's latest report
@@ -344,7 +344,7 @@ class Agent:
         self._events.round_began(self._workers)
 
     def _serve(self, assignment: RankAssignment) -> TCPStore | None:
-        """On the first node, serve a new workers' store for each round: the old store has stale addresses."""
+        """Serve a new store for the workers of each round, on the first node: the old store has stale addresses."""
         listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
@@ -361,7 +361,7 @@ class Agent:
         )
 
     def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count: torch would remove these logs."""
+        """Rename the previous round's logs if this round has the same restart count: torch would remove them."""
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             folder.rename(f"{folder}.round_{assignment.round - 1}")
@@ -373,7 +373,7 @@ class Agent:
         return next((Path(file).parents[1] for file in files if file != os.devnull), None)
 
     def _print_reason(self, why: str) -> None:
-        """Before a restart, print the traceback of this node's first failure, then the job's reason."""
+        """Print, before a restart, the traceback of this node's first failure, and then the reason for the restart."""
         causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
         if causes and causes[0].rank not in self.shown and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
@@ -399,7 +399,7 @@ class Agent:
             self._report_stopped(State.STOPPED)
 
     def _stop_workers(self) -> None:
-        """Stop the workers, if they still run, and their timers."""
+        """Stop the timer server, and the workers if they are still running."""
         if self._timers is not None:
             self._timers.stop()
             self._timers = None
@@ -418,7 +418,7 @@ class Agent:
         self._events.wait_begins()
 
     def _leave(self, item: StopSignal) -> None:
-        """After a stop signal, forward it to the workers, which may save, and leave the job."""
+        """Leave the job after a stop signal, which is forwarded to the workers so that they can save a checkpoint."""
         self._report(State.LEFT, signal=item.number)
         failures: tuple[Failure, ...] = ()
         if self._workers is not None:
@@ -463,7 +463,7 @@ class Agent:
         return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def recorded_failures(self) -> dict[int, ProcessFailure]:
-        """This node's failures if the script wrote an error file for one of these failures, as torch's @record does."""
+        """This node's failures; empty unless the script wrote an error file for one, as torch's @record does."""
 
         def by_script(failure: ProcessFailure) -> bool:
             note = note_of(failure)

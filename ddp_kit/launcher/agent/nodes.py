@@ -124,7 +124,7 @@ class Coordinator:
         self._beats: dict[int, bytes] = {}
         self._known = 0  # the highest number of any node that has joined, plus 1
         self._orders = 0
-        self._latecomers: set[int] = set()  # nodes that joined after the end
+        self._latecomers: set[int] = set()  # nodes that joined after the job ended
         self._informed: set[int] = set()  # nodes that know the outcome
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Coordinator:
     def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
             self._informed.add(event["bye"])
-            early = not self._job.ended  # the node left before the end, because its launcher failed
+            early = not self._job.ended  # the node left before the job ended, because its launcher failed
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             return self._job.reported(_read_report(event["report"]), now)
@@ -215,7 +215,7 @@ def _read_report(fields: dict[str, Any]) -> Report:
 
 
 def _read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Restore the types that JSON does not have."""
+    """Convert values back to the types that JSON does not support."""
     failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
     return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}
 
@@ -226,7 +226,7 @@ def _read(fields: dict[str, Any]) -> dict[str, Any]:
 #     node                                         host of the rendezvous (`Coordinator`)
 #     adds itself, pushes "joined"           -->   pops events, feeds them to `job.Job`
 #     waits for the next order               <--   sets an assignment for each node, then one order for all
-#     increments its heartbeat               -->   reads all heartbeats, by its own monotonic clock
+#     increments its heartbeat               -->   reads all heartbeats, timed by its own monotonic clock
 #     pushes reports                         -->   ...
 #
 # All messages are JSON. The number of store operations per node and round does not depend on the number of nodes. The
@@ -255,7 +255,10 @@ class MultiNodeLink:
         shutdown_timeout: float,
         commands: Commands,
     ) -> None:
-        """`shutdown_timeout`: seconds that other nodes may take to stop workers. `commands`: what to type on these.
+        """Connect to the rendezvous, or host it, and register this node.
+
+        `shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: the command lines to
+        type on the other nodes, for messages.
 
         Raises `LaunchError` if the endpoint cannot be opened or reached, `StoppedError` if a stop signal arrives.
         """
@@ -269,12 +272,12 @@ class MultiNodeLink:
         self._coordinator: Coordinator | None = None
         self._close_timeout = shutdown_timeout + _CLOSE_SECONDS
         try:
-            # A TCPStore; torch's type stubs lack half of its methods.
+            # A TCPStore; torch's type stubs lack half of the methods of this class.
             self._store = self._connect(rendezvous.run_id, rendezvous.is_host)
             self._node = self._register(node, rendezvous.run_id)
         except (DistError, OSError) as error:
             raise LaunchError(
-                f"the host of the rendezvous, {self._host}:{self._port}, was lost while this node joined: {error}",
+                f"this node lost the host of the rendezvous, {self._host}:{self._port}, while joining the job: {error}",
                 "start this node again once the host is running",
             ) from None
         self.number = self._node.number
@@ -286,7 +289,7 @@ class MultiNodeLink:
     # Connecting -------------------------------------------------------------------------------------------------------
 
     def _register(self, node: Node, run_id: str) -> Node:
-        """Get a node number, and a port for the workers' store."""
+        """Get a node number, and open a port for the workers' store."""
         self._orders = self._store.clone()  # a separate connection, because it blocks most of the time
         number = self._store.add(NODES, 1) - 1
         address = node.address if self._coordinator else self._own_address(node)
@@ -302,7 +305,7 @@ class MultiNodeLink:
         if self._port == 0:
             raise LaunchError(
                 "port 0 cannot be used with several nodes",
-                "set the same port on all of them: --rdzv-endpoint HOST:PORT",
+                "set the same port on all nodes: --rdzv-endpoint HOST:PORT",
             )
         if is_host or (is_host is None and is_local(self._host)):
             try:
@@ -316,7 +319,7 @@ class MultiNodeLink:
         except DistError:
             found = ""
         if found != run_id:
-            taken = f"belongs to job {found!r}" if found else "was not started by ddpkit"
+            taken = f"belongs to job {found!r}" if found else "does not belong to a ddpkit job"
             raise LaunchError(
                 f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
                 f"{self._holder()}",
@@ -358,7 +361,7 @@ class MultiNodeLink:
                 if waited > self._limits.join_timeout:
                     raise LaunchError(
                         f"no process answers at {self._host}:{self._port} after {waited:.0f} s: {why}",
-                        "start ddpkit on the host of the rendezvous, and check that this node can reach its port",
+                        "start ddpkit on the host of the rendezvous, and check that this node can reach that port",
                     ) from None
                 if self._reminder.due(time.monotonic()):
                     self._print_message(
@@ -377,7 +380,7 @@ class MultiNodeLink:
             ) from None
 
     def _holder(self) -> str:
-        return f"; the port is held{who}" if is_local(self._host) and (who := holder(self._port)) else ""
+        return f"; the port is used{who}" if is_local(self._host) and (who := holder(self._port)) else ""
 
     def _own_address(self, node: Node) -> str:
         """The value of --local-addr, or else the local address of the connection to the rendezvous."""
@@ -449,7 +452,7 @@ class MultiNodeLink:
     def _disconnect(self) -> None:
         if not self._is_over:
             self._is_over = True
-            why = f"the host of the rendezvous, {self._host}:{self._port}, is gone or cannot be reached"
+            why = f"the host of the rendezvous, {self._host}:{self._port}, has ended or cannot be reached"
             self._inbox.put(Disconnected(why))
 
     def _send(self) -> None:

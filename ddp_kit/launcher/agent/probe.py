@@ -1,4 +1,4 @@
-"""The program with which `ddpkit doctor` tests torch and the network; it imports nothing from ddpkit.
+"""The program that `ddpkit doctor` runs to test torch and the network; it imports nothing from ddpkit.
 
     python -P probe.py facts                             torch's version and build options
     python -P probe.py reduce BACKEND RANK PORT SOCKET   one of two processes that all-reduce a tensor
@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 _TIMEOUT = timedelta(seconds=30)
-_ROUNDING = 1e-3  # relative to the largest element; the error is usually 1e-6, or 4e-4 with TF32 (set by a variable)
+_ROUNDING = 1e-3  # relative to the largest element; the error is usually 1e-6, or 4e-4 with TF32
 
 
 def facts() -> dict[str, Any]:
@@ -52,7 +52,7 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
     total = torch.full((2**20,), int(rank) + 1.0, device=device)
     distributed.all_reduce(total)
     if not bool((total == 3).all()):
-        raise ArithmeticError(f"1 + 2 became {total.min().item()} to {total.max().item()}")
+        raise ArithmeticError(f"the all-reduce of 1 and 2 gave {total.min().item()} to {total.max().item()}, not 3")
     distributed.destroy_process_group()
     if first:
         store.wait(["done"])  # the store ends with this process
@@ -69,7 +69,7 @@ def product() -> dict[str, Any]:
     expected = left @ right
     off = ((left.cuda() @ right.cuda()).cpu() - expected).abs().max() / expected.abs().max()
     if not bool(off < _ROUNDING):  # also true for NaN
-        raise ArithmeticError(f"a matrix product is off by {off.item():.1e} of its largest element")
+        raise ArithmeticError(f"a matrix product differs from the CPU's by {off.item():.1e} of its largest element")
     return {}
 
 

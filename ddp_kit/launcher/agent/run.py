@@ -40,7 +40,7 @@ class RunResult:
     shown: frozenset[int] = frozenset()
     """The ranks whose traceback is already the last output on the console."""
     folder: str = ""
-    """The log folder; empty: none is kept."""
+    """The log folder; empty: no logs are kept."""
     stacks: Mapping[int, str] = field(default_factory=dict)
     """The stacks of this node's ranks, if a rank has hung."""
 
@@ -103,7 +103,7 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
 
 
 def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:
-    """The link to the job, for one node or several."""
+    """The link to a job of one or several nodes."""
     rendezvous = plan.rendezvous
     limits, static = rendezvous.limits, rendezvous.backend == "static"
     node = Node(
@@ -126,23 +126,23 @@ def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLi
 
 
 def _check_host(rendezvous: Rendezvous, print_message: PrintMessage) -> None:
-    """Warn if the address of the host, which is this node, belongs to another machine."""
+    """Warn if the address of the rendezvous, which this node hosts, belongs to another machine."""
     in_cluster = rendezvous.place is not None
     try:
         if is_local(rendezvous.host):
             return
     except LaunchError:
-        if in_cluster:  # the name may resolve a little later
+        if in_cluster:  # the name may resolve later
             return
         raise
     source = rendezvous.endpoint_source if in_cluster else "--master-addr"
     print_message(
-        f"{source} {rendezvous.host} is not an address of this machine, which has node rank 0 and hosts the rendezvous"
+        f"{source} {rendezvous.host} is not an address of this machine, but this is node 0, which hosts the rendezvous"
     )
 
 
 def _handle_signals(names: tuple[str, ...], inbox: Inbox, print_message: PrintMessage) -> None:
-    """Handle the signals `names`, which stop the job. SIGUSR1 and SIGUSR2 are forwarded to workers unless ignored."""
+    """Handle the signals `names`, which stop the job, and SIGUSR1 and SIGUSR2, which are forwarded unless ignored."""
     inbox.wake_on_signals()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -160,12 +160,12 @@ def _check_event_handler(name: str) -> None:
     except KeyError:
         raise UsageError(
             f"there is no event log handler {name!r}",
-            "--event-log-handler is null, console, or the name of a plug-in's handler",
+            "set --event-log-handler to null, console or the name of a handler from a plug-in",
         ) from None
 
 
 def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> None:
-    """If this launcher is a worker of another one, give it the error file of the first failure, as torchrun does."""
+    """Pass the error file of the first failure to the parent launcher, if there is one, as torchrun does."""
     if failures and os.environ.get(ERROR_FILE):
         _, first = ChildFailedError(script, failures).get_first_failure()
         if Path(first.error_file).exists():

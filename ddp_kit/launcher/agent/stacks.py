@@ -23,7 +23,7 @@ from ddp_kit.launcher.warm.cleanup import is_stopped
 _TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _MAX_FRAMES = 20
-_MAX_CALLED = 3  # library frames shown below the user's innermost one
+_MAX_CALLED = 3  # library frames shown below the user's innermost frame
 _PACKAGE = Path(__file__).parents[2]
 _LIBRARY_PATHS = ("site-packages/", "dist-packages/", str(_PACKAGE), sysconfig.get_path("stdlib"), "<")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -86,7 +86,7 @@ class Stack:
 
     @property
     def waits_for_ranks(self) -> str:
-        """The collective, or other wait for ranks, that the process is in; empty: none."""
+        """The collective or other operation in which the process waits for other ranks; empty: none."""
         for frame in self.python:
             if frame.file.endswith(_COLLECTIVES):
                 return frame.name
@@ -94,13 +94,13 @@ class Stack:
                 break
         native = [frame.name for frame in self.frames if frame.native]
         if not native and self.python and self.python[0].name == "_engine_run_backward":
-            return "the backward pass, which may wait for other ranks"
+            return "the backward pass, which may be waiting for other ranks"
         if any(map(_STORE.search, native)):
-            return "a store, for a value of another rank"
+            return "a store operation that waits for another rank"
         if any(map(_WAITS.search, native)):
             in_backward = any(frame.name == "_engine_run_backward" for frame in self.python)
-            return "the gradients' all-reduce" if in_backward else "a collective"
-        return "a wait for the device" if any(map(_DEVICE.search, native)) else ""
+            return "the gradient all-reduce" if in_backward else "a collective"
+        return "a CUDA call that waits for the device" if any(map(_DEVICE.search, native)) else ""
 
     @property
     def waits_for_data(self) -> bool:
@@ -127,7 +127,7 @@ class Stack:
                 left_out += 1
                 continue
             if left_out and lines:  # frames before the script's first one belong to the launcher
-                lines.append(f"  ... {left_out} frames of libraries")
+                lines.append(f"  ... {left_out} library frames")
             left_out = 0
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.name}')
             if source := linecache.getline(frame.file, frame.line).strip():
@@ -138,11 +138,12 @@ class Stack:
 def read_stacks(
     pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Read the stack of each process, under the process's key in `pids`; a stack that cannot be read is empty.
+    """Read the stack of each process, by its key in `pids`; a stack that cannot be read is empty.
 
     `native_seconds`: time limit for native frames, which are slow to resolve. The time limit for Python frames is
-    the same, but at least 3 s: on a busy machine, py-spy takes seconds to start. `files`: where processes write their
-    own stacks if py-spy cannot read these. `interrupted`: whether to return at once with what is known.
+    the same, but at least 3 s: on a busy machine, py-spy takes seconds to start. `files`: the files to which
+    processes write their own stacks if py-spy cannot read them. `interrupted`: whether to return at once with the
+    stacks that have been read.
     """
     spy = program()
     if not spy:
@@ -160,7 +161,7 @@ def read_stacks(
 def _with_own_stacks(
     stacks: Mapping[int, Stack], files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Fill in empty stacks: ask processes that have a handler for STACKS_SIGNAL to write their own."""
+    """Fill in empty stacks: ask processes that have a handler for STACKS_SIGNAL to write their stacks."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
     asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
     deadline = time.monotonic() + _TIMEOUT_SECONDS
@@ -182,7 +183,7 @@ def _request_own_stack(pid: int) -> bool:
 
 
 def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
-    """Whether a process has a handler for a signal or, with `or_ignores`, ignores it, and so survives the signal."""
+    """Whether a process survives a signal: it has a handler for the signal or, with `or_ignores`, ignores it."""
     fields = ("SigCgt:", "SigIgn:") if or_ignores else ("SigCgt:",)
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -192,7 +193,7 @@ def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
 
 
 def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
-    """The frames of the main thread, which handles the signal, and the whole text."""
+    """The frames of the main thread, which handles the signal, and the whole text of the file."""
     with suppress(OSError):
         text = Path(path).read_text(errors="replace")
         _, found, last = text.rpartition("Current thread ")
@@ -203,7 +204,7 @@ def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
 
 
 def can_be_inspected(pid: int) -> bool:
-    """Whether py-spy is installed and the kernel, which checks this when `mem` is opened, lets it read a process."""
+    """Whether py-spy is installed and may read a process; the kernel checks this when /proc/PID/mem is opened."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:

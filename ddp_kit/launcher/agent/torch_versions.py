@@ -1,7 +1,7 @@
-"""The launcher's uses of torch that are not public API or differ between versions. Look here first when torch changes.
+"""The launcher's uses of torch APIs that are not public or differ between versions: look here when torch changes.
 
 The code checks for features, not version numbers. It was checked against the sources of torch 2.10 to 2.15;
-docs/versions.md has the differences that a user sees.
+docs/versions.md lists the differences that a user sees.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _LATER_FLAGS: dict[str, dict[str, Any]] = {
     "shutdown_timeout": {
         "type": int,
         "help": "Time in seconds between SIGTERM and SIGKILL when workers are stopped. Defaults to"
-        f" {GRACE_DEFAULT}, or to {_GRACE_SECONDS}.",
+        f" the value of {GRACE_DEFAULT}, or to {_GRACE_SECONDS} if that is not set.",
     },
     "log_line_prefix_template": {
         "default": "",
@@ -41,7 +41,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
     """
     parser = _torchrun_parser()
     for name, settings in _LATER_FLAGS.items():
-        with suppress(argparse.ArgumentError):  # this torch has the flag
+        with suppress(argparse.ArgumentError):  # this version of torch already has the flag
             parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action=env_or_default, **settings)
     return parser
 
@@ -59,7 +59,7 @@ def _torchrun_parser() -> argparse.ArgumentParser:
 
 
 def local_world_size(nproc_per_node: str) -> int:
-    """The number that --nproc-per-node auto, cpu, gpu or xpu means on this machine. Raises `ValueError`."""
+    """The number of processes for --nproc-per-node auto, cpu, gpu or xpu on this machine. Raises `ValueError`."""
     return int(torchrun.determine_local_world_size(nproc_per_node))
 
 
@@ -70,7 +70,7 @@ def launch_config(settings: argparse.Namespace) -> LaunchConfig:
 
 
 def numa_cpus(local_rank: int, numa_binding: str) -> set[int]:
-    """The logical CPUs that --numa-binding gives a local rank. Source: torch.numa.binding of torch 2.10 to 2.15.
+    """The logical CPUs that --numa-binding assigns to a local rank. Source: torch.numa.binding of torch 2.10 to 2.15.
 
     The argument `gpu_index` is called `device_index` from 2.14 on.
     """

@@ -37,7 +37,7 @@ _SIGNAL_CHECK_SECONDS = 0.05
 _SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
 # A process in the kernel's uninterruptible sleep survives SIGKILL; the launcher waits at most this long for it.
 _UNKILLABLE_SECONDS = 5.0
-# From SIGTERM to SIGKILL for ranks in a Trainer, after another rank failed: they cannot save without that rank, and
+# Time from SIGTERM to SIGKILL for ranks in a Trainer, after another rank failed: they cannot save without it, and
 # Python does not run signal handlers during an NCCL collective.
 _TRAINING_SECONDS = 0.2
 _SAVING_SECONDS = 1.0  # the same while one of these ranks is saving
@@ -60,7 +60,9 @@ class Workers:
         print_message: Callable[[str], None],
         on_failure: Callable[[], None],
     ) -> None:
-        """`warm`: the server that starts the workers; None: this process starts them.
+        """Prepare the workers' environments, log files and monitors.
+
+        `warm`: the server that starts the workers; None: this process starts them.
 
         `on_failure`: called before a failure stops the other workers.
 
@@ -83,9 +85,9 @@ class Workers:
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
         self._asleep_since: dict[int, float] = {}  # ranks in the kernel's uninterruptible sleep
-        self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
+        self._after: dict[int, float] = {}  # local rank -> seconds from the start of the round to the worker's end
         self._terminated: set[int] = set()
-        self._final_output: dict[int, FinalOutput] | None = None  # once all have ended
+        self._final_output: dict[int, FinalOutput] | None = None  # set after all workers have ended
 
     @property
     def pids(self) -> dict[int, int]:
@@ -101,7 +103,7 @@ class Workers:
         if self._warm is None:
             for rank in self._envs:
                 self._processes[rank] = self._start_here(rank)
-                self._running.add(rank)  # so that it is killed if a later one cannot be started
+                self._running.add(rank)  # so that it is killed if a later worker cannot start
         else:
             self._processes = self._start_warm(self._warm)
         self._running = set(self._processes)
@@ -141,7 +143,7 @@ class Workers:
             noted.write_text(str(self._plan.shutdown_timeout))
 
     def _keep_record(self) -> None:
-        """Start to sample this machine for the run record, as soon as a Trainer has set the record's folder."""
+        """Sample this machine for the run record, as soon as a Trainer has created the record's folder."""
         if self._folder is not None:
             kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
             self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
@@ -197,7 +199,7 @@ class Workers:
             raise _cannot_start(command[0], error.strerror or str(error)) from None
 
     def _cores(self, local_rank: int) -> tuple[int, ...]:
-        """The cores that --numa-binding selects, else those near the worker's GPU."""
+        """The cores that --numa-binding selects, or else the cores near the worker's GPU."""
         if self._plan.numa_binding is None:
             return self._plan.workers[local_rank].cpus
         try:
@@ -250,7 +252,7 @@ class Workers:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
 
     def _asleep_too_long(self) -> int | None:
-        """Return a local rank that has been in uninterruptible sleep at every check for too long, which is a hang."""
+        """Return a local rank that was in uninterruptible sleep at every check for too long, which counts as a hang."""
         allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
         if not allowed:
             return None
@@ -350,10 +352,10 @@ class Workers:
                 os.kill(pid, number)
         if without_handler:
             ranks = ", ".join(without_handler)
-            self._print_message(f"{number.name} was not forwarded to local rank {ranks}, which has no handler for it")
+            self._print_message(f"{number.name} was not forwarded to workers that have no handler: local rank {ranks}")
 
     def stop_after_failure(self) -> None:
-        """End the workers that still run after another one failed."""
+        """Stop the workers that are still running after another worker failed."""
         if Phase.OUTSIDE in self._phases():
             self.stop()
             return
@@ -390,7 +392,7 @@ class Workers:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """After all workers have ended, remove what they left behind, and keep the final output of failed ones."""
+        """Clean up after all workers have ended, and keep the final output of the failed workers."""
         if self._final_output is not None:
             return
         if self._warm is not None:
@@ -421,7 +423,7 @@ class Workers:
         return self._interrupted or Path(self.error_files[local_rank]).is_file()
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        """Signal ranks but not their DataLoader workers, which a save needs; for a wrapper, signal the whole group."""
+        """Signal ranks but not their DataLoader workers, which a save needs; signal a wrapper's whole process group."""
         self._terminated |= self._running - self.hang_monitor.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
@@ -468,4 +470,4 @@ def _is_error_file(path: str) -> bool:
 
 
 def _cannot_start(command: str, why: str) -> LaunchError:
-    return LaunchError(f"{command} cannot be started: {why}", "check that you can run it yourself")
+    return LaunchError(f"{command} cannot be started: {why}", "check that you can run this command yourself")

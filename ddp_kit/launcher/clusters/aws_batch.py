@@ -12,7 +12,7 @@ _POD = "HOSTNAME"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place; None outside of a multi-node job."""
+    """This node's place in its job; None outside of a multi-node job."""
     if _NODES not in env or _INDEX not in env:
         return None
     index, main = number(env, _INDEX, _NAME), number(env, _MAIN, _NAME)
@@ -34,6 +34,6 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
                 "nodes": _NODES, "node rank": f"{_INDEX} and {_MAIN}",
                 "host": _ADDRESS if rank else f"{_POD}, as the main node",
             },
-            waits_for="the job's nodes are listed in its page of the AWS console",
+            waits_for="the job's page in the AWS console lists its nodes",
         )
     )  # fmt: skip

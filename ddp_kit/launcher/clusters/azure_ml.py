@@ -14,7 +14,7 @@ _RUN, _RANK, _NODES = "AZUREML_RUN_ID", "NODE_RANK", "AZUREML_NODE_COUNT"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place; None outside of a distributed job."""
+    """This node's place in its job; None outside of a distributed job."""
     if _RUN not in env or _RANK not in env or MASTER_ADDR not in env:
         return None
     if env.get(LOCAL_WORLD_SIZE, "1") != "1":

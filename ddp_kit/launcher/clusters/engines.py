@@ -29,7 +29,7 @@ class Engine:
 
 
 _OF_PODS = frozenset({"cpus", "image", "queue", "retries", "grace"})
-_KUBECTL = "install kubectl, and let it find your cluster"
+_KUBECTL = "install kubectl, and configure it for your cluster"
 
 ENGINES = {
     "slurm": Engine(
@@ -37,7 +37,7 @@ ENGINES = {
         slurm.submission,
         frozenset({"cpus", "time", "image", "queue", "array", "requeue", "retries", "gpu_type"}),
         ".sbatch",
-        "log in to a host of the cluster, where sbatch is",
+        "log in to a host of the cluster that has sbatch",
         script_needed=False,
     ),
     "kubernetes": Engine(
@@ -50,14 +50,14 @@ ENGINES = {
         skypilot.submission,
         frozenset({"cpus", "image", "gpu_type"}),
         ".yaml",
-        "install SkyPilot (pip install skypilot[kubernetes], or the name of your cloud)",
+        "install SkyPilot with support for your cloud, such as pip install skypilot[kubernetes]",
     ),
     "ray": Engine(
         ray.job_file,
         lambda request, _: ray.command(request),
         frozenset({"cpus", "retries"}),
         ".sh",
-        "install Ray (pip install ray[default]), and set RAY_ADDRESS to your cluster's",
+        "install Ray (pip install ray[default]), and set RAY_ADDRESS to the address of your cluster",
     ),
     "ssh": Engine(
         ssh.job_file,

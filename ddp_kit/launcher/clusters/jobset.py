@@ -1,6 +1,6 @@
 """JobSet: an Indexed Job that is restarted as a whole. Source: JobSet 0.12, `jobset.x-k8s.io/v1alpha2`.
 
-The variables in its pods are those of the Indexed Job within it; kubernetes.py reads them.
+Its pods have the variables of an Indexed Job, which kubernetes.py reads.
 """
 
 from collections.abc import Mapping, Sequence

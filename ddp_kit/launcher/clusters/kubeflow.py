@@ -1,4 +1,4 @@
-"""Kubeflow Trainer: its TrainJobs set PET_ variables, which torchrun's flags read by themselves."""
+"""Kubeflow Trainer: its TrainJobs set PET_ variables, from which torchrun's flags take their defaults."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _NAME = "a TrainJob of Kubeflow"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This pod's place; None outside of a TrainJob."""
+    """This pod's place in its job; None outside of a TrainJob."""
     wanted = (NODES_DEFAULT, NODE_RANK_DEFAULT, MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT)
     if not all(env.get(name) for name in wanted):
         return None
@@ -33,7 +33,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
                 "host": MASTER_ADDR_DEFAULT,
                 "port": MASTER_PORT_DEFAULT,
             },
-            waits_for="`kubectl get pods` says which pods are not running, and why",
+            waits_for="`kubectl get pods` shows which pods are not running, and why",
         )
     )
 

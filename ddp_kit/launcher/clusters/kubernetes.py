@@ -17,13 +17,14 @@ _KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 _CODES = 256
 _EXPLAINED = """\
 # Made by: {command}
-# Exit codes: 75 (saved) and 4 (a node was lost) start pods again, uncounted, as does the loss of a pod; 3, 124 and
-# those above 128 are counted; all others end the job, because ddpkit has restarted the workers already.
+# After exit codes 75 (saved) and 4 (a node was lost), and after the loss of a pod, pods are restarted any number of
+# times; after exit codes 3, 124 and above 128, a limited number of times. All other exit codes end the job, because
+# ddpkit has already restarted the workers.
 """
 
 
 def manifest(request: Request, *objects: Mapping[str, Any]) -> str:
-    """The objects as YAML, preceded by the command that made them."""
+    """The objects as YAML, after comments with the command that made them and the meaning of exit codes."""
     texts = [yaml.safe_dump(each, sort_keys=False, default_flow_style=None, width=120) for each in objects]
     return _EXPLAINED.format(command=request.command) + "---\n".join(texts)
 
@@ -49,7 +50,7 @@ def container(request: Request, env: Sequence[Mapping[str, Any]] = ()) -> dict[s
 
 
 def resources(request: Request) -> dict[str, Any]:
-    """Resources of a pod. GPUs are limits, which imply requests; cores are only requests: a pod may use idle ones."""
+    """Resources of a pod. GPUs are limits, which imply requests; cores are only requests: a pod may use idle cores."""
     found: dict[str, Any] = {}
     if request.cpus_per_node is not None:
         found["requests"] = {"cpu": str(request.cpus_per_node)}
@@ -99,7 +100,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 # --- Indexed Job ------------------------------------------------------------------------------------------------------
-# A Job may be alone or in a JobSet; both number their pods by JOB_COMPLETION_INDEX.
+# A Job may be standalone or part of a JobSet; in both, JOB_COMPLETION_INDEX numbers the pods.
 # Kubernetes sets no variable for the number of pods or the name of the first one. The manifests of `ddpkit submit` set
 # PET_NNODES, and a headless service with the job's name makes pod 0 known as `<job>-0.<job>`. Other manifests may set
 # MASTER_ADDR to the name of pod 0.
@@ -115,7 +116,7 @@ JOBSET = "JOBSET_NAME"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This pod's place; None outside of an Indexed Job, and if PET_NNODES is not set (the pods are independent)."""
+    """This pod's place in its job; None outside of an Indexed Job, or if PET_NNODES is not set (independent pods)."""
     if _INDEX not in env or NODES_DEFAULT not in env:
         return None
     name = "a JobSet of Kubernetes" if JOBSET in env else "an Indexed Job of Kubernetes"
@@ -133,7 +134,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
             run_id=env.get(JOBSET) or host.split(".")[0],
             sources={"nodes": NODES_DEFAULT, "node rank": _INDEX, "host": source},
             replacement=_REPLACEMENT_SECONDS,
-            waits_for="`kubectl get pods` says which pods are not running, and why",
+            waits_for="`kubectl get pods` shows which pods are not running, and why",
         )
     )
 
@@ -147,7 +148,7 @@ def _host(env: Mapping[str, str], name: str, rank: int) -> tuple[str, str]:
         raise UsageError(
             f"this looks like {name}, but {_POD}={env.get(_POD, '')!r} does not end in -{rank}, the pod's index, so "
             "the name of pod 0 is not known",
-            f"set {MASTER_ADDR} to it in the manifest",
+            f"set {MASTER_ADDR} to the name of pod 0 in the manifest",
         )
     if JOBSET in env:  # <jobset>-<replicated job>-<job>-<pod>.<jobset>
         return f"{found[1]}-0.{env[JOBSET]}", f"{_POD} and {JOBSET}"

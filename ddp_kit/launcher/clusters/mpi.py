@@ -1,4 +1,4 @@
-"""mpirun of Open MPI and of the MPICH family: variables of one process. The user has to pass MASTER_ADDR.
+"""mpirun of Open MPI and of the MPICH family: variables of a process. The user has to set MASTER_ADDR.
 
 Source: Open MPI documentation, "Environment variables defined by Open MPI"; MPICH, "Hydra process management".
 """
@@ -9,7 +9,7 @@ from ddp_kit.env import MASTER_ADDR, MASTER_PORT
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.clusters.request import PORT, JobPlace, check_rank, number, optional_number
 
-# Rank, size, and size on this node.
+# The variables for the rank, the number of processes, and the number of processes on this node.
 _KINDS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This process's place as a node; None outside of mpirun."""
+    """This node's place in its job, with one process per node; None outside of mpirun."""
     name = next((name for name, variables in _KINDS.items() if all(each in env for each in variables)), None)
     if name is None:
         return None
@@ -27,8 +27,8 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
         if node_rank:
             raise SystemExit(2)  # only process 0 reports the error
         raise UsageError(
-            f"mpirun started {env[local_size]} processes on this node; `ddpkit launch` is started once per node, and "
-            "starts the processes",
+            f"mpirun started {env[local_size]} processes on this node; run `ddpkit launch` once per node: it starts "
+            "the processes itself",
             "add `--map-by ppr:1:node` to the mpirun command (mpiexec: -ppn 1)",
         )
     if nodes > 1 and not env.get(MASTER_ADDR):

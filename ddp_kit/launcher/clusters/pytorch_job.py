@@ -15,7 +15,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place; None if the variables are absent, or belong to a worker or to a single machine.
+    """This node's place in its job; None if the variables are absent, or belong to a worker or to a single machine.
 
     Raises `UsageError` if the variables contradict each other, for example because some of them are left over from a
     container image or a shell.
@@ -27,7 +27,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     if rank is None or nodes is None or rank >= nodes or env[MASTER_ADDR] in _LOOPBACK:
         found = ", ".join(f"{name}={env[name]}" for name in names)
         raise UsageError(
-            f"{found} look like those of {_NAME}, where {RANK} is the number of a node, but they contradict each other",
+            f"{found} look like variables of {_NAME}, where {RANK} is the node rank, but they contradict each other",
             f"unset {', '.join(names)}, or type --nnodes 1 to run on this machine alone",
         )
     return JobPlace(
@@ -39,7 +39,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
         run_id=env[MASTER_ADDR].split(".")[0],
         sources={"nodes": WORLD_SIZE, "node rank": RANK, "host": MASTER_ADDR, "port": MASTER_PORT, "GPUs": _GPUS},
         gpus=optional_number(env, _GPUS),
-        waits_for="`kubectl get pods` says which pods are not running, and why",
+        waits_for="`kubectl get pods` shows which pods are not running, and why",
     )
 
 

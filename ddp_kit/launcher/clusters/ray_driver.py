@@ -1,4 +1,4 @@
-"""The driver of a job in Ray: a placement group with one bundle per node, and a launcher in each.
+"""The driver of a job in Ray: a placement group with one bundle per node, and a launcher in each bundle.
 
     python -m ddp_kit.launcher.clusters.ray_driver --nodes 3 --gpus 8 -- train.py --lr 0.1
 
@@ -24,7 +24,7 @@ from ddp_kit.launcher.clusters import ssh
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED
 
 _REMINDER_SECONDS = 30.0
-_REPLACEMENT_SECONDS = 120  # for Ray to notice a loss, and to start an actor on another node
+_REPLACEMENT_SECONDS = 120  # for Ray to notice the loss of a node, and to start an actor on another node
 _OTHERS_SECONDS = 10.0  # for the other launchers to end after the first one has failed
 
 
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         if not (counted and retries) and code not in AGAIN:
             return code
         retries -= counted
-        _say(f"starting the job again, as it ended with {code}")
+        _say(f"restarting the job: it ended with exit code {code}")
 
 
 def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
     group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
     while not group.wait(_REMINDER_SECONDS):
         alive = [each for each in ray.nodes() if each["Alive"]]
-        _say(f"waiting for {nodes} nodes with {bundle} each; the cluster has {len(alive)}: `ray status` lists them")
+        _say(f"waiting for {nodes} nodes with {bundle} each; the cluster has {len(alive)} nodes (see `ray status`)")
     actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1)(Host)
     hosts = [
         actor.options(

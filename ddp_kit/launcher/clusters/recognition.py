@@ -9,8 +9,8 @@ from ddp_kit.launcher.clusters import aws_batch, azure_ml, kubeflow, kubernetes,
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.spec import LaunchSpec
 
-# Environments that start processes come before those that allocate nodes: mpirun before Slurm, SkyPilot and
-# Kubeflow before Kubernetes.
+# Environments that start processes come before the environments that allocate nodes: mpirun before Slurm; SkyPilot
+# and Kubeflow before Kubernetes.
 _ALL = (kubeflow, skypilot, azure_ml, aws_batch, mpi, slurm, kubernetes, pytorch_job)
 _RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint"}
 
@@ -23,7 +23,7 @@ def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
     if spec.torchrun["standalone"] or ("nnodes" in spec.typed and _is_one(spec.torchrun)):
         return spec
     if "nnodes" in spec.typed and spec.typed & {"rdzv_endpoint", "node_rank"}:
-        return spec  # complete as it is
+        return spec  # the command line is complete
     place = read(env)
     if place is None:
         return spec

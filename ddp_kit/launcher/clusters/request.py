@@ -1,4 +1,4 @@
-"""This node's place in a job, read from the cluster's variables; and `ddpkit submit`'s request for a job."""
+"""The place of a node in a job, read from the cluster's variables; and the request for a job of `ddpkit submit`."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class JobPlace:
     """A name or address of node 0, which hosts the rendezvous."""
     port: int
     run_id: str
-    """The job's id, the same on all nodes; a node with another job's id is refused at this port."""
+    """The job's id, which is the same on all nodes: a node with a different id is rejected."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The variable that each value comes from: `nodes`, `node rank`, `host` and others, for --dry-run."""
     gpus: int | None = None
@@ -71,7 +71,7 @@ def check_rank(place: JobPlace) -> JobPlace:
 
 
 def derived_port(text: str) -> int:
-    """A port derived from a job's id, for jobs that share nodes; outside Linux's range of ephemeral ports."""
+    """A port derived from a job's id, for jobs that share nodes; not in Linux's range of ephemeral ports."""
     digits = "".join(letter for letter in text if letter.isdecimal())
     return 10_000 + int(digits or "0") % 20_000
 
@@ -80,7 +80,7 @@ def derived_port(text: str) -> int:
 
 
 def hosts_of(text: str | None) -> tuple[str, ...]:
-    """Host names from `a,b`, or from a file with one per line. Raises `UsageError`."""
+    """Host names from `a,b`, or from a file with one name per line. Raises `UsageError`."""
     if text is None:
         return ()
     path = Path(text)
@@ -89,7 +89,7 @@ def hosts_of(text: str | None) -> tuple[str, ...]:
     wrong = next((name for name in hosts if name.startswith("-") or len(name.split()) > 1), None)
     if not hosts or wrong is not None:
         raise UsageError(
-            f"--hosts {text} names no hosts" if wrong is None else f"--hosts: {wrong!r} is not a host",
+            f"--hosts {text} names no hosts" if wrong is None else f"--hosts: {wrong!r} is not a host name",
             "type --hosts gpu1,gpu2, or the name of a file with one host per line",
         )
     return hosts
@@ -104,7 +104,7 @@ AGAIN = (int(ExitCode.NODE_LOST), int(ExitCode.REQUEUE))
 COUNTED = (int(ExitCode.LAUNCH_FAILED), int(ExitCode.HUNG))
 """Exit codes after which the job is restarted at most `Request.retries` times, as after codes above 128."""
 SIGNALLED = 129
-"""Smallest exit code of a process ended by a signal. Other codes end the job: ddpkit itself has restarted workers."""
+"""Smallest exit code of a process ended by a signal. Exit codes below it that are not listed above end the job."""
 
 _CPUS_PER_GPU = 8
 

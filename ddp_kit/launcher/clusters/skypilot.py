@@ -26,7 +26,7 @@ _GPUS, _TASK = "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place; None outside of a task of SkyPilot."""
+    """This node's place in its job; None outside of a SkyPilot task."""
     if _ADDRESSES not in env:
         return None
     addresses = env[_ADDRESSES].split()
@@ -44,7 +44,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
                 "GPUs": _GPUS,
             },
             gpus=optional_number(env, _GPUS),
-            waits_for="`sky logs` shows what the other nodes do",
+            waits_for="`sky logs` shows what the other nodes are doing",
         )
     )  # fmt: skip
 
@@ -54,14 +54,15 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
 _EXPLAINED = """\
 # Made by: {command}
 # Checkpoints have to be in storage that outlives the nodes: mount a bucket or a volume with file_mounts.
-# Exit codes: after 75 (saved) and 4 (a node was lost) the job is recovered, as after a preemption; all others end it.
+# After exit codes 75 (saved) and 4 (a node was lost), SkyPilot recovers the job as after a preemption. All other exit
+# codes end the job.
 """
 _SETUP = "command -v ddpkit >/dev/null || python -m pip install --quiet ddpkit\n"
 _RUN = """\
 code=0
 {launch} || code=$?
 if [ "$code" -ge {signalled} ]; then code=1; fi  # SkyPilot uses 137 itself
-(exit "$code")  # no exit of this shell: SkyPilot adds lines, which upload what is left of a bucket's cache
+(exit "$code")  # in a subshell: this shell then runs commands that SkyPilot appends to upload cached files
 """
 
 

@@ -27,17 +27,17 @@ _STEP, _NODES, _LIST = "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODE
 _NODE, _TASK, _TASKS = "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 _HETEROGENEOUS = "SLURM_HET_SIZE"
 _SEVERAL_TASKS = (
-    "srun started {tasks} tasks on {nodes} nodes; `ddpkit launch` is started once per node, and starts the processes"
+    "srun started {tasks} tasks on {nodes} nodes; run `ddpkit launch` once per node: it starts the processes itself"
 )
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its job step; None outside of Slurm."""
+    """This node's place in its Slurm job step; None outside of Slurm."""
     if _JOB not in env:
         return None
     if optional_number(env, _HETEROGENEOUS):
         raise UsageError(
-            "this is a heterogeneous job of Slurm, whose nodes ddpkit cannot number",
+            "this is a heterogeneous Slurm job, and ddpkit cannot number its nodes",
             "type --nnodes, --node-rank, --master-addr and --master-port",
         )
     if _STEP not in env or _LIST not in env:
@@ -64,18 +64,18 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
         },
         gpus=optional_number(env, "SLURM_GPUS_ON_NODE"),
         end_time=optional_number(env, END_TIME),
-        waits_for=f"`squeue --steps --jobs {env[_JOB]}` lists where the step runs",
+        waits_for=f"`squeue --steps --jobs {env[_JOB]}` shows where the step runs",
     )  # fmt: skip
 
 
 def _outside_steps(env: Mapping[str, str]) -> JobPlace:
-    """The place in a batch script or an salloc shell, which run on one node."""
+    """This node's place in a batch script or an salloc shell, which runs on one node."""
     nodes = number(env, _JOB_NODES, _NAME, 1) if _JOB_NODES in env else 1
     if nodes > 1:
         raise UsageError(
-            f"this job of Slurm has {nodes} nodes, and this command runs on one of them",
-            "type `srun --ntasks-per-node=1 ddpkit launch ...` to use all, or `ddpkit launch --nnodes 1 ...` for this "
-            "node alone",
+            f"this Slurm job has {nodes} nodes, but this command runs on only one of them",
+            "type `srun --ntasks-per-node=1 ddpkit launch ...` to use all nodes, or `ddpkit launch --nnodes 1 ...` to "
+            "use only this node",
         )
     sources = {"end of the job": END_TIME, "GPUs": "SLURM_GPUS_ON_NODE"}
     gpus, end_time = optional_number(env, "SLURM_GPUS_ON_NODE"), optional_number(env, END_TIME)
@@ -85,7 +85,7 @@ def _outside_steps(env: Mapping[str, str]) -> JobPlace:
 def first_host(node_list: str) -> str:
     """The first host of a compressed list such as `gpu-[003-005,9],login`.
 
-    Raises `UsageError` if it is not a list.
+    Raises `UsageError` if the text is not such a list.
     """
     found = re.match(r"(?:[^\[\],]+|\[[^\]]+\])+", node_list)
     if found is None:
@@ -99,7 +99,7 @@ _WARNING_SECONDS = 120
 
 
 def job_file(request: Request) -> str:
-    """A batch script for sbatch. If the request names no script, it passes its own arguments to `ddpkit launch`."""
+    """A batch script for sbatch, which passes its own arguments to `ddpkit launch` if the request names no script."""
     log = "%x-%A_%a.log" if request.array else "%x-%j.log"
     directives = {
         "job-name": request.name,
@@ -110,7 +110,7 @@ def job_file(request: Request) -> str:
         "cpus-per-task": request.cpus_per_node and f"{request.cpus_per_node}   # for all processes of a node together",
         "time": None if request.seconds is None else clock(request.seconds),
         "array": request.array,
-        "signal": f"USR2@{_WARNING_SECONDS}   # seconds before the time limit, when a Trainer saves",
+        "signal": f"USR2@{_WARNING_SECONDS}   # seconds before the time limit; a Trainer then saves",
         "open-mode": "append   # a job that is requeued continues its log",
         "output": log,
     }
@@ -126,14 +126,14 @@ def job_file(request: Request) -> str:
 {chr(10).join(lines)}
 set -u
 
-# srun does not take over --cpus-per-task from the job (Slurm 22.05 and later).
+# srun does not inherit --cpus-per-task from the job (Slurm 22.05 and later).
 code=0
 srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}"{container}{workdir} {words} || code=$?
 
-# A task of a job array is named by both numbers: with one, Slurm would requeue every task.
+# A task of a job array is named ARRAY_TASK: with the array's id alone, Slurm would requeue every task.
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
 again() {{ scontrol requeue "$job"; }}
-again_counted() {{  # in the job's comment: Slurm's own count has every restart, also that after a preemption
+again_counted() {{  # the count is in the job's comment, because Slurm's own count includes preemptions
     retries=$(scontrol show job "$job" | sed -n 's/^ *Comment=ddpkit-retries-\\([0-9]*\\).*/\\1/p')
     [ "${{retries:-0}}" -lt {request.retries} ] &&
         scontrol update JobId="$job" Comment="ddpkit-retries-$((${{retries:-0}} + 1))" && again
@@ -147,11 +147,14 @@ exit "$code"
 
 
 _HOW_TO = {
-    True: "# Submit it from the environment (venv, conda, modules) that has ddpkit: Slurm hands that on to the nodes.",
+    True: """\
+# Submit this file from the environment (venv, conda, modules) in which ddpkit is installed: Slurm passes the
+# environment on to the nodes.""",
     False: """\
 # Train on several nodes:  sbatch train.sbatch train.py --lr 0.1
-# What follows the name of this file goes to `ddpkit launch`: its flags, the script, the script's arguments.
-# Submit it from the environment (venv, conda, modules) that has ddpkit: Slurm hands that on to the nodes.""",
+# `ddpkit launch` gets the arguments after the name of this file: its flags, the script, the script's arguments.
+# Submit this file from the environment (venv, conda, modules) in which ddpkit is installed: Slurm passes the
+# environment on to the nodes.""",
 }
 
 

@@ -1,4 +1,4 @@
-"""Jobs on plain hosts over ssh: the script that runs a launcher on a host, and the session that runs one on each."""
+"""Jobs on plain hosts over ssh: the script that runs a launcher on a host, and the session that runs all launchers."""
 
 import shlex
 import signal
@@ -33,14 +33,14 @@ exit "$code"
 
 
 def found_first(command: Sequence[str], programs: str) -> str:
-    """The shell command line that looks for `command` in the folder `programs` first."""
+    """A shell command line that looks for the program of `command` in the folder `programs` first."""
     return f'PATH={shlex.quote(programs)}:"$PATH" {shlex.join(command)}'
 
 
 def script(launch: Sequence[str], folder: str = "", programs: str = "") -> tuple[str, ...]:
     """The command `sh -c ...` that runs `launch`; its exit code is the launcher's.
 
-    `folder`: the launcher's working folder; `programs`: a folder to put first in PATH. Empty: unchanged.
+    `folder`: the launcher's working folder; `programs`: a folder to put first in PATH. An empty string changes nothing.
     """
     start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
     start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
@@ -88,9 +88,9 @@ Write = Callable[[str], None]
 
 
 def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> int:
-    """Run the commands, by host, until the job ends, and restart it after retryable exit codes. Returns the exit code.
+    """Run one command per host until the job ends; restart the job after retryable exit codes; return the exit code.
 
-    `retries`: the maximum number of counted restarts, such as those after ssh could not reach a host.
+    `retries`: the maximum number of counted restarts, such as restarts after ssh could not reach a host.
     """
     while True:
         session = _Session(commands, write)
@@ -102,9 +102,11 @@ def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> in
             return code
         retries -= counted
         why = (
-            f"{', '.join(session.unreachable)} could not be reached" if session.unreachable else f"it ended with {code}"
+            f"{', '.join(session.unreachable)} could not be reached"
+            if session.unreachable
+            else f"it ended with exit code {code}"
         )
-        write(f"{_OURS}starting the job again, as {why}\n")
+        write(f"{_OURS}restarting the job: {why}\n")
         time.sleep(_BETWEEN_TRIES if session.unreachable else 0)
 
 
@@ -128,7 +130,8 @@ class _Session:
         before = {number: signal.signal(number, self._stop) for number in _STOP}
         try:
             for host, command in self._commands.items():
-                # In a new session: Ctrl-C stops the launchers through this process, so that their last lines arrive.
+                # In a new session, so that Ctrl-C only reaches this process, which stops the launchers and prints their
+                # last lines.
                 self._running[host] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     text=True, errors="backslashreplace", start_new_session=True,
@@ -153,7 +156,10 @@ class _Session:
         return next((code for code in codes.values() if code), 0)
 
     def _wait(self) -> dict[str, int]:
-        """The exit codes by host, in order of the launchers' ends. If ssh fails or finds no ddpkit, all are stopped."""
+        """The exit codes by host, in the order in which the launchers ended.
+
+        If ssh fails or finds no ddpkit on a host, the launchers on all hosts are stopped.
+        """
         codes: dict[str, int] = {}
         while len(codes) < len(self._running):
             for host, process in self._running.items():
@@ -165,7 +171,7 @@ class _Session:
         return codes
 
     def _copy(self, host: str, source: IO[str], target: TextIO) -> None:
-        """Copy a host's output: a script's lines after the host's name, equal lines of several launchers only once."""
+        """Copy a host's output: add the host's name to the script's lines; print equal launcher lines only once."""
         for line in source:
             if not line.startswith(_OURS):
                 text = f"{host}: {line}" if len(self._commands) > 1 else line
@@ -182,12 +188,14 @@ class _Session:
             if code == _NOT_FOUND:
                 self.missing.append(host)
                 self._write(
-                    f"{_OURS}error: there is no ddpkit on {host}\n  hint: install it in the same folder as here, or "
-                    "where PATH leads to it in `ssh {host} env`\n".replace("{host}", host)
+                    f"{_OURS}error: there is no ddpkit on {host}\n  hint: install it in the same folder as on this "
+                    "machine, or in a folder of the PATH that `ssh {host} env` prints\n".replace("{host}", host)
                 )
             elif code == _SSH_FAILED:
                 self.unreachable.append(host)
-                self._write(f"{_OURS}error: ssh could not reach {host}, or lost it\n  hint: try `ssh {host} true`\n")
+                self._write(
+                    f"{_OURS}error: ssh could not reach {host}, or lost the connection\n  hint: try `ssh {host} true`\n"
+                )
 
     def _stop(self, _number: int, _frame: object) -> None:
         """Handle a signal: the first stops the launchers, which may take as long as a save; the second kills ssh."""

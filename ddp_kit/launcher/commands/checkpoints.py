@@ -27,8 +27,8 @@ exit codes:
   {ExitCode.OK:<2d} all checkpoints are whole
   {ExitCode.BROKEN:<2d} at least one is damaged
 """
-_BEST = "whole, the best when it was saved"
-_SHOWN = 60  # maximum characters of a value
+_BEST = "whole, and the best so far when it was saved"
+_SHOWN = 60  # maximum number of characters shown of a value
 _MISSING = object()
 
 
@@ -47,7 +47,7 @@ def parser() -> Parser:
         nargs=2,
         metavar="STEP",
         type=int,
-        help="print the differences between two steps: names, shapes and types of tensors, and all other values",
+        help="print how the checkpoints of two steps differ: names, shapes and types of tensors, and all other values",
     )
     return flags
 
@@ -75,7 +75,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     for path in left:
         print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
-        print_text(f"{path.name}: an abandoned branch, which no save removes; `ddpkit checkpoints {path}` lists it")
+        print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
     return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
 
 

@@ -15,7 +15,7 @@ examples:
   ddpkit --print-completion fish > ~/.config/fish/completions/ddpkit.fish
 """
 _FOLDERS, _FILES = {"dir", "log_dir"}, {"script", "training_script", "source", "target", "hosts"}
-"""The arguments that name folders and files."""
+"""Names of the arguments that take a folder or a file."""
 
 
 def run(argv: Sequence[str], torchrun: argparse.ArgumentParser, print_text: Callable[[str], None]) -> int:
@@ -56,7 +56,7 @@ def _combined_parser(torchrun: argparse.ArgumentParser, file: object, folder: ob
     for name, parser in parsers.items():
         for action in parser.actions:
             dashed = [flag for flag in action.option_strings if "_" not in flag]
-            action.option_strings = dashed or action.option_strings  # torchrun has each flag in both spellings
+            action.option_strings = dashed or action.option_strings  # torchrun accepts each flag with - and with _
             if action.dest in _FOLDERS | _FILES:
                 vars(action)["complete"] = folder if action.dest in _FOLDERS else file
         commands.add_parser(name, parents=[parser], add_help=False, help=(parser.description or "").partition(".")[0])

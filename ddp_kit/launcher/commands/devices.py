@@ -29,14 +29,14 @@ def text(env: Mapping[str, str]) -> str:
     positions = {gpu.uuid: str(position) for position, (_, gpu) in enumerate(visible(machine, env))}
     lines = [*_table(machine, positions, holders())]
     if VISIBLE_GPUS in env:
-        lines += ["", f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}: --gpus can use {len(positions)} of {len(machine)}"]
+        lines += ["", f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}: --gpus can use {len(positions)} of {len(machine)} GPUs"]
     return "\n".join([*lines, *_links(links())])
 
 
 def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], held: Mapping[str, Process]) -> Iterator[str]:
     titles = ["GPU", "--gpus", "name", "memory used", "load", "NUMA", "UUID", "state"]
     rows = [titles, *(_row(gpu, positions.get(gpu.uuid, "-"), held.get(gpu.uuid)) for gpu in machine)]
-    if all(gpu.label == positions.get(gpu.uuid) for gpu in machine):  # then the column --gpus would repeat the first
+    if all(gpu.label == positions.get(gpu.uuid) for gpu in machine):  # the column --gpus would repeat the first
         rows = [[*row[:1], *row[2:]] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -65,7 +65,7 @@ def _process(user: GpuProcess) -> str:
 
 
 def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
-    """One line per GPU: each kind of link with the numbers of the GPUs at its other end."""
+    """Yield one line per GPU: each kind of link, and the numbers of the GPUs that it leads to."""
     if not any(table.values()):
         return
     yield from ("", "links")

@@ -33,7 +33,7 @@ def parser() -> Parser:
         description="Print versions, hardware and environment variables for a bug report. Values that look secret are "
         "masked; check the output before you share it.",
     )
-    flags.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    flags.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return flags
 
 
@@ -46,7 +46,7 @@ def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str],
 
 
 def facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """All facts: strings, and dicts of strings."""
+    """All facts, as strings, lists of strings and dicts of strings."""
     torch = machine.torch_facts(env)
     about = torch.facts
     nvidia = machine.detect()
@@ -91,8 +91,8 @@ def _cluster(env: Mapping[str, str]) -> str:
         place = recognition.read(env)
     except DdpKitError as error:
         return error.message
-    except SystemExit:  # process 0 alone reports an error in the variables
-        return "its variables cannot be used; `ddpkit env` in process 0 says why"
+    except SystemExit:  # only process 0 reports an error in the cluster's variables
+        return "the cluster's variables cannot be used; run `ddpkit env` in process 0 to see why"
     return "none recognised" if place is None else place.environment
 
 

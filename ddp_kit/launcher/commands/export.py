@@ -50,7 +50,7 @@ def parser() -> Parser:
         prog="ddpkit export",
         description="Write the weights of a checkpoint to safetensors files that other programs read.",
     )
-    flags.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a folder of them")
+    flags.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint or a folder of checkpoints")
     flags.add_argument("target", metavar="FILE", type=Path, help=f"a new file, such as model{TENSORS}")
     flags.add_argument(
         "--max-shard-size",
@@ -63,9 +63,9 @@ def parser() -> Parser:
     flags.add_argument(
         "--best",
         action="store_true",
-        help="the best checkpoint of a folder (see checkpoint.best_metric), not the newest",
+        help="export the best checkpoint in a folder (see checkpoint.best_metric) instead of the newest",
     )
-    flags.add_argument("--ema", action="store_true", help="the average of the weights that the EMA callback kept")
+    flags.add_argument("--ema", action="store_true", help="export the averaged weights of the EMA callback")
     return flags
 
 
@@ -89,7 +89,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint {found.path} cannot be exported: {error}",
-            f"choose another one; `ddpkit checkpoints {found.path.parent} --verify` shows which ones are whole",
+            f"choose another checkpoint; `ddpkit checkpoints {found.path.parent} --verify` shows which ones are whole",
         ) from None
     return 0
 
@@ -103,19 +103,23 @@ def _size(text: str) -> float:
 
 
 def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> Found:
-    """The checkpoint at a path, or, in a folder, the best or the newest complete checkpoint."""
+    """The checkpoint at a path; for a folder of checkpoints, its best or its newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
         found = best(source) if wants_best else examine(source)
         if found.whole:
             return found
         raise CheckpointError(
-            f"the checkpoint {found.path} cannot be exported: {found.problem}", "choose another one in the same folder"
+            f"the checkpoint {found.path} cannot be exported: {found.problem}",
+            "choose another checkpoint in the same folder",
         )
     choice = newest_whole(source)
     for damaged in choice.passed_over:
         print_text(f"skipped {damaged}")
     if choice.found is None:
-        raise UsageError(f"there is no whole checkpoint in {source}", f"`ddpkit checkpoints {source}` lists them")
+        raise UsageError(
+            f"there is no whole checkpoint in {source}",
+            f"`ddpkit checkpoints {source}` lists the checkpoints in this folder and their states",
+        )
     return choice.found
 
 
@@ -125,9 +129,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
 def _export(found: Found, target: Path, most: float, ema: bool, print_text: Callable[[str], None]) -> None:
     state = read_state(found)
     if ema and not has_average(state):
-        raise UsageError(
-            f"{found.path} has no average of the weights", "remove --ema: the run did not use the EMA callback"
-        )
+        raise UsageError(f"{found.path} has no averaged weights", "remove --ema: the run did not use the EMA callback")
     stored = stored_weights(state, ema=ema)
     names, tied = _names(stored)
     files = TensorFiles(found)
@@ -149,20 +151,24 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
                 places.setdefault(names[name], []).extend(place)
         files.read(places)
         if len(shards) > 1:
-            made.append(stack.enter_context(_NewFile(index)))  # last: where there is an index, all shards exist
+            made.append(stack.enter_context(_NewFile(index)))  # last: if the index exists, all shards exist
             made[-1].write(_index(weights, paths, shards))
         for file in made:
             file.finish()
-    print_text(f"{len(weights)} tensors of step {found.step}, {sum(each.bytes for each in weights.values()):,} bytes:")
+    print_text(
+        f"exported {len(weights)} tensors of step {found.step} "
+        f"({sum(each.bytes for each in weights.values()):,} bytes) to:"
+    )
     print_text("\n".join(str(file.path) for file in made))
     if stored.left_out:
         print_text(
-            f"without {len(stored.left_out)} frozen weights, which checkpoint.trainable_only kept out of the checkpoint"
+            f"{len(stored.left_out)} frozen weights are not included: checkpoint.trainable_only left them out of the "
+            "checkpoint"
         )
 
 
 def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
-    """The model's weights, as name -> key of the tensor; and for tied weights, other name -> first name."""
+    """The model's weights, as name -> key of the tensor; and aliases of tied weights, as alias -> first name."""
     names: dict[str, Key] = {}
     tied: dict[str, str] = {}
     first: dict[Key, str] = {}
@@ -171,8 +177,8 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
             continue  # not a weight, for example a module's extra state
         if "dtype" in value:
             raise CheckpointError(
-                f"{name} is of the type {value['dtype']}, which safetensors does not have",
-                "load the checkpoint in Python and convert it there, such as torch.view_as_real of a complex tensor",
+                f"{name} is of the type {value['dtype']}, which safetensors does not support",
+                "load the checkpoint in Python and convert the tensor there, for example with torch.view_as_real",
             )
         (key,) = keys_in([value])
         if key in first:
@@ -244,7 +250,7 @@ class _NewFile:
             file.write(content)
 
     def finish(self) -> None:
-        """Flush it to the disk, and rename it to its final name."""
+        """Flush the file to disk, and give it its final name."""
         os.fsync(self._file)
         _refuse_to_overwrite([self.path])
         self._unnamed.rename(self.path)

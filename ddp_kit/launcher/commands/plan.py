@@ -24,7 +24,8 @@ example:
   ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1
 
 The script runs in one process up to trainer.fit(...). No memory is allocated for parameters, and nothing is trained.
-Weights, gradients and optimizer state are exact. Activations and the rest are estimates, not verified on a GPU.
+The sizes of weights, gradients and optimizer state are exact. All other sizes, such as those of activations, are
+estimates that have not been verified on a GPU.
 """
 
 
@@ -32,8 +33,8 @@ def parser() -> Parser:
     """The flags of `ddpkit plan`."""
     flags = Parser(
         prog="ddpkit plan",
-        description="Estimate, before a run, the memory that it needs on each device: whether it fits, and what to "
-        "change if not. Needs no GPU.",
+        description="Estimate the memory that a run will need on each device: whether it fits, and what to change if "
+        "it does not. No GPU is needed.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,7 +42,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory of each device: 80GiB, 80GB or a number of bytes (default: that of this node's GPUs)",
+        help="memory of each device: 80GiB, 80GB or a number of bytes (default: the memory of this node's GPUs)",
     )
     flags.add_argument("script", metavar="SCRIPT", help="the training script")
     flags.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's arguments")
@@ -49,7 +50,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run the script up to its memory plan, and return its exit code."""
+    """Run the script, which prints its memory plan and ends; return its exit code."""
     args = parser().parse_args(argv)
     here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
     ranks = len(here) if args.gpus is None else args.gpus
@@ -64,7 +65,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
             "this machine has no GPU that reports its memory", "type the memory per device, such as --memory 80GiB"
         )
     if not Path(args.script).is_file():
-        raise UsageError(f"there is no file {args.script}", "name the training script")
+        raise UsageError(f"there is no file {args.script}", "type the path of the training script")
     process = Popen(
         [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
         env={**env, PLAN_RANKS: str(ranks), PLAN_MEMORY: str(memory)},
@@ -75,7 +76,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size such as 80GiB, 80GB or 85899345920. Raises `UsageError`."""
+    """The number of bytes of a size such as 80GiB, 80GB or 85899345920. Raises `UsageError`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"--memory {text} is not a size", "type it as 80GiB, 80GB or a number of bytes")

@@ -14,9 +14,9 @@ from ddp_kit.launcher.report.run_history import RunHistory, read_runs
 
 _EPILOG = """\
 examples:
-  ddpkit report runs/1                  writes report.html
-  ddpkit report runs/1 runs/2           both runs in each chart, and the settings that differ
-  ddpkit report runs/1 --images plots   the charts as SVG files as well
+  ddpkit report runs/1                  write report.html
+  ddpkit report runs/1 runs/2           show both runs in each chart, and the settings that differ
+  ddpkit report runs/1 --images plots   also write the charts as SVG files
 """
 
 
@@ -25,7 +25,7 @@ def parser() -> Parser:
     flags = Parser(
         prog="ddpkit report",
         description="Write an HTML report about one or more runs: loss, speed, ranks, memory, restarts, configuration, "
-        "advice. The page needs neither a network nor a server. A run may still be training.",
+        "advice. The page needs neither a network nor a server. The runs may still be in progress.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,7 +36,10 @@ def parser() -> Parser:
         "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the file to write (default: report.html)"
     )
     flags.add_argument(
-        "--images", metavar="FOLDER", type=Path, help="also write the charts there as SVG files; needs matplotlib"
+        "--images",
+        metavar="FOLDER",
+        type=Path,
+        help="also write the charts to this folder as SVG files; needs matplotlib",
     )
     return flags
 
@@ -71,7 +74,7 @@ def _print_findings(run: RunHistory, profiles: Sequence[Profile], print_text: Ca
 
 
 def _check(out: Path) -> None:
-    """Raise `UsageError` rather than replace a file that is not a report."""
+    """Raise `UsageError` if `out` is a folder, or an existing file that is not a report."""
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder", f"type --out {out / 'report.html'}")
     if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:1000]:

@@ -19,7 +19,7 @@ from ddp_kit.launcher.clusters.request import Request, hosts_of, seconds_of
 from ddp_kit.launcher.commands import Parser
 
 _EXAMPLES = """\
-what follows the flags is given to `ddpkit launch` on every node: its flags, the script, the script's arguments
+everything after these flags is passed to `ddpkit launch` on every node: its flags, the script, the script's arguments
 
 examples:
   ddpkit submit --on slurm --nodes 4 --gpus 8 --time 24h --requeue train.py --lr 0.1
@@ -29,9 +29,9 @@ examples:
   ddpkit submit --on slurm --nodes 4 --gpus 8 --dry-run train.py    print the job file, submit nothing
 
 exit codes of the job, on every engine:
-  75, 4            started again, however often: the workers saved, or a node was lost
-  3, 124, 129-255  started again, at most --retries times: not started, hung, or ended by a signal
-  others           the end: ddpkit has restarted the workers as --max-restarts says
+  75, 4            the workers saved, or a node was lost: the job is restarted any number of times
+  3, 124, 129-255  the job did not start, hung, or was ended by a signal: it is restarted at most --retries times
+  others           the job is not restarted: ddpkit has already restarted the workers, up to --max-restarts times
 """
 _COPY_THE_FOLDER = ("skypilot", "ray")
 _NAME_LENGTH = 40  # Kubernetes appends a suffix, and allows 63 characters in total
@@ -39,7 +39,10 @@ _DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
 
 
 def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
-    """Print the job file, or hand it to the engine. `write`: writes to standard error. Raises `UsageError`."""
+    """Print the job file, or submit it to the engine (Slurm, Kubernetes, ...). Raises `UsageError`.
+
+    `write`: a function that writes a line to standard error.
+    """
     known = parser()
     own, launch = _split(words, known)
     flags = vars(known.parse_args(own))
@@ -68,25 +71,33 @@ def parser() -> Parser:
     flags = Parser(
         prog="ddpkit submit",
         usage="ddpkit submit --on ENGINE --nodes N [flags] [flags of launch] script.py [arguments of the script]",
-        description="Run a script on several nodes, by the engine of a cluster. Prints nothing but what the engine "
-        "says; --dry-run prints the job file.",
+        description="Run a script on several nodes through the engine of a cluster. Only the engine's own output is "
+        "printed; --dry-run prints the job file.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("--on", metavar="ENGINE", help=f"one of: {', '.join(ENGINES)}")
-    flags.add_argument("--nodes", metavar="N", type=_count, help="the number of nodes; with --hosts: as many as hosts")
-    flags.add_argument("--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs of each node: 8 or H100:8; default: none")
-    flags.add_argument("--cpus", metavar="C", type=_count, help="CPU cores of each node; default: 8 per GPU")
+    flags.add_argument("--nodes", metavar="N", type=_count, help="the number of nodes; default with --hosts: all hosts")
+    flags.add_argument("--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs per node: 8 or H100:8; default: none")
+    flags.add_argument("--cpus", metavar="C", type=_count, help="CPU cores per node; default: 8 per GPU")
     flags.add_argument("--time", metavar="TIME", help="the time limit: 90m, 12h, 2d or 1-12:00:00")
-    flags.add_argument("--name", metavar="NAME", help="of the job; default: the script's")
-    flags.add_argument("--image", metavar="IMAGE", help="the container image; ddpkit has to be in it")
+    flags.add_argument("--name", metavar="NAME", help="the job's name; default: the script's name")
+    flags.add_argument("--image", metavar="IMAGE", help="the container image, which must contain ddpkit")
     flags.add_argument("--queue", "--partition", metavar="NAME", dest="queue", help="the queue, or Slurm's partition")
-    flags.add_argument("--hosts", metavar="A,B|FILE", help="for ssh: hosts, or a file with one per line")
+    flags.add_argument("--hosts", metavar="A,B|FILE", help="for ssh: hosts, or a file with one host per line")
     flags.add_argument("--array", metavar="0-9", help="for Slurm: a job array")
-    flags.add_argument("--requeue", action="store_true", help="for Slurm: queue the job again after a preemption")
-    flags.add_argument("--retries", metavar="N", type=_number, help="see the exit codes below; default: 3")
+    flags.add_argument("--requeue", action="store_true", help="for Slurm: requeue the job after a preemption")
     flags.add_argument(
-        "--grace", metavar="SECONDS", type=_count, help="from SIGTERM to SIGKILL when the job is stopped; default: 120"
+        "--retries",
+        metavar="N",
+        type=_number,
+        help="maximum number of restarts after the exit codes 3, 124 and 129-255; default: 3",
+    )
+    flags.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=_count,
+        help="time from SIGTERM to SIGKILL when the job is stopped; default: 120",
     )
     flags.add_argument("--dry-run", action="store_true", help="print the job file, and submit nothing")
     return flags
@@ -113,7 +124,7 @@ def _number(text: str) -> int:
 
 
 def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
-    """Split the words at the first that is not a flag of `ddpkit submit`; the rest belongs to `ddpkit launch`."""
+    """Split the words at the first one that is not a flag of `ddpkit submit`; the rest is for `ddpkit launch`."""
     actions = {flag: action for action in known.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
@@ -127,7 +138,7 @@ def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
                 f"type it before {rest[0]}",
             )
     if rest and rest[0].partition("=")[0] == "--nnodes":
-        raise UsageError("--nnodes is said by --nodes here", "type --nodes N")
+        raise UsageError("`ddpkit submit` sets --nnodes to the value of --nodes", "type --nodes N")
     return list(words[:position]), rest
 
 
@@ -138,7 +149,7 @@ def _check_flags(name: str, engine: Engine, flags: dict[str, Any], known: Parser
     for flag in flags.keys() - engine.flags - {"nodes", "gpus", "name"}:
         if flags[flag]:
             takes = ", ".join(sorted(spelled[each] for each in engine.flags))
-            raise UsageError(f"{spelled[flag]} means nothing to {name}", f"leave it out; {name} takes {takes}")
+            raise UsageError(f"{name} does not support {spelled[flag]}", f"remove it; {name} supports {takes}")
 
 
 def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str]) -> Request:
@@ -147,7 +158,9 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
     if not nodes:
         raise UsageError("the number of nodes is not given", "type --nodes N")
     if hosts and nodes > len(hosts):
-        raise UsageError(f"--nodes {nodes}, but --hosts names {len(hosts)}", f"type --nodes {len(hosts)}, or add hosts")
+        raise UsageError(
+            f"--nodes is {nodes}, but --hosts names {len(hosts)} hosts", f"type --nodes {len(hosts)}, or add hosts"
+        )
     time, name = flags.pop("time"), flags.pop("name")
     given = {flag: value for flag, value in flags.items() if value is not None}
     return Request(
@@ -176,9 +189,9 @@ def _job_name(launch: Sequence[str]) -> str:
 def _check(name: str, engine: Engine, request: Request) -> None:
     """Raise `UsageError` if the request is incomplete or invalid for the engine."""
     if not request.words and engine.script_needed:
-        raise UsageError("there is no script to run", "type it last, with its arguments")
+        raise UsageError("there is no script to run", "type the script and its arguments after all flags")
     script = next((word for word in request.words if word.endswith(".py")), None)
-    if script is not None and request.image is None and not Path(script).exists():  # else it is in the image
+    if script is not None and request.image is None and not Path(script).exists():  # with an image, it is in the image
         path = Path(script)
         close = nearest(path.stem, [each.stem for each in path.parent.glob("*.py")])
         raise UsageError(
@@ -189,28 +202,28 @@ def _check(name: str, engine: Engine, request: Request) -> None:
         path = Path(os.path.relpath(script))
         if ".." in path.parts or Path(script).is_absolute():
             raise UsageError(
-                f"{name} copies the working folder to the nodes, and {script} is no path in it",
+                f"{name} copies the working folder to the nodes, but {script} is not a relative path inside it",
                 f"cd {Path(script).parent}" if ".." in path.parts else f"type {path}",
             )
     if engine.image_needed and not re.fullmatch(_DNS_LABEL, request.name):
         raise UsageError(
-            f"--name {request.name} cannot be the name of a job in Kubernetes, which has at most {_NAME_LENGTH} "
-            "lower-case letters, digits and dashes",
+            f"--name {request.name} is not a valid job name in Kubernetes: use at most {_NAME_LENGTH} lower-case "
+            "letters, digits and dashes",
             f"type --name {_job_name([f'{request.name}.py'])}",
         )
     if engine.image_needed and request.image is None:
-        raise UsageError(f"{name} runs a job in a container, and --image is not given", "type --image IMAGE")
+        raise UsageError(f"{name} runs a job in a container, but --image is not given", "type --image IMAGE")
     if name == "skypilot" and request.gpus is not None and request.gpu_type is None:
-        raise UsageError("SkyPilot looks for GPUs by their type", f"type --gpus H100:{request.gpus}, or another type")
+        raise UsageError("SkyPilot needs the type of the GPUs", f"type --gpus H100:{request.gpus}, or another type")
     if name == "ssh" and not request.hosts:
-        raise UsageError("ssh needs the names of the hosts", "type --hosts gpu1,gpu2, or a file with one per line")
+        raise UsageError("ssh needs the names of the hosts", "type --hosts gpu1,gpu2, or a file with one host per line")
 
 
 def _submit(name: str, engine: Engine, request: Request, text: str, write: Callable[[str], None]) -> int:
     program = engine.submission(request, "")[0]
     if shutil.which(program) is None:
         raise UsageError(
-            f"{program}: not found, so nothing can be submitted to {name} here",
+            f"{program} was not found, so no job can be submitted to {name} from here",
             f"{engine.install}; or type --dry-run to print the job file",
         )
     if engine.run is not None:

@@ -1,4 +1,4 @@
-"""`ddpkit top`: what the jobs on this machine are doing, read without their cooperation."""
+"""`ddpkit top`: show what the jobs on this machine are doing, without interrupting them."""
 
 import argparse
 import json
@@ -29,9 +29,9 @@ columns:
   phase     what the rank is doing: data, transfer, forward or backward pass, optimizer, ...
   s/step    seconds per optimizer step, a moving average
   data      the share of time spent waiting for data, as of the last log point
-  ranks     the share of time spent waiting for other ranks and the network, likewise
-  MFU       model FLOPs utilisation of the job, as of the last log point; with TrainerConfig(mfu=True)
-  waits for the rank that this one mostly waits for, among the ranks shown
+  ranks     the share of time spent waiting for other ranks and the network, as of the last log point
+  MFU       model FLOPs utilisation of the job, as of the last log point; needs TrainerConfig(mfu=True)
+  waits for the rank that this rank mostly waits for, among the ranks shown
   age       seconds since the heartbeat last changed
 
 Below a job's title is the latest advice from its Trainer: what is slow, and what to do about it.
@@ -39,10 +39,10 @@ Below a job's title is the latest advice from its Trainer: what is slow, and wha
 keys: q or Ctrl-C to quit, arrow keys to scroll
 
 examples:
-  ddpkit top                  all jobs of this user on this machine, once a second
-  ddpkit top --once --json    the current state, for other programs
+  ddpkit top                  show all jobs of this user on this machine, updated once a second
+  ddpkit top --once --json    print the current state for other programs
   ddpkit top --hosts gpu1,gpu2
-                              the jobs on these hosts, with all ranks of a job in one table
+                              show the jobs on these hosts, with all ranks of a job in one table
 """
 
 
@@ -50,15 +50,17 @@ def parser() -> Parser:
     """The flags of `ddpkit top`."""
     flags = Parser(
         prog="ddpkit top",
-        description="Show what each rank of your jobs on this machine is doing. It only reads the ranks' heartbeat "
-        "files, so it does not slow them down.",
+        description="Show what each rank of your jobs on this machine is doing. The command only reads the ranks' "
+        "heartbeat files, so it does not slow the jobs down.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("--once", action="store_true", help="print the current state once and exit")
     flags.add_argument("--json", action="store_true", help="print JSON (with --once)")
     flags.add_argument(
-        "--hosts", metavar="A,B|FILE", help="show the jobs on these hosts, over ssh: names, or a file with one per line"
+        "--hosts",
+        metavar="A,B|FILE",
+        help="show the jobs on these hosts, read over ssh: host names, or a file with one name per line",
     )
     flags.add_argument(
         "--interval", type=float, metavar="SECONDS", help="seconds between updates (default: 1, or 5 with --hosts)"
@@ -84,7 +86,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     if args.json:
         found = read()
         if found.problems:
-            raise LaunchError("; ".join(found.problems), "`ssh HOST ddpkit top --once` shows more")
+            raise LaunchError("; ".join(found.problems), "for details, run `ssh HOST ddpkit top --once`")
         print_text(json.dumps(as_json(found.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         Console(soft_wrap=True).print(render(read(), Console().width))
@@ -119,7 +121,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
             ready, _, _ = select.select([descriptor], [], [], seconds)
             if not ready:
                 return ""
-            return os.read(descriptor, 8).decode(errors="replace") or "q"  # an empty read: the terminal is gone
+            return os.read(descriptor, 8).decode(errors="replace") or "q"  # an empty read: the terminal was closed
 
         yield key
     finally:
@@ -146,7 +148,7 @@ def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
 
 
 def _title(job: JobReading, width: int) -> Text:
-    """The script, and as many facts about its job as fit."""
+    """The script's name, and as many facts about the job as fit the width."""
     read = len({each.host for each in job.ranks})
     nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
     if read > 1:

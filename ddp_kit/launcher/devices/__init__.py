@@ -1,6 +1,6 @@
-"""The GPUs of this machine, queried through NVML without torch, and the CPU cores near them.
+"""The GPUs of this machine, queried through NVML without torch, and the CPU cores that a process may use.
 
-gpus.py          queries the driver: the GPUs and which of them a process sees, their load, links and processes
+gpus.py          queries the driver: which GPUs exist, which a process can see, and their load, links and processes
 reservations.py  which launch holds which GPU
 choice.py        chooses the GPUs for --gpus
 cpus.py          cgroup limits, the usable cores, and the number of threads per worker

@@ -1,4 +1,4 @@
-"""Choose the GPUs of a launch: the requested ones among those that are visible and not held by another launch."""
+"""Choose the GPUs of a launch from the visible GPUs that no other launch holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from ddp_kit.errors import UsageError
 from ddp_kit.launcher.devices.gpus import Gpu, selects, visible
 
 Chosen = tuple[tuple[str, Gpu], ...]
-"""GPUs, each with its number or UUID for CUDA_VISIBLE_DEVICES."""
+"""GPUs, each with the number or UUID that selects it in CUDA_VISIBLE_DEVICES."""
 
 
 def choose(
     asked: str | None, command: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
 ) -> Chosen:
-    """Choose the GPUs for --gpus. `asked`: its value; None: not given, which selects all visible GPUs, if any.
+    """Choose the GPUs of a launch. Raises `UsageError` if a requested GPU is missing, held, or not free.
 
-    `held`: GPU UUID -> the launch that holds it. Raises `UsageError` if GPUs are missing, held or not free.
+    `asked`: the value of --gpus; None: --gpus was not given, which selects all visible GPUs, if there are any.
+    `held`: the launch that holds a GPU, by GPU UUID.
     """
     request = _Request(asked, command, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
     if asked is None:
@@ -35,7 +36,7 @@ def choose(
 class _Request:
     asked: str | None
     command: str
-    """The script as it was typed, for the hint."""
+    """The script and its arguments as the user typed them; hints repeat them."""
     machine: tuple[Gpu, ...]
     seen: Chosen
     mask: str | None
@@ -48,12 +49,14 @@ class _Request:
 
     def number(self, wanted: int) -> Chosen:
         if wanted == 0:
-            raise UsageError("--gpus 0 requests no GPU", "type --gpus 0, (with a comma) for GPU 0 only")
+            raise UsageError("--gpus 0 requests no GPU", "to use only GPU 0, type --gpus 0, (with the comma)")
         if wanted > len(self.seen):
             raise self._not_found(wanted)
         available = self._not_held()
         if wanted > len(available):
-            raise self._refusal(f"other launches hold {len(self.seen) - len(available)} of {len(self.seen)}", wanted)
+            raise self._refusal(
+                f"other launches hold {len(self.seen) - len(available)} of the {len(self.seen)} visible GPUs", wanted
+            )
         first = sorted(available, key=lambda pair: (pair[1].busy, len(pair[1].processes), pair[1].memory_used))
         return tuple(pair for pair in self.seen if pair in first[:wanted])
 
@@ -64,7 +67,7 @@ class _Request:
             raise self._not_found(wanted)
         free = [pair for pair in self._not_held() if not pair[1].busy]
         if wanted > len(free):
-            raise self._refusal(f"{len(free)} of {len(self.seen)} are free", wanted)
+            raise self._refusal(f"found {len(free)} free among {len(self.seen)} visible GPUs", wanted)
         return tuple(free[:wanted])
 
     def named(self, names: list[str]) -> Chosen:
@@ -78,7 +81,7 @@ class _Request:
         if twice:
             raise UsageError(
                 f"--gpus {self.asked} names GPU {twice[0]} more than once",
-                "list it once: there is one process per GPU",
+                "list each GPU once: ddpkit starts one process per GPU",
             )
         return self._check_not_held(found)
 
@@ -90,10 +93,11 @@ class _Request:
         if len(found) > 1:
             labels = ", ".join(gpu.label for _, gpu in found)
             raise UsageError(
-                f"--gpus {self.asked}: {word} is the start of the UUIDs of GPUs {labels}", "type more of the UUID"
+                f"--gpus {self.asked}: the UUIDs of GPUs {labels} all start with {word}",
+                "type more characters of the UUID",
             )
         if not found:
-            raise self._not_found(wanted, "" if word.isdecimal() else f", none of them {word}")
+            raise self._not_found(wanted, "" if word.isdecimal() else f", none of which matches {word}")
         return found[0]
 
     def _not_held(self) -> Chosen:
@@ -127,7 +131,7 @@ class _Request:
         return line if gpu.label == str(position) else f"position {position} is GPU {line}"
 
     def _what(self) -> str:
-        return "one process per visible GPU" if self.asked is None else f"--gpus {self.asked}"
+        return "the default (all visible GPUs)" if self.asked is None else f"--gpus {self.asked}"
 
     def _hint(self, wanted: int) -> str:
         available = self._not_held()

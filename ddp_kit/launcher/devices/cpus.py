@@ -1,6 +1,6 @@
-"""Limits of this process, for example in a container: memory and CPU limits of control groups, usable CPU cores.
+"""Limits of this process: the memory and CPU limits of its control groups (in a container, say), and its CPU cores.
 
-`root` is the folder of /proc and /sys.
+`root` is the folder that contains `proc` and `sys`.
 """
 
 import os
@@ -27,7 +27,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """The number of out-of-memory kills by the kernel: in this process's control group, else on the whole machine."""
+    """The number of processes that the kernel killed for lack of memory.
+
+    Counted in this process's control group, or on the whole machine if the control group has no counter.
+    """
     groups = _groups(root, "memory")
     counters = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
     for counter in (*counters, root / "proc/vmstat"):
@@ -50,19 +53,19 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = PurePath(path.strip("/"))
-        # In a container, the path may be the one on the host: then only the mount itself exists.
+        # In a container, this may be the path on the host. Then only the mount point itself exists.
         yield from (mount / part for part in (group, *group.parents))
 
 
 def _memory_limit(group: Path) -> float | None:
     word = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
-    return int(word) if word.isdecimal() else None  # else `max`
+    return int(word) if word.isdecimal() else None  # otherwise: `max`
 
 
 def _cpu_quota(group: Path) -> float | None:
     words = _read(group / "cpu.max").split()
     quota, period = words if len(words) == 2 else (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # else `max` or -1
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # otherwise: `max` or -1
 
 
 def _read(path: Path) -> str:
@@ -86,7 +89,7 @@ class Cpus:
 
 
 def here(root: Path = Path("/")) -> Cpus:
-    """The affinity and the control group quota of this process. `root`: the folder of /proc and /sys."""
+    """The CPU affinity and control group quota of this process. `root`: the folder that contains `proc` and `sys`."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Cpus(MappingProxyType({cpu: _core(cpu, root) for cpu in sorted(usable)}), cpu_quota(root))
 
@@ -94,7 +97,7 @@ def here(root: Path = Path("/")) -> Cpus:
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
     """Threads per process, so that all processes together have one thread per physical core; at least 1.
 
-    `bound`: the cores that each process is bound to; empty: not bound.
+    `bound`: the CPU cores that each process is bound to; an empty tuple: the process is not bound.
     """
     shares = [len({cpus.core_of[cpu] for cpu in place or cpus.core_of}) // bound.count(place) for place in set(bound)]
     if cpus.quota is not None:
@@ -103,7 +106,7 @@ def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
 
 
 def _core(cpu: int, root: Path) -> int:
-    """The first of the logical CPUs that share a physical core with `cpu`; `cpu` itself if that is not known."""
+    """The first logical CPU of the physical core that `cpu` belongs to; `cpu` itself if the core is not known."""
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     first = re.match(r"\d+", text)
     return int(first[0]) if first else cpu

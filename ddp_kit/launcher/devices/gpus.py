@@ -1,4 +1,4 @@
-"""The GPUs of this machine, through NVML without torch or a CUDA context: state, processes, usage and links."""
+"""Query the state, processes, usage and links of this machine's GPUs through NVML, without torch or a CUDA context."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,20 +36,20 @@ def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
 
 
 def query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Result of an NVML query; None: not supported, as on GPUs that share the host's memory or hide processes."""
+    """Return the result of an NVML query; None if it fails, for example because the GPU does not support the query."""
     try:
         return function(*arguments)
-    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second: the driver is too old for the query
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second error: the driver is too old
         return None
 
 
 def bits(words: Any) -> tuple[int, ...]:
-    """The numbers of the bits set in a list of 64-bit words; empty without a list."""
+    """The positions of the bits that are set in a list of 64-bit words; empty if `words` is None."""
     return tuple(64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1)
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
-# Processes of other users are described as far as this process may see them.
+# A process of another user is described with what this process is permitted to read.
 
 
 _COMMAND_LENGTH = 100
@@ -63,25 +63,25 @@ class Process:
     """The process id; 0: a process in another container, whose process ids are not valid here."""
     user: str = ""
     command: str = ""
-    """The command; empty, like `user`, if this process may not see it."""
+    """The command; empty, like `user`, if this process is not permitted to read it."""
 
     def __str__(self) -> str:
         if not self.pid:
             return "a process in another container"
         if not self.user:
-            return f"pid {self.pid}, not visible here"
+            return f"pid {self.pid} (user and command unknown)"
         return f"pid {self.pid} of {self.user}" + (f": {self.command}" if self.command else "")
 
 
 def process_info(pid: int) -> Process:
-    """User and command of a process; never raises."""
+    """Return the user and the command of a process. Never raises."""
     user = command = ""
     try:
         process = psutil.Process(pid)
         user = process.username()
         argv = process.cmdline()
         command = " ".join([PurePath(argv[0]).name, *argv[1:]]) if argv else process.name()
-    except psutil.Error:  # the process has ended, or may not be visible to this one
+    except psutil.Error:  # the process has ended, or is not visible to this one
         pass
     return Process(pid, user, _shown(command))
 
@@ -108,7 +108,7 @@ class GpuProcess:
 
     process: Process
     memory: int | None = None
-    """Bytes of the GPU's memory; None: not known."""
+    """Bytes of GPU memory that the process uses; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Gpu:
     """A whole GPU or a MIG device: the unit that one process uses. Memory in bytes."""
 
     index: int
-    """NVML's number: the order on the PCI bus."""
+    """The number that NVML gives the GPU, in the order of the PCI bus."""
     uuid: str
     name: str
     memory_total: int
@@ -140,7 +140,7 @@ class Gpu:
 
     @property
     def is_mig(self) -> bool:
-        """Whether this is a MIG device; CUDA shows a process at most one MIG device."""
+        """Whether this is a MIG device. A process can use at most one MIG device through CUDA."""
         return self.uuid.startswith("MIG-")
 
     @property
@@ -156,17 +156,17 @@ class Gpu:
         return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"
 
     def state(self, holder: str = "") -> str:
-        """Held, busy or free. `holder`: the launch that holds the GPU, if any."""
+        """The state in words, such as held, busy or free. `holder`: the launch that holds the GPU, if any."""
         if holder:
             return f"held by {holder}"
         if not self.usable:
             return "in MIG mode without MIG devices"
         if self.processes:
             return f"busy: {len(self.processes)} process{'es' if len(self.processes) > 1 else ''}"
-        return "busy: a process that is not visible here uses its memory" if self.busy else "free"
+        return "busy: memory is in use, perhaps by a process in another container" if self.busy else "free"
 
     def described(self, holder: str = "") -> str:
-        """One line about the GPU and the processes that use it."""
+        """One line of text about the GPU and the processes that use it."""
         used = f"{self.memory} used, " if self.memory else ""
         users = [] if holder else [str(user.process) for user in self.processes]
         shown = f" ({'; '.join(users[:_SHOWN_PROCESSES])}{'; ...' if len(users) > _SHOWN_PROCESSES else ''})"
@@ -210,7 +210,7 @@ def selects(word: str, gpu: Gpu) -> bool:
 
 
 def _units(index: int, handle: Any) -> tuple[Gpu, ...]:
-    """The GPU itself, or the MIG devices on it."""
+    """The MIG devices of a GPU in MIG mode; otherwise the GPU itself."""
     whole = _gpu(index, handle)
     if whole is None:
         return ()
@@ -255,7 +255,7 @@ def _gpu(index: int, handle: Any) -> Gpu | None:
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """Current usage of one GPU; None: the driver does not report the value."""
+    """Current usage of one GPU. A value that the driver does not report is None."""
 
     index: int
     uuid: str
@@ -274,14 +274,14 @@ class GpuUsage:
 
 
 def gpu_usage() -> tuple[GpuUsage, ...]:
-    """Query each GPU of this machine; empty without a driver."""
+    """Query the usage of each GPU of this machine. Returns an empty tuple if there is no driver."""
     with gpu_usage_reader() as read:
         return read()
 
 
 @contextmanager
 def gpu_usage_reader() -> Iterator[Callable[[], tuple[GpuUsage, ...]]]:
-    """Yield a function like `gpu_usage` for frequent calls: NVML stays initialised between them."""
+    """Yield a function that does the same as `gpu_usage`, but keeps NVML initialised between calls."""
     with handles() as found:
         yield lambda: tuple(_read(found))
 
@@ -310,7 +310,7 @@ def _text(value: str | bytes | None) -> str:
 
 
 # --- Links between GPUs -----------------------------------------------------------------------------------------------
-# In the abbreviations of `nvidia-smi topo -m`.
+# Links have the abbreviations that `nvidia-smi topo -m` uses.
 
 
 MEANING = {
@@ -335,9 +335,9 @@ _TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
 def links() -> Mapping[int, Mapping[int, str]]:
-    """Links, as GPU number -> other GPU's number -> `NV18`, `SYS` and so on; without pairs that NVML does not report.
+    """The kind of link between two GPUs, such as `NV18` or `SYS`, by the numbers of both GPUs.
 
-    NVLinks between two GPUs are added up, including those through NVSwitches.
+    Pairs that NVML does not report are left out. All NVLinks between two GPUs are counted, also through NVSwitches.
     """
     with handles() as found:
         cables = {index: _nvlinks(handle) for index, handle in found}
@@ -357,7 +357,7 @@ def links() -> Mapping[int, Mapping[int, str]]:
 
 
 def _nvlinks(handle: Any) -> list[_Address | None]:
-    """The other end of each NVLink of a GPU: the PCI address of a GPU, or a switch."""
+    """What each NVLink of a GPU connects to: the PCI address of another GPU, or `_SWITCH`."""
     ends: list[_Address | None] = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)

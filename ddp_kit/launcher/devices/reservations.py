@@ -1,9 +1,9 @@
-"""Reservations: which launch holds which GPU.
+"""Reserve GPUs for a launch, and find the launch that holds each GPU.
 
 A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). Binding is atomic
 and visible to all users, and the kernel removes the socket when the process ends. The name of a second socket contains
-the launcher's process id, so that other launchers need not ask this one, which may be suspended.
-Linux only, and within one network namespace: containers with their own network do not see each other's reservations.
+the launcher's process id, so that other launchers can read it even if this one is suspended. Reservations need Linux
+and one network namespace: containers with their own network do not see each other's reservations.
 """
 
 import os
@@ -31,8 +31,8 @@ _RETRY_SECONDS = 0.005
 def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
     """Make a plan, and hold its GPUs until the end of the block.
 
-    `make` gets the GPUs that other launches hold: UUID -> holder. Only one launch chooses at a time, so that if two
-    want the same GPUs, one launch gets them all. `hold`: False if the plan is only printed.
+    `make` creates the plan; its argument names the other launches that hold GPUs, by GPU UUID. Only one launch chooses
+    GPUs at a time: if two launches want the same GPUs, one gets all of them. `hold`: False if the plan is only printed.
     """
     if sys.platform != "linux":
         yield make({})
@@ -51,7 +51,7 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
 
 
 def holders() -> dict[str, Process]:
-    """GPU UUID -> the process that holds it."""
+    """The processes that hold GPUs, by GPU UUID."""
     found = {}
     for name in _names():
         kind, _, rest = name.partition("/")
@@ -70,15 +70,15 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
     except OSError as error:
         raise UsageError(
             f"GPU {gpu.label} cannot be reserved: {error.strerror or error}",
-            "another launch may have reserved it just now: check with `ddpkit devices`, then start again",
+            "another launch may have reserved it just now: check with `ddpkit devices`, then launch again",
         ) from None
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Wait for other launches to finish choosing, but at most 10 s, because a launch may be suspended.
+    """Wait until no other launch is choosing GPUs, for at most 10 s, because a launch may be suspended.
 
-    Even after that, no GPU is reserved twice.
+    Even after a timeout, no GPU is reserved twice.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
@@ -92,7 +92,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _names() -> list[str]:
-    """The abstract sockets of this network namespace."""
+    """The names of the abstract sockets in this network namespace."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -101,5 +101,5 @@ def _names() -> list[str]:
 
 
 def _pid_namespace() -> str:
-    """The PID namespace of this process."""
+    """The identifier of this process's PID namespace."""
     return str(Path("/proc/self/ns/pid").stat().st_ino)

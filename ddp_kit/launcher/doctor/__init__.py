@@ -1,4 +1,4 @@
-"""`ddpkit doctor`: check whether this machine can train. Each check is a function `Machine -> CheckResult`.
+"""`ddpkit doctor`: check whether this machine can run training. Each check is a function `Machine -> CheckResult`.
 
     machine.py     the input of the checks: the state of the driver, and the results of probe processes
     checks.py      the checks and their results
@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
     checks.visible_gpus,
     checks.orphaned_processes,
     checks.ecc,
-    # These checks wait for processes that import torch.
+    # The following checks wait for processes that import torch.
     checks.torch,
     checks.torch_and_driver,
     checks.torch_and_gpus,
@@ -65,12 +65,12 @@ def parser() -> Parser:
     """The flags of `ddpkit doctor`."""
     flags = Parser(
         prog="ddpkit doctor",
-        description="Check whether this machine can train, and print how to fix what is wrong.",
+        description="Check whether this machine can run training, and print how to fix each problem.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("--dir", type=Path, default=Path(), help="the checkpoint folder (default: the current folder)")
-    flags.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    flags.add_argument("--json", action="store_true", help="print the results as one JSON document")
     return flags
 
 
@@ -93,7 +93,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
-    """Yield each result as soon as it is known."""
+    """Run all checks, and yield each result as soon as it is known."""
     nvidia = detect()
     try:
         tempfile.TemporaryFile().close()
@@ -125,5 +125,5 @@ def _line(result: CheckResult, colour: bool) -> str:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # stdout is closed; the exit code still counts
+    with suppress(OSError, ValueError, AttributeError):  # stdout is closed; the exit code still reports the result
         print(text, flush=True)

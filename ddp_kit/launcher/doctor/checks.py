@@ -30,7 +30,7 @@ class Status(StrEnum):
     WARN = "warn"
     """Training works, but may fail later or be slow."""
     FAIL = "fail"
-    """Training does not work, or not as intended."""
+    """Training does not work, or does not work as intended."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class CheckResult:
 
 
 def ok(name: str, found: str) -> CheckResult:
-    """Result of a check that passed."""
+    """Create the result of a check that passed."""
     return CheckResult(name, Status.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> CheckResult:
-    """Result that warns of a possible problem."""
+    """Create a result that warns of a possible problem."""
     return CheckResult(name, Status.WARN, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> CheckResult:
-    """Result of a check that failed."""
+    """Create the result of a check that failed."""
     return CheckResult(name, Status.FAIL, found, fix)
 
 
@@ -71,26 +71,29 @@ _MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's default
 
 
 def memory(machine: Machine) -> CheckResult:
-    """The memory of the machine, and the limit of the control groups."""
+    """The machine's memory, and the memory limit of this process's control groups."""
     total = _machine_memory(machine)
     limit = cpus.memory_limit(machine.root)
     may_use = min(total, limit if limit is not None else total)
     found = f"memory: {size_text(total)}"
     if may_use < total:
-        found = f"memory: {size_text(may_use)} of the machine's {size_text(total)}, by the limit of its cgroup"
+        found = f"memory: {size_text(may_use)} of the machine's {size_text(total)} (cgroup limit)"
     if may_use < _MIN_MEMORY:
         fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
-        return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", fix)
+        return warn("memory", f"{found}; torch alone takes about 0.5 GiB per process", fix)
     return ok("memory", found)
 
 
 def cpu(machine: Machine) -> CheckResult:
-    """The cores of the machine, and the limits by affinity and by the quota of control groups."""
+    """The machine's CPU cores, and how many of these the affinity and the control group quota allow this process."""
     quota = cpus.cpu_quota(machine.root)
     may_use = min(machine.usable_cores, quota if quota is not None else machine.usable_cores)
     found = f"CPU cores: {machine.cores}"
     if quota is not None and may_use == quota < machine.cores:
-        found = f"CPU cores: a quota of {quota:g} of the machine's {machine.cores}; programs still see {machine.cores}"
+        found = (
+            f"CPU cores: limited by a quota to {quota:g} of the machine's {machine.cores}; "
+            f"programs still see {machine.cores}"
+        )
     elif may_use < machine.cores:
         found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
     if may_use < 1:
@@ -100,19 +103,22 @@ def cpu(machine: Machine) -> CheckResult:
 
 
 def open_files(machine: Machine) -> CheckResult:
-    """The limit on open files: DataLoader workers need one file per tensor in transit, and each connection is one."""
+    """The limit on open files. A DataLoader worker opens a file per tensor in transit; a connection is a file too."""
     soft, hard = machine.open_files
     if soft < 0 or soft >= _MIN_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
     may_have = _PROPOSED_OPEN_FILES if hard < 0 else min(hard, _PROPOSED_OPEN_FILES)
     fix = f"ulimit -n {may_have}"
     if may_have < _MIN_OPEN_FILES:
-        fix = f"docker run --ulimit nofile={_PROPOSED_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
-    return warn("open files", f"open files: {soft:,}; DataLoader workers may need more", fix)
+        fix = (
+            f"docker run --ulimit nofile={_PROPOSED_OPEN_FILES} ...  "
+            "# outside a container: set `nofile` in /etc/security/limits.conf"
+        )
+    return warn("open files", f"open files: the limit is {soft:,}; DataLoader workers may need more", fix)
 
 
 def locked_memory(machine: Machine) -> CheckResult:
-    """The limit on locked memory, which also applies to InfiniBand's buffers."""
+    """The limit on locked memory, which pinned buffers and InfiniBand use."""
     soft, _ = machine.locked_memory
     if soft < 0:
         return ok("locked memory", "locked memory: no limit")
@@ -121,14 +127,16 @@ def locked_memory(machine: Machine) -> CheckResult:
     if needs_all or soft < _MIN_LOCKED_MEMORY:
         why = "InfiniBand needs it to be unlimited" if needs_all else "pinned buffers may need more"
         fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
-        return warn("locked memory", f"locked memory: {size_text(soft)}; {why}", fix)
-    return ok("locked memory", f"locked memory: {size_text(soft)}, enough without InfiniBand")
+        return warn("locked memory", f"locked memory: the limit is {size_text(soft)}; {why}", fix)
+    return ok("locked memory", f"locked memory: the limit is {size_text(soft)}, which is enough without InfiniBand")
 
 
 def shared_memory(machine: Machine) -> CheckResult:
     """The size of shared memory, used by DataLoader workers and by NCCL between GPUs without peer access."""
     shm = machine.root / "dev/shm"
-    larger = "docker run --shm-size=8g ...  # or --ipc=host; else: sudo mount -o remount,size=8G /dev/shm"
+    larger = (
+        "docker run --shm-size=8g ...  # or --ipc=host; outside a container: sudo mount -o remount,size=8G /dev/shm"
+    )
     if not shm.is_dir():
         return fail("shared memory", f"{shm} does not exist", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
     if not os.access(shm, os.W_OK | os.X_OK):
@@ -140,7 +148,7 @@ def shared_memory(machine: Machine) -> CheckResult:
         )
     if free < _MIN_SHARED_MEMORY:
         found = f"shared memory: {size_text(free)} of {size_text(total)} in {shm} are free"
-        return warn("shared memory", found, f"ls -lS {shm}  # then remove unused files")
+        return warn("shared memory", found, f"ls -lS {shm}  # then remove the files that are not used")
     return ok("shared memory", f"shared memory: {size_text(total)} in {shm}")
 
 
@@ -148,7 +156,7 @@ def _machine_memory(machine: Machine) -> int:
     for line in (machine.root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
-    raise ValueError("/proc/meminfo has no line MemTotal")
+    raise ValueError("/proc/meminfo has no MemTotal line")
 
 
 # --- Python, clock, network and checkpoint folder ---------------------------------------------------------------------
@@ -163,7 +171,7 @@ _TIMEOUT_SECONDS = 5
 
 
 def python(machine: Machine) -> CheckResult:
-    """The interpreter's version."""
+    """Whether the Python version is supported."""
     found = f"Python {'.'.join(map(str, machine.python))}"
     if machine.python < _OLDEST_PYTHON:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
@@ -172,16 +180,16 @@ def python(machine: Machine) -> CheckResult:
 
 
 def clock(machine: Machine) -> CheckResult:
-    """Whether the clock is synchronised: certificates and logs of several nodes depend on it."""
+    """Whether the clock is synchronised, which certificates and the logs of several nodes depend on."""
     if machine.clock_synchronised is None:
-        return ok("clock", "clock: unknown whether it is synchronised")
+        return ok("clock", "clock: synchronisation state unknown")
     if not machine.clock_synchronised:
         return warn("clock", "clock: not synchronised", "sudo timedatectl set-ntp true")
     return ok("clock", "clock: synchronised")
 
 
 def host_name(machine: Machine) -> CheckResult:
-    """Whether the host name resolves to this machine: gloo and other nodes use the host name."""
+    """Whether the host name, which gloo and other nodes use, resolves to this machine."""
     name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if result.error:
@@ -189,7 +197,7 @@ def host_name(machine: Machine) -> CheckResult:
     addresses = ", ".join(result.facts["addresses"])
     if not result.facts["own"]:
         found = f"host name {name!r} resolves to {addresses}, which is not this machine"
-        return warn("host name", found, f"getent hosts {name}  # then correct it in /etc/hosts or in the DNS")
+        return warn("host name", found, f"getent hosts {name}  # then correct the address in /etc/hosts or in the DNS")
     return ok("host name", f"host name {name!r} resolves to {addresses}")
 
 
@@ -201,7 +209,7 @@ def loopback(_machine: Machine) -> CheckResult:
             with socket.create_connection(server.getsockname(), _TIMEOUT_SECONDS):
                 server.accept()[0].close()
     except OSError as error:
-        return fail("loopback", f"{_LOOPBACK} does not work: {error}", "sudo ip link set lo up")
+        return fail("loopback", f"loopback: connecting to {_LOOPBACK} failed: {error}", "sudo ip link set lo up")
     return ok("loopback", f"loopback: {_LOOPBACK} works")
 
 
@@ -215,7 +223,7 @@ def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResul
 
 
 def checkpoints(machine: Machine) -> CheckResult:
-    """Whether the checkpoint folder is writable, and its free space."""
+    """Whether the checkpoint folder is writable and has enough free space."""
     folder = machine.checkpoints
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -230,7 +238,7 @@ def checkpoints(machine: Machine) -> CheckResult:
         return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
     found = f"checkpoint folder {folder}: {size_text(free)} free"
     if free < _MIN_FREE_DISK:
-        return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some space")
+        return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some disk space")
     return ok("checkpoint folder", found)
 
 
@@ -254,49 +262,52 @@ _INIT_PID = 1
 
 
 def driver(machine: Machine) -> CheckResult:
-    """The NVIDIA driver and its GPUs; also reports if there is no GPU."""
+    """Whether the NVIDIA driver works, and which GPUs it reports; also reports that there is no GPU."""
     found = machine.driver
     if found.cards:
         cuda = ".".join(map(str, found.cuda or ())) or "unknown"
         count = len(found.cards)
         names = ", ".join(dict.fromkeys(card.gpu.name for card in found.cards))
-        summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version}, up to CUDA {cuda}"
+        summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version} supports up to CUDA {cuda}"
         return ok("driver", summary)
     evidence = _evidence_of_gpu(machine)
     if not evidence and found.error and not found.absent:
         evidence = "NVML is installed"
     if not evidence:
         return ok("driver", "no NVIDIA GPU: training runs on the CPU")
-    why = found.error or "it reports no GPU"
+    why = found.error or "the driver reports no GPU"
     return fail("driver", f"{evidence}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
 
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
-    """GPUs that CUDA_VISIBLE_DEVICES makes visible."""
+    """The GPUs that CUDA_VISIBLE_DEVICES makes visible."""
     cards, mask = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
     if not cards:
         return None
     if mask is None:
-        return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all {len(cards)} visible")
+        return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all GPUs are visible ({len(cards)})")
     fix = f"unset {VISIBLE_GPUS}"
     asked = [word.strip() for word in mask.split(",")]
     if asked in ([""], ["-1"]):
-        return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs: training runs on the CPU", fix)
+        return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs, so training runs on the CPU", fix)
     # Check the entries in turn: CUDA shows only the GPUs before an unknown entry, and none if a GPU is listed twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
     setting = f"{VISIBLE_GPUS}={mask}"
     if len(set(seen)) < len(seen):
-        return fail("visible GPUs", f"{setting} lists a GPU twice: CUDA then shows none", fix)
+        return fail("visible GPUs", f"{setting} lists a GPU twice, so CUDA shows no GPU", fix)
     if len(seen) < len(asked):
-        found = f"{setting}: there is no GPU {asked[len(seen)]!r}, and CUDA stops reading there: {len(seen)} visible"
+        found = (
+            f"{setting}: there is no GPU {asked[len(seen)]!r}, so CUDA ignores it and the rest of the list; "
+            f"visible GPUs: {len(seen)}"
+        )
         return fail("visible GPUs", found, fix)
     if any(gpu.uuid.startswith("MIG-") for (gpu,) in seen):
         return ok("visible GPUs", f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
-    return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} visible")
+    return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} GPUs visible")
 
 
 def orphaned_processes(machine: Machine) -> CheckResult | None:
-    """Orphaned processes that use a GPU."""
+    """Whether orphaned processes use a GPU."""
     if not machine.driver.cards:
         return None
     proc = machine.root / "proc"
@@ -310,14 +321,14 @@ def orphaned_processes(machine: Machine) -> CheckResult | None:
             kills.append(str(pid))
     if not lines:
         return ok("GPU processes", "no orphaned process uses a GPU")
-    fix = "nvidia-smi  # on the host, because they may run outside this container"
+    fix = "nvidia-smi  # run this on the host, because the processes may run outside this container"
     if kills:
-        fix = f"kill {' '.join(dict.fromkeys(kills))}  # if they are not needed"
+        fix = f"kill {' '.join(dict.fromkeys(kills))}  # if these processes are not needed"
     return warn("GPU processes", f"orphaned processes use a GPU: {'; '.join(lines)}", fix)
 
 
 def ecc(machine: Machine) -> CheckResult | None:
-    """Uncorrected memory errors of the GPUs."""
+    """Whether the GPUs have uncorrected memory errors."""
     cards = machine.driver.cards
     if not cards:
         return None
@@ -325,17 +336,17 @@ def ecc(machine: Machine) -> CheckResult | None:
     if errors:
         found = "; ".join(f"GPU {index}: {number} uncorrected memory errors" for index, number in errors.items())
         reset = "; ".join(f"sudo nvidia-smi --gpu-reset -i {index}" for index in errors)
-        return fail("ECC", found, f"{reset}  # if they come back, replace the GPU")
+        return fail("ECC", found, f"{reset}  # if the errors come back, replace the GPU")
     if all(card.ecc_errors is None for card in cards):
-        return ok("ECC", "these GPUs do not count memory errors (ECC)")
+        return ok("ECC", "the GPUs do not report memory errors (ECC)")
     return ok("ECC", "no uncorrected memory errors (ECC)")
 
 
 def _evidence_of_gpu(machine: Machine) -> str:
-    """Evidence of a GPU that the driver does not report; empty: none."""
+    """Evidence that there is a GPU that the driver does not report; empty: no evidence."""
     node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
     if node is not None:
-        return f"there is {node}"
+        return f"{node} exists"
     for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
         if _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY_CLASS):
             return f"there is an NVIDIA card at {device.name} on the PCI bus"
@@ -348,11 +359,14 @@ def _driver_fix(machine: Machine) -> str:
         return "sudo reboot"
     if (machine.root / "proc/driver/nvidia/version").exists():  # the kernel module is loaded: the libraries are missing
         return "docker run --gpus all ...  # outside a container: reinstall NVIDIA's driver"
-    return "sudo modprobe nvidia  # if there is no such module, install NVIDIA's driver"
+    return "sudo modprobe nvidia  # if the module does not exist, install NVIDIA's driver"
 
 
 def _is_orphan(proc: Path, pid: int) -> bool:
-    """Whether the parent is init. In a container, process 1 may be a launcher, whose children are not orphans."""
+    """Whether a process is orphaned, which makes it a child of init.
+
+    In a container, process 1 may be a launcher, whose children are not orphans.
+    """
     after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
     return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
 
@@ -377,11 +391,11 @@ def _text(file: Path) -> str:
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
-# Its build, NCCL, and small computations.
+# How torch was built, NCCL, and small computations.
 
 
 _PIP = f"{sys.executable} -m pip install"
-# CUDA version that the driver must support -> PyTorch's package index for it; newest first.
+# The CUDA version that the driver must support, and PyTorch's package index for this version; newest first.
 _PACKAGES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
 
 
@@ -414,7 +428,7 @@ def torch_and_driver(machine: Machine) -> CheckResult | None:
 
 
 def torch_and_gpus(machine: Machine) -> CheckResult | None:
-    """Whether torch was built for the GPUs' architectures."""
+    """Whether torch was built for the architectures of the visible GPUs."""
     facts = _facts(machine)
     seen = {gpu.uuid for gpu in machine.driver.visible(machine.env)}
     needed = {card.capability: card.gpu.name for card in machine.driver.cards if card.gpu.uuid in seen}
@@ -441,7 +455,9 @@ def nccl(machine: Machine) -> CheckResult | None:
     if len(seen) == 1:
         return ok("NCCL", "torch was built without NCCL, which a single GPU does not need")
     return fail(
-        "NCCL", "torch was built without NCCL: GPUs cannot train together", _reinstall(_package(machine.driver.cuda))
+        "NCCL",
+        "torch was built without NCCL, which training on several GPUs needs",
+        _reinstall(_package(machine.driver.cuda)),
     )
 
 
@@ -451,7 +467,7 @@ def all_reduce(machine: Machine) -> CheckResult | None:
         return None
     result = machine.probes.gloo()
     if result.error:
-        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set it to the interface to use"
+        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set the variable to the network interface to use"
         return fail("all-reduce", f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
     return ok("all-reduce", "all-reduce of 2 processes with gloo works")
 
@@ -481,7 +497,7 @@ def matrix_product(machine: Machine) -> CheckResult | None:
         return warn(
             "matrix product",
             f"no memory is left for a matrix product: {found}",
-            "ddpkit doctor  # once the GPU is free",
+            "ddpkit doctor  # run it again once the GPU is free",
         )
     if any("802" in error for error in errors.values()):  # cudaErrorSystemNotReady
         fix = "sudo systemctl start nvidia-fabricmanager"
@@ -504,7 +520,9 @@ def _reinstall(package: str) -> str:
 
 
 def _runs_on(built_for: Sequence[str], capability: Version) -> bool:
-    """Whether a build runs on a GPU: sm_ code on the same major version, compute_ code (PTX) on all later ones.
+    """Whether a build of torch runs on a GPU.
+
+    sm_ code runs on GPUs of the same major version, and compute_ code (PTX) on all later GPUs.
 
     Source: NVIDIA's CUDA C++ Programming Guide, "Binary compatibility" and "PTX compatibility".
     """
@@ -515,7 +533,7 @@ def _runs_on(built_for: Sequence[str], capability: Version) -> bool:
 
 
 def _number(architecture: str) -> int:
-    """The number of an architecture: 90 for `sm_90a`."""
+    """The number in the name of an architecture, such as 90 in `sm_90a`."""
     return int("".join(letter for letter in architecture if letter.isdecimal()))
 
 

@@ -26,16 +26,16 @@ from ddp_kit.launcher.devices.gpus import Gpu, query
 from ddp_kit.launcher.warm.cleanup import die_with_parent
 
 # --- NVIDIA driver ----------------------------------------------------------------------------------------------------
-# As reported by NVML. Nothing here raises: a broken driver is a result.
+# The driver's state, as NVML reports it. A broken driver is a result, not an exception.
 
 Version = tuple[int, int]
 
-_NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: the driver is too old for the query
+_NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second error: the driver is too old
 
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU, with further properties for the checks."""
+    """One GPU, with more properties that the checks need."""
 
     gpu: Gpu
     ecc_errors: int | None = None
@@ -43,7 +43,7 @@ class Card:
     capability: Version | None = None
     """The GPU's compute capability, such as (9, 0)."""
     processes: tuple[int, ...] = ()
-    """The ids of the processes that use the GPU, except those in other containers."""
+    """The ids of the processes that use the GPU, except processes in other containers."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Driver:
     """The driver and its GPUs."""
 
     error: str = ""
-    """Why NVML does not work."""
+    """Why NVML does not work; empty: it works."""
     absent: bool = False
-    """Whether there is no driver."""
+    """Whether the driver is missing or not loaded."""
     version: str = "unknown"
     cuda: Version | None = None
     """The newest CUDA version that the driver supports."""
@@ -65,7 +65,7 @@ class Driver:
 
 
 def detect() -> Driver:
-    """Query NVML for everything the checks need."""
+    """Query NVML for everything that the checks need."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -121,24 +121,24 @@ Probe = Callable[[], ProbeResult]
 
 @dataclass(frozen=True)
 class Probes:
-    """All probes; they run concurrently, because each has to import torch."""
+    """All probes. They run concurrently, because most of them import torch, which takes seconds."""
 
     host: Probe
     torch: Probe
     gloo: Probe
     nccl: Probe | None
-    """None with fewer than two GPUs."""
+    """None: there are fewer than two GPUs."""
     products: Mapping[str, Probe]
-    """Matrix product probes by GPU UUID."""
+    """The probes that compute a matrix product, by GPU UUID."""
 
 
 @contextmanager
 def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_seconds: float = 60) -> Iterator[Probes]:
-    """Start all probes; kill those that still run at the end of the block."""
+    """Start all probes. At the end of the block, kill the probes that are still running."""
     with ExitStack() as stack:
 
         def start(*commands: Sequence[str], env: Mapping[str, str] = env, inherited: Sequence[int] = ()) -> Probe:
-            # Files, because a full pipe would block the process.
+            # The output goes to files, because a full pipe would block the process.
             outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
             probe = _RunningProbe(commands, env, inherited, outputs, limit_seconds)
             stack.callback(probe.end)
@@ -148,7 +148,7 @@ def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_second
             try:
                 listening = socket.create_server((_LOOPBACK, 0))
             except OSError as error:
-                return partial(ProbeResult, error=f"{_LOOPBACK} cannot be listened on: {error}")
+                return partial(ProbeResult, error=f"cannot listen on {_LOOPBACK}: {error}")
             with listening:
                 store, port = listening.fileno(), listening.getsockname()[1]
                 ranks = [("reduce", backend, rank, str(port), str(store)) for rank in ("0", "1")]
@@ -192,11 +192,11 @@ class _RunningProbe:
         try:
             for arguments, output in zip(commands, outputs, strict=True):
                 self._processes.append(_start(arguments, env, inherited, output))
-        except OSError as error:  # too many processes, too little memory
+        except OSError as error:  # for example too many processes, or too little memory
             self._result = ProbeResult(error=f"cannot start a process: {error}")
 
     def result(self) -> ProbeResult:
-        """Wait for all processes, or for the first that fails."""
+        """Return the result as soon as all processes have ended or one has failed, or after the time limit."""
         while self._result is None:
             codes = [process.poll() for process in self._processes]
             failed = next((place for place, code in enumerate(codes) if code), None)
@@ -214,7 +214,7 @@ class _RunningProbe:
         """Kill the processes that are still running."""
         for process in self._processes:
             process.kill()
-            with suppress(TimeoutExpired):  # SIGKILL does not end a process in a driver that hangs
+            with suppress(TimeoutExpired):  # SIGKILL does not end a process that hangs in a driver call
                 process.wait(timeout=1)
 
     def _reason(self, place: int) -> str:
@@ -247,7 +247,7 @@ def _start(
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that the checks know about this machine, or about a fake one in a test."""
+    """Everything that the checks know about this machine, or about the fake machine of a test."""
 
     env: Mapping[str, str]
     checkpoints: Path
@@ -260,15 +260,15 @@ class Machine:
     usable_cores: int
     """The cores that this process may run on."""
     open_files: tuple[int, int]
-    """The soft and the hard limit; negative: no limit."""
+    """The soft and hard limits on open files; negative: no limit."""
     locked_memory: tuple[int, int]
-    """The soft and the hard limit in bytes; negative: no limit."""
+    """The soft and hard limits on locked memory in bytes; negative: no limit."""
     clock_synchronised: bool | None
-    """None: not known."""
+    """Whether the clock is synchronised; None: not known."""
     space: Callable[[Path], tuple[int, int]]
-    """Function that returns the total and free bytes of a folder's file system."""
+    """Function that returns the total and free bytes of the file system that contains a folder."""
     root: Path = Path("/")
-    """The folder of /proc, /sys and /dev."""
+    """The folder that contains `proc`, `sys` and `dev`."""
 
     @staticmethod
     def current(env: Mapping[str, str], checkpoints: Path, driver: Driver, probes: Probes) -> "Machine":
@@ -296,7 +296,7 @@ def _space(folder: Path) -> tuple[int, int]:
 
 
 def _clock_synchronised() -> bool | None:
-    """Whether the kernel's clock is synchronised, as set by any time service. Source: adjtimex(2)."""
+    """Whether any time service keeps the kernel's clock synchronised; None: not known. Source: adjtimex(2)."""
     timex = ctypes.create_string_buffer(512)  # all zero: change nothing
     with suppress(AttributeError):
         state = ctypes.CDLL(None).adjtimex(timex)

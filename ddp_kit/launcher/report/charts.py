@@ -1,4 +1,4 @@
-"""The charts of a report: their data as pure functions of the recorded runs, and pictures of them by matplotlib."""
+"""The charts of a report. Pure functions compute the data from the recorded runs, and matplotlib draws pictures."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from ddp_kit.launcher.report.run_history import Line, RunHistory
 # --- Chart data -------------------------------------------------------------------------------------------------------
 
 _POINTS = 600
-"""Maximum points per line of a chart; more would not be visible."""
+"""Maximum number of points per line of a chart; more would not be visible."""
 _POINTS_OF_CHART = 2000
-"""Maximum points of all lines of a chart together, to keep the page small."""
+"""Maximum number of points in a chart, over all its lines, to keep the page small."""
 _LEAST_POINTS = 100
 _MOST_LINES = 16
-"""Maximum lines for ranks or GPUs. If there are more, only the lowest, the median and the highest are drawn."""
+"""Maximum number of ranks or GPUs with a line each; for more, only the lowest, median and highest value are drawn."""
 _ROW_FIELDS = {
     "event", "step", "attempt", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
     "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "compilations",
@@ -45,13 +45,13 @@ class Curve:
     label: str
     values: Values
     low: Values | None = None
-    """With `high`: the range of the recorded values that each point averages."""
+    """The lowest of the recorded values that each point averages; `high`: the highest."""
     high: Values | None = None
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The lines of one run, which share their points."""
+    """The lines of one run, which have the same x values."""
 
     run: int
     x: list[float]
@@ -63,7 +63,7 @@ class Chart:
     """A chart of one run, or of several runs to compare."""
 
     name: str
-    """Part of file names, such as seconds-per-rank."""
+    """The name of the chart in file names, such as seconds-per-rank."""
     title: str
     unit: str
     x: str
@@ -78,7 +78,7 @@ class Chart:
 
 
 def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Charts that compare runs: each chart shows all runs."""
+    """The charts that compare runs; each of these charts shows all runs."""
     builder = _Builder(runs)
     charts = [builder.losses()]
     charts += [builder.of_evaluations(name) for name in _names(run.evaluations for run in runs) if name != "eval_loss"]
@@ -95,7 +95,7 @@ def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
 
 
 def charts_of_run(runs: Sequence[RunHistory], number: int) -> list[Chart]:
-    """Charts of run `number` alone."""
+    """The charts that show only run `number`."""
     builder = _Builder(runs)
     charts = [builder.phases(number), builder.ranks(number), builder.memory(number), *builder.machine(number)]
     return _with_values(charts)
@@ -132,7 +132,7 @@ class _Builder:
         count = max((len(row.get("rank_seconds", ())) for row in rows), default=0)
         values = _each_or_range("rank", count, lambda rank: _item("rank_seconds", rank, 1e3)) if count > 1 else {}
         curves = self._curves(number, rows, values)
-        return Chart("ranks", "Time that each rank needs for itself per step", "ms", "step", (curves,))
+        return Chart("ranks", "Time per step that each rank spends on its own work", "ms", "step", (curves,))
 
     def memory(self, number: int) -> Chart:
         run = self._runs[number]
@@ -142,7 +142,7 @@ class _Builder:
         if count and planned:
             values["planned"] = lambda _: planned / GIB
         return Chart(
-            "memory", "Most memory allocated by torch", "GiB", "step", (self._curves(number, run.rows, values),)
+            "memory", "Peak memory allocated by torch", "GiB", "step", (self._curves(number, run.rows, values),)
         )
 
     def machine(self, number: int) -> Iterator[Chart]:
@@ -171,7 +171,7 @@ class _Builder:
     def _curves(
         self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
     ) -> Curves:
-        """Average neighbouring lines of the record: one point per bucket, at the x of the bucket's last line."""
+        """Average neighbouring lines of the record: one point per bucket, at the x value of the bucket's last line."""
         wanted = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
         count = min(max(wanted, _LEAST_POINTS), len(lines))
         edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
@@ -221,7 +221,7 @@ def _share(part: str, whole: str) -> _Value:
 
 
 def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
-    """A value for each rank or GPU; if there are many, only the lowest, the median and the highest value."""
+    """The values of each rank or GPU by label; if there are many, only the lowest, median and highest value."""
     if count <= _MOST_LINES:
         return {f"{what} {index}": value_of(index) for index in range(count)}
     values = [value_of(index) for index in range(count)]
@@ -253,13 +253,13 @@ def _names(lines_of_runs: Iterable[Sequence[Line]]) -> list[str]:
 
 
 def _own_values(runs: Sequence[RunHistory]) -> list[str]:
-    """Names of the values given to `trainer.log`, and of the learning rates of further parameter groups."""
+    """The names of values passed to `trainer.log`, and of the learning rates of additional parameter groups."""
     names = {name: None for run in runs for row in run.rows for name in row}
     return [name for name in names if name not in _ROW_FIELDS and not name.startswith("times.")]
 
 
 def _with_values(charts: Iterable[Chart]) -> list[Chart]:
-    """The charts that have values, without their empty lines."""
+    """Remove lines without values, and then charts without lines."""
     found = []
     for chart in charts:
         groups = (
@@ -308,7 +308,7 @@ def write_pictures(runs: Sequence[RunHistory], folder: Path) -> list[Path]:
 
 
 def _draw(chart: Chart, names: Sequence[str], path: Path) -> None:
-    from matplotlib.figure import Figure  # not pyplot, which would look for a display
+    from matplotlib.figure import Figure  # not pyplot, which would try to open a display
 
     figure = Figure(figsize=_INCHES, layout="constrained")
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""The findings of a report, in words: about the profiles of a run, and about the run itself."""
+"""The findings of a report as text: findings about the profiles of a run, and about the run itself."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ _MOST_LINES_IN_WORDS = 3
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile file: its findings in words, and its table."""
+    """The findings from one profile file as text, and the data for its table."""
 
     title: str
     lines: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
-    """Most expensive operations, for a trace."""
+    """The most expensive operations, if the profile is a trace."""
     memory: MemorySummary | None = None
 
 
 def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
-    """One profile per file; if a file cannot be read, the only line of its profile is the reason."""
+    """One profile per file. If a file cannot be read, the only line of its profile is the error message."""
     return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
 
 
@@ -59,7 +59,7 @@ def _title(what: str, summary: TraceSummary | MemorySummary, path: Path) -> str:
 
 def _memory_lines(summary: MemorySummary) -> Iterator[str]:
     yield (
-        f"at the peak {size_text(summary.bytes, 2)} were allocated, {size_text(summary.earlier, 2)} of them before "
+        f"peak memory: {size_text(summary.bytes, 2)}, including {size_text(summary.earlier, 2)} allocated before "
         f"step {summary.steps[0]}, such as weights and optimizer state"
     )
     for each in summary.lines[:_MOST_LINES_IN_WORDS]:
@@ -70,24 +70,24 @@ def _memory_lines(summary: MemorySummary) -> Iterator[str]:
 
 
 def place_of(line: LineMemory) -> str:
-    """Function, file and line that allocated the memory."""
-    return "no Python code, such as the backward pass" if line.place is None else str(line.place)
+    """The function, file and line that allocated the memory."""
+    return "code outside Python, such as the backward pass" if line.place is None else str(line.place)
 
 
 # --- Findings about a run ---------------------------------------------------------------------------------------------
-# How the run ended, the advice given during the run, and what only the whole run shows.
+# How the run ended, the advice given during the run, and problems that only the record of the whole run shows.
 
 
 _ENOUGH_ROWS = 8
-"""Minimum rows to judge a trend by."""
+"""Minimum number of rows from which a trend is judged."""
 _RISEN = 1.05
-"""Multiple of the lowest evaluation loss; a loss above it counts as risen."""
+"""Multiple of the lowest evaluation loss, above which a later loss counts as risen."""
 _SLOWER = 0.8
-"""Fraction of the earlier throughput; a throughput below it counts as slower."""
+"""Fraction of the earlier throughput, below which a later throughput counts as slower."""
 _OFF_PLAN = 0.10
 _IDLE_GPU = 0.5
 _COMPILED_AGAIN = 3
-"""Minimum of late compilations that is a problem; a smaller last batch and the first evaluation cause one each."""
+"""Minimum number of late compilations to report; a smaller last batch and the first evaluation cause one each."""
 _FULL_HOST = 0.95
 
 
@@ -151,8 +151,8 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
     last = run.last
     if not last.ends and last.done is None:
         yield Finding(
-            "The last attempt has no recorded end: it is running, was killed, or had no launcher; last step: "
-            f"{run.steps:,}",
+            "The last attempt has no recorded end: it is still running, was killed, or was started without the "
+            f"launcher; last step: {run.steps:,}",
             is_problem=False,
         )
 
@@ -162,14 +162,14 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
 
 
 def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """Time at which the failed attempt reached the step from which the next one resumed, according to the rows."""
+    """When the failed attempt reached the step that the next attempt resumed from, according to the log rows."""
     step = after.begin["step"]
     reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
     return float(max(reached, default=before.begin["time"]))
 
 
 def _advice(run: RunHistory) -> Iterator[Finding]:
-    """Advice given during the run, from the last attempt that has any."""
+    """The advice from the last attempt in which advice was given."""
     for attempt in reversed(run.attempts):
         if attempt.advice:
             for line in attempt.advice:
@@ -192,7 +192,7 @@ def _loss(run: RunHistory) -> Iterator[Finding]:
         if lowest > 0 and last > _RISEN * lowest:
             yield Finding(
                 f"The evaluation loss was lowest at step {step:,} ({lowest:.4g}) and has risen to {last:.4g}: "
-                'it may overfit; checkpoint={"best_metric": "loss"} keeps the best one',
+                'the model may be overfitting; checkpoint={"best_metric": "loss"} keeps the best checkpoint',
                 is_problem=True,
             )
 
@@ -210,8 +210,8 @@ def _compilation(run: RunHistory) -> Iterator[Finding]:
     if count - early >= _COMPILED_AGAIN:
         step = next(step for number, step in counts if number == count)
         yield Finding(
-            f"torch.compile compiled {count - early} graphs after the first quarter of the run ({count} in all), the "
-            f"last by step {step:,}: if batch shapes vary, pad to a few sizes",
+            f"torch.compile compiled {count - early} graphs after the first quarter of the run ({count} in total), "
+            f"the last one by step {step:,}: if batch shapes vary, pad the batches to a few sizes",
             is_problem=True,
         )
 
@@ -255,7 +255,8 @@ def _machine(run: RunHistory) -> Iterator[Finding]:
         busy = fmean(load for loads in used for load in loads) if used else 1.0
         if busy < _IDLE_GPU and not shared:
             yield Finding(
-                f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where step time goes",
+                f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where the time of a step "
+                "goes",
                 is_problem=True,
             )
         shares = [
@@ -265,8 +266,8 @@ def _machine(run: RunHistory) -> Iterator[Finding]:
         ]
         if shares and max(shares) > _FULL_HOST:
             yield Finding(
-                f"The host memory of {where} was {max(shares):.0%} full: a process that needs more is killed; use "
-                "fewer DataLoader workers, or smaller samples",
+                f"The host memory of {where} was {max(shares):.0%} full; when it runs out, the kernel kills a process: "
+                "use fewer DataLoader workers, or smaller samples",
                 is_problem=True,
             )
 
@@ -286,7 +287,7 @@ def _loads(samples: Sequence[Line]) -> list[list[float]]:
 def _record(run: RunHistory) -> Iterator[Finding]:
     if run.unreadable:
         lines = _plural("line", run.unreadable)
-        yield Finding(f"{run.unreadable} {lines} of the record cannot be read and are left out", is_problem=True)
+        yield Finding(f"{run.unreadable} {lines} of the record cannot be read and are ignored", is_problem=True)
 
 
 def _is_number(value: object) -> bool:

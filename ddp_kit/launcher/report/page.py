@@ -1,4 +1,4 @@
-"""The report as one HTML file, with the settings that differ between runs."""
+"""Build the report as one HTML page, including the settings that differ between runs."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ def settings(run: RunHistory) -> dict[str, str]:
 
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
-    """The settings that differ: name, and value in each run (empty if a run does not have the setting)."""
+    """The settings that differ between runs: name, and the value in each run (empty: the run does not have it)."""
     all_settings = [settings(run) for run in runs]
     names = dict.fromkeys(name for each in all_settings for name in each)
     table = [(name, tuple(each.get(name, "") for each in all_settings)) for name in names]
@@ -73,11 +73,11 @@ MARK = '<meta name="generator" content="ddpkit report'
 _MIB = 1 << 20
 _UPLOT = "uplot-1.6.32.min"
 _LONGEST_NAME = 100
-"""Maximum characters shown of a kernel's name; C++ templates can fill a screen."""
+"""Maximum number of characters shown of a kernel's name; names of C++ templates can fill a screen."""
 
 
 def page(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]]) -> str:
-    """The HTML text. `profiles`: the profiles of each run, by run name."""
+    """The HTML text of the report. `profiles`: the profiles of each run, by run name."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     charts: list[Chart] = []
     body = "".join(_body(runs, profiles, charts))
@@ -157,7 +157,7 @@ def _differences(runs: Sequence[RunHistory]) -> str:
 
 
 def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
-    """The figures for the charts in `own`, which are appended to `charts`, the list for the whole page."""
+    """HTML for the charts in `own`. They are also appended to `charts`, the list of all charts on the page."""
     figures = []
     for chart in own:
         unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
@@ -170,7 +170,9 @@ def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) 
             f' data-chart="{len(charts)}"{of_run}></div></figure>\n'
         )
         charts.append(chart)
-    return f"<div class=charts>{''.join(figures)}</div>\n" if figures else "<p>No log point was recorded yet.</p>\n"
+    return (
+        f"<div class=charts>{''.join(figures)}</div>\n" if figures else "<p>No log point has been recorded yet.</p>\n"
+    )
 
 
 def _identity(chart: Chart, run: int | None) -> str:
@@ -191,7 +193,7 @@ def _profile(profile: Profile) -> str:
 
 
 def _allocations(memory: MemorySummary) -> str:
-    """Table of the memory allocated at the peak, by line of code."""
+    """HTML table of the memory allocated at the peak, by line of code."""
     parts = [(place_of(each), f"{each.count:,}", each.bytes) for each in memory.lines]
     parts += [("other lines", "", memory.other)] if memory.other else []
     parts.append(("allocated before the recording", "", memory.earlier))
@@ -220,7 +222,7 @@ def _verdict(attempt: Attempt) -> str:
 
 
 def _duration_of(attempt: Attempt) -> str:
-    """How long `fit` took, if it ended."""
+    """Text about how long `fit` took; empty if it has not ended."""
     seconds = attempt.done.get("seconds") if attempt.done else None
     return f"fit ended after {duration(seconds)}" if isinstance(seconds, int | float) else ""
 
@@ -242,7 +244,7 @@ def _settings(run: RunHistory) -> str:
 
 
 def _table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """A table that scrolls separately if it is too wide."""
+    """An HTML table that can be scrolled on its own if it is wider than the page."""
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
     return (
         f'<div class=wide tabindex=0 role=group aria-label="{label}"><table><tr>{head}</tr>\n'
@@ -279,7 +281,7 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
 
 
 def _json(data: object) -> str:
-    """JSON that cannot close the script element that contains it."""
+    """Convert data to JSON, escaped so that it cannot close the script element around it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Reads the record of a run (docs/run-record.md). The run may still be writing it."""
+"""Read the record of a run (format: docs/run-record.md). The run may still be in progress."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ class Attempt:
     """One attempt of a run: from one start of the workers to their end."""
 
     name: str
-    """The job's id and the number of its restarts."""
+    """The job's id and the number of restarts before this attempt."""
     begin: Line
-    """The event `begin`."""
+    """The `begin` event."""
     advice: tuple[Line, ...]
     done: Line | None
-    """None: `fit` has not ended."""
+    """The `done` event; None: `fit` has not ended."""
     ends: tuple[Line, ...]
-    """The event `end` of each node; empty while the attempt runs."""
+    """The `end` events, one per node; empty while the attempt is running."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class RunHistory:
     name: str
     """The name of the run's folder, such as runs/7; unique within a report."""
     attempts: tuple[Attempt, ...]
-    """At least one."""
+    """The attempts of the run, at least one."""
     rows: tuple[Line, ...]
-    """A line per log point."""
+    """One line per log point."""
     evaluations: tuple[Line, ...]
     samples: Mapping[str, tuple[Line, ...]]
     """Samples of the machine's load, by node number."""
     traces: tuple[Path, ...]
     """Trace files of torch.profiler."""
     memory: tuple[Path, ...]
-    """Files with the largest allocations on GPUs."""
+    """Files that list the largest allocations on GPUs."""
     unreadable: int
     """Number of lines that cannot be read, not counting an incomplete last line of a file."""
 
@@ -63,7 +63,7 @@ class RunHistory:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps that the run has done."""
         lines = [self.last.begin, *self.rows[-1:], *([self.last.done] if self.last.done else [])]
         return max(int(line["step"]) for line in lines)
 
@@ -84,13 +84,13 @@ def _records(folder: Path) -> list[Path]:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"
         raise UsageError(
             f"{folder} {what}",
-            'a Trainer with checkpoint={"dir": "run"} keeps one in run/record: type `ddpkit report run`',
+            'a Trainer with checkpoint={"dir": "run"} writes its record to run/record: type `ddpkit report run`',
         )
     return found
 
 
 def _names(records: Sequence[Path]) -> list[str]:
-    """Names for runs: the last parts of their paths, as many as make the names unique."""
+    """Names of runs: the last parts of their paths, as few as needed to make all names different."""
     runs = [each.parent if each.name == RECORD_FOLDER else each for each in records]
     for parts in range(1, max((len(run.parts) for run in runs), default=1)):
         names = ["/".join(run.parts[-parts:]) for run in runs]
@@ -120,7 +120,7 @@ def _read(record: Path, name: str) -> RunHistory:
 
 
 class _Reader:
-    """Reads JSON lines, and counts the invalid ones."""
+    """Reads JSON lines, and counts the lines that are invalid."""
 
     def __init__(self) -> None:
         self.unreadable = 0
@@ -131,7 +131,7 @@ class _Reader:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror}", "look at its permissions") from None
+            raise UsageError(f"{path} cannot be read: {error.strerror}", "check the permissions of the file") from None
         whole, _, torn = text.rpartition("\n")
         if not whole and torn:
             whole = torn  # the file has only one line, without a newline
@@ -150,14 +150,14 @@ def _attempts(record: Path, lines: Sequence[Line]) -> tuple[Attempt, ...]:
     begins = [line for line in lines if line.get("event") == "begin" and _placed(line) and "attempt" in line]
     if not begins:
         raise UsageError(
-            f"{record / RECORD_ATTEMPTS} is not the record of a run: no line tells of an attempt's begin",
-            "give the folder of a run's checkpoints, or of its logs",
+            f"{record / RECORD_ATTEMPTS} is not the record of a run: no line records the beginning of an attempt",
+            "give the folder of a run's checkpoints or logs",
         )
     formats = [line.get("format") for line in begins]
     newer = [each for each in formats if not isinstance(each, int) or each > _FORMAT]
     if newer:
         raise UsageError(
-            f"the record {record} has format {newer[0]}; this ddpkit reads formats up to {_FORMAT}",
+            f"the record {record} has format {newer[0]}, but this version of ddpkit reads formats up to {_FORMAT}",
             "pip install --upgrade ddpkit",
         )
     return tuple(_attempt(begin, lines) for begin in begins)
@@ -176,7 +176,7 @@ def _attempt(begin: Line, lines: Sequence[Line]) -> Attempt:
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
-    """Profile files of the latest attempt with `profile.steps`, if they are still where the attempt wrote them."""
+    """The profile files of the latest attempt that set `profile.steps`, if they are still where it wrote them."""
     for attempt in reversed(attempts):
         profile = attempt.begin.get("config", {}).get("profile", {})
         if profile.get("steps") is not None:

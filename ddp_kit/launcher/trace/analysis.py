@@ -1,6 +1,6 @@
-"""Analysis of a trace that `Trainer(profile=...)` recorded: where the time of its steps went, and what to do about it.
+"""Analyse a trace that `Trainer(profile=...)` recorded: where the steps spent their time, and what to do about it.
 
-`read_trace` returns a `TraceSummary`; `lines` states its findings.
+`read_trace` returns a `TraceSummary`; `lines` turns the summary into findings, one line of text each.
 """
 
 import re
@@ -34,7 +34,7 @@ from ddp_kit.launcher.trace.records import (
 )
 
 # --- Host-device synchronisations -------------------------------------------------------------------------------------
-# Where the host waits for the GPU, or, in training on a CPU, where it would wait for a GPU.
+# Places where the host waits for the GPU or, in a run on the CPU, where it would wait if the run used a GPU.
 
 # CUDA and HIP functions that return when the GPU is done. Source: CUDA Runtime API, "API synchronization behavior".
 # torch calls one of the first three after each blocking copy.
@@ -43,11 +43,11 @@ _OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
 
 
 def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchronisation, ...]:
-    """Synchronisations by operator and place, the most frequent first. Without a GPU: what would wait for a GPU."""
+    """Synchronisations by operator and place, most frequent first. On a CPU: operators that would wait for a GPU."""
     spent: dict[tuple[str, CodeLocation | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
         inner = recording.calls.operator[index] if recording.gpu else index
-        # One operator may copy, then wait: that is one synchronisation.
+        # An operator that copies and then waits counts as one synchronisation.
         once = inner if inner >= 0 else index
         spent[_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
     found = [
@@ -76,7 +76,7 @@ def _would_wait(recording: Recording) -> Iterator[tuple[int, Event]]:
 
 
 def _counts_steps(recording: Recording, index: int) -> bool:
-    """Whether torch's optimizer reads its own step count, a tensor that is on the host even when training on a GPU."""
+    """Whether this call reads an optimizer's step count, a tensor that is on the host even when training on a GPU."""
     place = recording.calls.place(index)
     for outer in recording.calls.callers(index):
         event = recording.calls.events[outer]
@@ -88,18 +88,18 @@ def _counts_steps(recording: Recording, index: int) -> bool:
 
 
 def _name(recording: Recording, index: int) -> str:
-    """The name of the outermost `aten::` operator around a call, or else of the call itself."""
+    """The name of the outermost `aten::` operator around a call; the call's own name if there is no such operator."""
     own = recording.calls.events[index].name
     names = [recording.calls.events[outer].name for outer in recording.calls.operators(index)]
     return [own, *(name for name in names if name.startswith("aten::"))][-1]
 
 
 # --- GPU time ---------------------------------------------------------------------------------------------------------
-# Computing, communicating, copying, and idle by cause.
+# The time that a GPU spends on computing, communicating and copying, and its idle time by cause.
 
 
 def gpu_time(recording: Recording) -> GpuTime | None:
-    """Time breakdown of the busiest GPU in the trace; None: there are no kernels."""
+    """Time breakdown of the busiest GPU in the trace; None if the trace contains no kernels."""
     device = _busiest_device(recording.gpu)
     kernels = [event for event in recording.gpu if event.kind == "kernel" and event.thread[0] == device]
     if not kernels:
@@ -126,7 +126,7 @@ def gpu_time(recording: Recording) -> GpuTime | None:
 
 
 def is_communication(kernel: Event) -> bool:
-    """Whether a kernel belongs to NCCL, or to RCCL, which uses the same names."""
+    """Whether a kernel belongs to NCCL or RCCL, which use the same kernel names."""
     return "nccl" in kernel.name.lower()
 
 
@@ -145,8 +145,8 @@ def _spans(events: Iterable[Event]) -> Spans:
 def _causes(recording: Recording, idle: Spans, work: list[Event]) -> dict[str, float]:
     """Seconds of idle time by cause.
 
-    A GPU that runs out of work while the host waits for it stays idle until the host launches the next kernel, mostly
-    after the wait. All of that time is attributed to the wait.
+    A GPU that runs out of work while the host waits for it stays idle until the host launches the next kernel, usually
+    after the wait. All of that idle time is attributed to the wait.
     """
     causes: dict[str, float] = defaultdict(float)
     data = recording.waits_for_data()
@@ -170,7 +170,7 @@ def _cause(recording: Recording, start: float, following: Event, waits: Spans) -
 
 
 # --- Matrix products and convolutions ---------------------------------------------------------------------------------
-# Finds operations that do not use the tensor cores, or not at full speed.
+# Find operations that do not use the tensor cores, or do not use them at full speed.
 # Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
 # cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes. This module applies the
 # same rule to the channels of a convolution and to the head dimension of attention. float32 uses tensor cores only as
@@ -212,7 +212,7 @@ class _Key:
 
 
 def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixProduct, ...]:
-    """Matrix products and convolutions by operator, type and shape, those with the longest total time first.
+    """Matrix products and convolutions by operator, type and shape, sorted by total time, longest first.
 
     `tf32`: whether float32 may use tensor cores; None: not known.
     """
@@ -228,7 +228,7 @@ def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixP
 
 
 def _kernels(recording: Recording) -> dict[int, list[Event]]:
-    """Kernels by the index of each operator that launched them, directly or through operators that it called."""
+    """Kernels by the index of the operator that launched them, directly or through the operators that it called."""
     found = defaultdict(list)
     for event in recording.gpu:
         launch = recording.launch(event)
@@ -278,7 +278,7 @@ def _problem(key: _Key, kernel: str | None, tf32: bool | None) -> tuple[str, tup
 
 
 def _tells_and_seconds(kernel: Event) -> tuple[bool, float]:
-    """Sort key that ranks kernels of known kind first: a product may begin with a copy, which may take longer."""
+    """Sort key that prefers kernels of a known kind: a product may begin with a copy kernel, which may take longer."""
     return _uses_tensor_cores(kernel.name) is not None, kernel.end - kernel.start
 
 
@@ -298,7 +298,7 @@ def _key(event: Event) -> _Key | None:
     try:
         shape = _shape(event.name, shapes)
         kind = _type(types[_FIRST_MATRIX.get(event.name, 0)])
-    except (IndexError, TypeError, ValueError):  # an operator with the same name and other arguments
+    except (IndexError, TypeError, ValueError):  # an operator with the same name but other arguments
         return None
     return _Key(event.name, *kind, *shape) if shape is not None and kind is not None else None
 
@@ -328,7 +328,7 @@ def _shape(operator: str, shapes: list[Any]) -> Shape | None:
 
 
 def _convolution(weight: list[int]) -> Shape:
-    """The shape of a convolution. Sizes up to 4 are omitted: few channels, as in an image, have special kernels."""
+    """The shape of a convolution. Sizes up to 4 are omitted, because there are special kernels for few channels."""
     outputs, inputs, *window = weight
     sizes = (("input channels", inputs), ("output channels", outputs))
     size = "x".join(map(str, window))
@@ -342,7 +342,7 @@ MOST = 10
 
 
 def operations(recording: Recording) -> tuple[Operation, ...]:
-    """The most expensive operations: kernels and copies if there are any, else operators by self time."""
+    """The most expensive operations: kernels and copies on a GPU, or operators by self time on a CPU."""
     spent = _on_gpu(recording) if recording.gpu else _on_cpu(recording)
     wall = recording.end - recording.start
     found = [
@@ -386,7 +386,7 @@ def _on_cpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
 
 
 # --- Findings ---------------------------------------------------------------------------------------------------------
-# One line each, with what to do, the most important first.
+# Each finding is one line of text that says what to do; the most important finding comes first.
 
 
 # Shares of the time below which there is little to gain.
@@ -394,11 +394,11 @@ _IDLE, _ALONE, _PRODUCTS, _DATA, _OUTSIDE, _LARGE = 0.05, 0.05, 0.01, 0.10, 0.30
 _MOST_EACH = 3
 
 Finding = tuple[float, str]
-"""The weight of a finding, mostly a share of the recorded time, and its text."""
+"""The weight of a finding (usually a share of the recorded time), and the text of the finding."""
 
 
 def lines(summary: TraceSummary) -> list[str]:
-    """Findings, one line each, the most important first; empty if nothing stands out."""
+    """The findings, one line of text each, most important first; empty if there is nothing to report."""
     found: list[Finding] = []
     for part in (_gpu, _synchronisations, _products, _host, _operations):
         found.extend(part(summary))
@@ -438,17 +438,17 @@ _CAUSES = {  # by field of GpuTime
     ),
     "idle_queued": (
         "the GPU was idle {} of the time between kernels that were already queued",
-        'they are short, or wait for another stream: compile="model" fuses small kernels',
+        'the kernels are short or wait for another stream; compile="model" fuses small kernels',
     ),
     "copying": (
-        "the GPU did nothing but copy {} of the time",
+        "the GPU spent {} of the time only copying data",
         "create tensors on the device; copy from pinned memory with non_blocking=True",
     ),
 }
 
 
 def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
-    """Findings about synchronisations outside ddpkit. Their weight is at least 5 %: the GPU also idles afterwards."""
+    """Findings about synchronisations outside ddpkit. Each weighs at least 5 %, as the GPU is also idle afterwards."""
     theirs = [one for one in summary.synchronisations if not (one.place and one.place.library == "ddpkit")]
     for one in theirs[:_MOST_EACH]:
         weight = 1.0 if summary.device == "cpu" else max(one.seconds / summary.wall, 0.05)
@@ -458,10 +458,10 @@ def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
 def _synchronisation(one: Synchronisation, summary: TraceSummary) -> str:
     often = f"{one.per_step:g} per step" if one.per_step is not None else f"{one.calls} in this trace"
     where = f" in {one.place}" if one.place is not None else ""
-    waits = f"{one.seconds:.3g} s in all" if summary.device == "gpu" else "would wait for a GPU"
+    waits = f"{one.seconds:.3g} s in total" if summary.device == "gpu" else "would wait for a GPU"
     remedy = "keep the value on the device; trainer.log takes tensors, and reads them at log points"
     if one.place is None and not summary.with_stacks:
-        remedy = "this trace has no Python functions: record it with Trainer(profile=...) to see where"
+        remedy = "this trace contains no Python functions: record one with Trainer(profile=...) to see the place"
     return f"host-device synchronisation: {one.operation}{where}, {often}, {waits}: {remedy}"
 
 
@@ -480,11 +480,11 @@ def _products(summary: TraceSummary) -> Iterator[Finding]:
 
 
 _PROBLEMS = {
-    "float32": ("in float32 bypass the tensor cores", 'use precision="bf16" or "tf32"'),
-    "float64": ("are float64, which is slow or unsupported on tensor cores", "use float32 or lower"),
-    "kernel": ("ran without tensor cores", "check its kernel; for few rows there is no tensor-core kernel"),
+    "float32": ("cannot use the tensor cores in float32", 'use precision="bf16" or "tf32"'),
+    "float64": ("cannot use the tensor cores in float64, or only slowly", "use float32 or a smaller type"),
+    "kernel": ("ran without tensor cores", "check which kernel ran; for few rows, there is no tensor-core kernel"),
     "alignment": (
-        "use tensor cores at less than full speed, as not all dimensions are multiples of 16 bytes",
+        "cannot use the tensor cores at full speed, because not all dimensions are multiples of 16 bytes",
         "",
     ),
 }
@@ -501,7 +501,7 @@ def _padding(product: MatrixProduct) -> str:
 
 
 def _host(summary: TraceSummary) -> Iterator[Finding]:
-    """Findings about the host, for CPU traces only: in a GPU trace, the GPU's idle time shows these."""
+    """Findings about the host, only for CPU traces: in a GPU trace, the GPU's idle time shows the same problems."""
     if summary.device == "gpu" or not summary.wall:
         return
     data, outside = summary.waited_for_data / summary.wall, summary.outside / summary.wall
@@ -509,8 +509,8 @@ def _host(summary: TraceSummary) -> Iterator[Finding]:
         yield data, f"{data:.0%} of the time went to waiting for data: raise data.num_workers"
     if outside > _OUTSIDE:
         yield (
-            outside / 2,  # recording makes Python slower
-            f"{outside:.0%} of the time was spent outside of torch's operators, in Python: use a larger micro-batch "
+            outside / 2,  # the profiler slows Python down
+            f"{outside:.0%} of the time was spent in Python, outside of torch's operators: use a larger micro-batch "
             'or compile="model"',
         )
 
@@ -520,7 +520,7 @@ def _operations(summary: TraceSummary) -> Iterator[Finding]:
         first = summary.operations[0]
         by = f" (by {first.operator})" if first.operator else ""
         name = first.name if len(first.name) <= 80 else f"{first.name[:77]}..."
-        yield 0.0, f"{first.share:.0%} of the time went to {name}{by}, {first.calls} calls: start there"
+        yield 0.0, f"{first.share:.0%} of the time went to {name}{by}, {first.calls} calls: optimize this first"
 
 
 # --- Reading a trace --------------------------------------------------------------------------------------------------
@@ -561,7 +561,7 @@ def read_trace(path: Path) -> TraceSummary:
 
 
 def _rank_and_steps(trace: TraceFile, recording: Recording) -> tuple[int | None, tuple[int, int] | None]:
-    """Rank and steps as recorded in the trace, or else from the file name, which may have been changed."""
+    """Rank and steps as recorded in the trace or, if missing there, from the file name, which may have been changed."""
     named = _FILE.match(trace.path.name)
     world = trace.facts.get("distributedInfo")
     rank = world.get("rank") if isinstance(world, dict) else None

@@ -1,6 +1,6 @@
-"""Reads `memory_rankR_stepsA-B.json`, which `Trainer(profile=...)` writes on a GPU: allocations at the peak, by line.
+"""Read `memory_rankR_stepsA-B.json`, which `Trainer(profile=...)` writes on a GPU: peak memory by line of code.
 
-Format: docs/run-record.md. Nothing in the file is trusted.
+Format: docs/run-record.md. Every value is checked, because the file may come from elsewhere.
 """
 
 import json
@@ -18,16 +18,16 @@ _MOST_LINES = 100
 
 
 def read_memory(path: Path) -> MemorySummary:
-    """Read one file. Raises `UsageError` if it cannot be read or is not such a file."""
+    """Read one memory file. Raises `UsageError` if the file cannot be read or is not a valid memory file."""
     found = _json(path)
     try:
         return _summary(found)
     except _UnexpectedError as error:
-        raise _refused(path, f"is not a record of memory: {error}") from None
+        raise _refused(path, f"is not a valid memory file: {error}") from None
 
 
 class _UnexpectedError(Exception):
-    """A value in the file is invalid; the message says how."""
+    """Raised for an invalid value in a memory file; the message names the value."""
 
 
 def _json(path: Path) -> Any:
@@ -37,20 +37,20 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}") from None
     if len(raw) > _MOST_BYTES:
-        raise _refused(path, f"is larger than {_MOST_BYTES >> 20} MiB, and so no record of memory")
+        raise _refused(path, f"is not a valid memory file, because it is larger than {_MOST_BYTES >> 20} MiB")
     try:
         return json.loads(raw.decode(errors="replace"))
     except RecursionError:
-        raise _refused(path, "is JSON, but too deeply nested for a record of memory") from None
+        raise _refused(path, "is JSON, but too deeply nested for a memory file") from None
     except ValueError as error:
         raise _refused(path, f"is not JSON, or was not written completely: {error}") from None
 
 
 def _summary(found: Any) -> MemorySummary:
     if not isinstance(found, dict):
-        raise _UnexpectedError(f"it has {kind_of(found)}")
+        raise _UnexpectedError(f"the file contains {kind_of(found)} instead of a JSON object")
     if (form := _number(found, "format")) != _FORMAT:
-        raise _UnexpectedError(f"it has format {form}, and this ddpkit reads format {_FORMAT}")
+        raise _UnexpectedError(f"the file has format {form}, but this version of ddpkit reads format {_FORMAT}")
     steps, lines = found.get("steps"), found.get("lines")
     if not isinstance(steps, list) or len(steps) != 2 or not all(_is_count(each) for each in steps):
         raise _UnexpectedError("`steps` is not a pair of numbers")
@@ -68,7 +68,7 @@ def _summary(found: Any) -> MemorySummary:
 
 def _line(found: Any) -> LineMemory:
     if not isinstance(found, dict):
-        raise _UnexpectedError(f"one of `lines` is {kind_of(found)}")
+        raise _UnexpectedError(f"an entry of `lines` is {kind_of(found)} instead of a JSON object")
     file, function = _text(found, "file"), _text(found, "function")
     place = CodeLocation(function, file, _number(found, "line")) if file else None
     return LineMemory(place, _number(found, "bytes"), _number(found, "count"))
@@ -77,14 +77,14 @@ def _line(found: Any) -> LineMemory:
 def _text(found: dict[str, Any], name: str) -> str:
     value = found.get(name)
     if not isinstance(value, str) or not value.isprintable():  # control characters would reach the terminal
-        raise _UnexpectedError(f"`{name}` of one of `lines` is no text")
+        raise _UnexpectedError(f"`{name}` in an entry of `lines` is not printable text")
     return value
 
 
 def _number(found: dict[str, Any], name: str) -> int:
     value = found.get(name)
     if not _is_count(value):
-        raise _UnexpectedError(f"`{name}` is not a whole number of at least 0")
+        raise _UnexpectedError(f"`{name}` is not a non-negative integer")
     return int(value)  # type: ignore[arg-type]
 
 
@@ -95,5 +95,5 @@ def _is_count(value: object) -> bool:
 def _refused(path: Path, what: str) -> UsageError:
     return UsageError(
         f"{path} {what}",
-        'on a GPU, Trainer(profile={"steps": [10, 12]}) writes a new one, such as profile/memory_rank0_steps10-12.json',
+        'on a GPU, Trainer(profile={"steps": [10, 12]}) writes a new file such as profile/memory_rank0_steps10-12.json',
     )

@@ -1,4 +1,4 @@
-"""Reading a torch.profiler trace: the file, the tree of its calls, and the `Recording` that the analysis uses."""
+"""Read a torch.profiler trace: the file, the call tree, and the `Recording` that the analysis uses."""
 
 import gc
 import gzip
@@ -19,11 +19,11 @@ from ddp_kit.launcher.trace.records import CodeLocation
 # --- Time spans -------------------------------------------------------------------------------------------------------
 
 Spans = list[tuple[float, float]]
-"""Sorted pairs (start, end) that do not overlap, in any one unit."""
+"""Sorted pairs (start, end) that do not overlap, all in the same unit."""
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:
-    """The union of spans, given in any order."""
+    """The union of spans that are given in any order."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -50,7 +50,7 @@ def common(one: Spans, other: Spans) -> Spans:
 
 
 def gaps(spans: Spans, start: float, end: float) -> Spans:
-    """The times between `start` and `end` that are in none of the spans."""
+    """The spans between `start` and `end` that none of the given spans covers."""
     found: Spans = []
     for begin, stop in [*spans, (end, end)]:
         if min(begin, end) > start:
@@ -99,7 +99,7 @@ def load(path: Path) -> TraceFile:
 
     Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
     """
-    with _no_garbage_collection():  # it would scan all objects repeatedly, and free none
+    with _no_garbage_collection():  # each collection would scan all objects, and free none
         return _loaded(path)
 
 
@@ -107,8 +107,8 @@ def _loaded(path: Path) -> TraceFile:
     found = _json(path, _text(path))
     listed = found.get("traceEvents") if isinstance(found, dict) else None
     if not isinstance(listed, list):
-        what = f"its keys are {sorted(found)[:5]}" if isinstance(found, dict) else f"it has {kind_of(found)}"
-        raise _not_a_trace(path, f"is JSON, but no trace of torch.profiler: {what}")
+        what = f"its keys are {sorted(found)[:5]}" if isinstance(found, dict) else f"it contains {kind_of(found)}"
+        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: {what}")
     origin = next((entry["ts"] for entry in listed if _is_event(entry)), 0)  # large timestamps lose digits
     events = [_event(entry, origin) for entry in listed if _is_event(entry)]
     if not events:
@@ -180,8 +180,8 @@ def _event(entry: dict[str, Any], origin: float) -> Event:
 
 def _cut_off(path: Path) -> UsageError:
     return UsageError(
-        f"{path} ends in the middle: the trace was not written completely",
-        "give the trace of another rank, or record again: `ls -l` shows whether the disk was full",
+        f"{path} is cut off: the trace was not written completely",
+        "give the trace of another rank, or record again; `df -h` shows whether the disk is full",
     )
 
 
@@ -230,7 +230,7 @@ class CallTree:
         """Yield the indices of the events around event `index`, innermost first."""
         start, outer = self.events[index].start, self.caller[index]
         while outer >= 0:
-            # An annotation begins within the function that makes it, and outlives it.
+            # An annotation begins within the function that creates it, and ends after that function.
             if self.events[outer].end > start:
                 yield outer
             outer = self.caller[outer]
@@ -243,10 +243,10 @@ class CallTree:
             outer = self.operator[outer]
 
     def place(self, index: int) -> CodeLocation | None:
-        """The innermost Python function around an event, leaving out those of torch and the standard library.
+        """The innermost Python function around an event, except functions of torch and the standard library.
 
-        In a backward pass: the function around the forward operator. Functions of ddpkit are included;
-        otherwise their events could not be distinguished from those of the user's code.
+        In a backward pass: the function around the forward operator. Functions of ddpkit are included, so that their
+        events can be distinguished from events of the user's code.
         """
         for outer in self.callers(self._source(index)):
             found = _place(self.events[outer])
@@ -270,7 +270,7 @@ class CallTree:
         return any(in_folder(self.events[outer], folders) for outer in self.callers(index))
 
     def _source(self, index: int) -> int:
-        """The event itself; in a backward pass, the forward operator that it belongs to."""
+        """The index of the event itself or, in a backward pass, of the forward operator that the event belongs to."""
         for outer in self.operators(index):
             event = self.events[outer]
             if event.name.startswith(_BACKWARD):
@@ -278,7 +278,7 @@ class CallTree:
         return index
 
     def _forward_operators(self) -> dict[object, int]:
-        """Forward operators by sequence number. If several share one, the backward pass belongs to the last."""
+        """Forward operators by sequence number. If several share a number, the backward pass belongs to the last."""
         found = {}
         for index, event in enumerate(self.events):
             number = event.args.get("Sequence number")
@@ -328,15 +328,15 @@ _PROFILERS = ("ddp_kit/profile.py", "torch/profiler/")
 
 @dataclass(frozen=True)
 class Recording:
-    """One trace as the analysis needs it: its calls, its GPU events, and the time that it covers.
+    """One trace in the form that the analysis needs: its calls, its GPU events, and the time that it covers.
 
-    Times in seconds: the host worked from `start` to `host_end`; the GPU had finished that work at `end`.
+    Times are in seconds. The host worked from `start` to `host_end`; the GPU finished that work at `end`.
     """
 
     calls: CallTree
     gpu: tuple[Event, ...]
     launches: dict[object, int]
-    """Correlation number of a kernel or copy -> index in `calls` of the CUDA call that launched it."""
+    """Index in `calls` of the CUDA call that launched a kernel or a copy, by correlation number."""
     steps: tuple[int, int] | None
     main: object
     start: float
@@ -354,7 +354,7 @@ class Recording:
         return self.launches.get(event.args.get("correlation"), -1)
 
     def waits_for_data(self) -> Spans:
-        """Spans in which the main thread was in a DataLoader or fetched a batch."""
+        """Spans in which the main thread ran DataLoader code or fetched a batch."""
         return self._within(
             event
             for event in self.calls.events
@@ -362,15 +362,15 @@ class Recording:
         )
 
     def in_operators(self) -> Spans:
-        """Spans in which the main thread was in an operator of torch."""
+        """Spans in which the main thread ran a torch operator."""
         return self._within(event for _, event in self.host("cpu_op") if event.thread == self.main)
 
     def loads_data(self, index: int) -> bool:
-        """Whether an event is part of loading data."""
+        """Whether an event belongs to the loading of data."""
         return self.calls.within(index, _LOADERS)
 
     def profiles(self, index: int) -> bool:
-        """Whether an event is part of the profiler itself."""
+        """Whether an event belongs to the profiler itself."""
         return self.calls.within(index, _PROFILERS)
 
     def _within(self, events: Iterator[Event]) -> Spans:
@@ -405,7 +405,7 @@ def recording_of(trace: TraceFile) -> Recording:
 
 
 def _busiest_thread(events: list[Event]) -> object:
-    """The thread of the optimizer, else the one with the most operators."""
+    """The thread that runs the optimizer; without an optimizer, the thread with the most operators."""
     counts = Counter(event.thread for event in events if event.kind == "cpu_op")
     counts.update({event.thread: len(events) for event in events if event.name.startswith("Optimizer.step#")})
     return max(counts, key=counts.__getitem__) if counts else None

@@ -1,11 +1,11 @@
-"""Records of what a profile shows. All times are in seconds; all shares are fractions of `TraceSummary.wall`."""
+"""Results of analysing a profile. All times are in seconds; all shares are fractions of `TraceSummary.wall`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CodeLocation:
-    """A Python function.
+    """The location of a Python function in the source code.
 
     `line`: the line on which the function begins, as torch.profiler records it; for a function that was already running
     when recording began, the line that was executing. `library`: "ddpkit", "torch" or "" for any other code.
@@ -24,8 +24,8 @@ class CodeLocation:
 class Operation:
     """One operation and its share of the recorded time.
 
-    On a GPU, `name` is a kernel, `operator` is what launched it, and `seconds` is the time of the kernel. On a CPU,
-    `name` is an operator of torch, and `seconds` is its self time, without the operators that it calls.
+    On a GPU, `name` is a kernel, `operator` is the operator that launched it, and `seconds` is the kernel's time. On a
+    CPU, `name` is a torch operator, and `seconds` is its self time, without the operators that it calls.
     """
 
     name: str
@@ -39,9 +39,10 @@ class Operation:
 class GpuTime:
     """Time breakdown of the busiest GPU, from its first to its last kernel.
 
-    The following times add up to `recorded`: `computing`, `communication_alone`, `copying` (no kernel ran, but a copy
-    or memset) and the idle times: after the host waited for the GPU, while the host waited for data, while the host had
-    not launched the next kernel (`idle_host`), and between kernels that were launched in time (`idle_queued`).
+    These times add up to `recorded`: `computing`, `communication_alone`, `copying` (a copy or memset ran, but no
+    kernel), and the times in which the GPU was idle after the host waited for it (`idle_synchronisation`), while the
+    host waited for data (`idle_data`), until the host launched the next kernel (`idle_host`), and between kernels that
+    were launched in time (`idle_queued`).
     """
 
     recorded: float
@@ -67,10 +68,10 @@ class GpuTime:
 
 @dataclass(frozen=True)
 class Synchronisation:
-    """A place where the host waits for the GPU, or, in training on a CPU, where it would wait for a GPU.
+    """A place where the host waits for the GPU or, in a run on the CPU, where it would wait if the run used a GPU.
 
-    `operation` is the torch operator, or else the CUDA function. `place` is None without recorded stacks and in
-    threads without Python.
+    `operation` is the torch operator, or the CUDA function if there is no operator. `place` is None if no stacks were
+    recorded, and in threads that do not run Python.
     """
 
     operation: str
@@ -84,9 +85,9 @@ class Synchronisation:
 class MatrixProduct:
     """Matrix products or convolutions of one type and shape.
 
-    `kernel`: the slowest of their kernels, None on a CPU. `problem`: "" if they use the tensor cores at full speed as
-    far as is known, else "float32", "float64", "kernel" (a kernel without tensor cores, although the type has them) or
-    "alignment"; `pad` then lists the dimensions to change, such as ("N", 50257, 50264).
+    `kernel`: the slowest kernel; None on a CPU. `problem`: "" if the tensor cores are used at full speed, as far as is
+    known; otherwise "float32", "float64", "kernel" (the kernel does not use tensor cores, although they support the
+    type) or "alignment". `pad`: for "alignment", the dimensions to change, such as ("N", 50257, 50264).
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
     cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes.
@@ -106,10 +107,10 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Summary of one trace. `steps`: the first and the last optimizer step in it; None: not known.
+    """Summary of one trace. `steps`: the first and the last optimizer step in the trace; None: not known.
 
-    `device`: "gpu" if there are kernels in it, else "cpu". `waited_for_data`: seconds in which the main thread
-    waited for data. `outside`: seconds in which it neither waited for data nor was in an operator of torch.
+    `device`: "gpu" if the trace contains GPU events, otherwise "cpu". `waited_for_data`: seconds in which the main
+    thread waited for data. `outside`: seconds in which it neither waited for data nor ran a torch operator.
     """
 
     rank: int | None
@@ -142,8 +143,8 @@ class LineMemory:
 class MemorySummary:
     """The peak of a GPU's memory during the recorded steps.
 
-    `earlier`: bytes that were allocated before the recording. `complete`: False if allocations were dropped, because
-    there were too many. `lines`: those with the most bytes.
+    `earlier`: bytes that were allocated before the recording. `complete`: False if allocations were dropped because
+    there were too many. `lines`: the lines of code with the most bytes.
     """
 
     rank: int

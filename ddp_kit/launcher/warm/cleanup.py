@@ -1,4 +1,4 @@
-"""End all processes of a job when the job ends: kernel settings (prctl), and cleanup of leftovers."""
+"""End all processes of a job when the job ends (prctl), and remove the files that they leave behind."""
 
 import ctypes
 import os
@@ -17,20 +17,20 @@ _LIBC = ctypes.CDLL(None)
 
 # Helper processes that remove shared memory once their clients have ended, and then exit on their own.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# The server waits for them because only they know the names of that memory. torch_shm_manager exits two seconds after
-# its last client, or later on a busy machine.
+# The server waits for these helpers, because only they know the names of that memory. torch_shm_manager exits two
+# seconds after its last client, or later on a busy machine.
 _CLEANERS_SECONDS = 5.0
 _TERM_SECONDS = 0.2
 _POLL_SECONDS = 0.01
-# A process in the kernel's uninterruptible sleep survives SIGKILL; nothing waits for it longer than this.
+# A process in uninterruptible sleep in the kernel survives SIGKILL. This limits the time spent waiting for it.
 _UNKILLABLE_SECONDS = 5.0
-# Shared memory whose names are made by libraries, and the socket folders of multiprocessing and torch_shm_manager.
+# Shared memory that libraries name, and the socket folders of multiprocessing and torch_shm_manager.
 _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:torch_|nccl-)\S+)$", re.MULTILINE)
 _SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends. Linux only.
+    """Make the kernel kill this process when the thread that forked it ends. Works only on Linux.
 
     `parent`: the process id of the parent. If the parent has already died, this process exits at once.
     """
@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`, so that this process can clean up after its parent has died.
 
-    When the parent dies, the kernel only sends SIGCONT, in case a signal has stopped this process.
+    When the parent dies, the kernel then sends only SIGCONT, which continues this process if a signal has stopped it.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
@@ -53,7 +53,7 @@ def adopt_orphans() -> None:
 
 
 def state(pid: int) -> str:
-    """A process's state letter, see proc(5); empty: no such process."""
+    """The letter for a process's state, see proc(5); empty: there is no such process."""
     return _read(f"/proc/{pid}/stat").rpartition(b") ")[2][:1].decode()
 
 
@@ -71,12 +71,12 @@ class Child:
 
     @property
     def command(self) -> bytes:
-        """The command line, its words separated by zero bytes; empty for a zombie."""
+        """The command line, with its arguments separated by NUL bytes; empty for a zombie."""
         return _read(f"/proc/{self.pid}/cmdline")
 
     @property
     def name(self) -> str:
-        """The command line, or else the name in brackets as in `ps`; empty if the child has ended."""
+        """The command line or, if there is none, the name in brackets as in `ps`; empty if the child has ended."""
         command_line = self.command.replace(b"\0", b" ").decode(errors="replace").strip()
         before, _, after = _read(f"/proc/{self.pid}/stat").rpartition(b") ")
         if command_line or not after or after[:1] in b"ZX":
@@ -90,14 +90,14 @@ class Child:
 
 
 def children() -> list[Child]:
-    """The children of this process that it has not yet waited for, zombies included.
+    """The children of this process that have not been waited for, including zombies.
 
     A killed process with several threads is a zombie that cannot be waited for until its last thread has ended. Only
     then do the children of the killed process become children of this one.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # usual at the end of a job; a search would take milliseconds
+    except ChildProcessError:  # no children, as is usual at the end of a job; a search would take milliseconds
         return []
     own, found = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
@@ -109,9 +109,9 @@ def children() -> list[Child]:
 
 
 def signal_children(which: Callable[[Child], bool], number: signal.Signals, leftovers: set[Path]) -> bool:
-    """Send a signal to the children that `which` selects, except cleaners. Returns whether it selects any.
+    """Send a signal to the children that `which` selects, except cleaners. Returns whether there was any such child.
 
-    Adds to `leftovers` the files that these children would leave behind.
+    The files that these children would leave behind are added to `leftovers`.
     """
     selected = [child for child in filter(which, children()) if not child.is_cleaner]
     for child in selected:
@@ -124,9 +124,10 @@ def signal_children(which: Callable[[Child], bool], number: signal.Signals, left
 def end_children(
     which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, leftovers: set[Path] | None = None
 ) -> None:
-    """End the children that `which` selects, except cleaners, and the orphans that these leave, until none remains.
+    """End the children that `which` selects, except cleaners, and also the orphans that these children leave behind.
 
-    `reap` waits for zombies. `gently`: send SIGTERM first. `leftovers`: files found earlier, which are removed too.
+    `reap` waits for zombies. `gently`: send SIGTERM before SIGKILL. `leftovers`: files found earlier, which are removed
+    together with the files that these processes leave behind.
     """
     leftovers = set() if leftovers is None else leftovers
     if gently and signal_children(which, signal.SIGTERM, leftovers):
@@ -139,7 +140,7 @@ def end_children(
 
 
 def end_cleaners(reap: Callable[[], None]) -> None:
-    """Wait for the cleaners, after all other children have ended; kill those that do not exit."""
+    """Wait for the cleaners to exit, after all other children have ended, and kill the children that remain."""
     _wait(lambda: [child for child in children() if child.is_cleaner], _CLEANERS_SECONDS, reap)
     leftovers: set[Path] = set()
     for child in children():
@@ -151,7 +152,7 @@ def end_cleaners(reap: Callable[[], None]) -> None:
 
 
 def wait_for(which: Callable[[Child], bool], seconds: float, reap: Callable[[], None]) -> None:
-    """Return when the children that `which` selects, except cleaners, have ended, or after `seconds`."""
+    """Wait until the children that `which` selects, except cleaners, have ended, but at most `seconds`."""
     _wait(lambda: [child for child in filter(which, children()) if not child.is_cleaner], seconds, reap)
 
 
@@ -171,7 +172,7 @@ def leftovers_of(pid: int) -> set[Path]:
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                inodes.add(os.readlink(entry.path).encode())  # noqa: PTH115  # there may be thousands
+                inodes.add(os.readlink(entry.path).encode())  # noqa: PTH115  # faster, because there may be thousands
     for line in _read("/proc/net/unix").splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and b"socket:[%b]" % fields[6] in inodes:

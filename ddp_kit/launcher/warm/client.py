@@ -36,10 +36,10 @@ sys.path[:] = path
 hidden, preload = (tuple(filter(None, names.split(","))) for names in sys.argv[5:7])
 server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload)
 """
-_CLOSE_SECONDS = 10.0  # that the server may take to clean up
+_CLOSE_SECONDS = 10.0  # the time that the server has to clean up
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
-# checks in a row, and the second check is not late: a job that was suspended as a whole, launcher included, may be
-# about to continue.
+# checks in a row, and the second check is not late. If it is late, the whole job, including the launcher, was
+# suspended, and the server may be about to continue.
 _CHECK_SECONDS = 5.0
 _LATE_SECONDS = 1.0
 
@@ -55,7 +55,7 @@ class WarmServer:
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
     ) -> None:
-        """Start the server. `argv`: the launcher's arguments; for `ps`, workers write their own over these.
+        """Start the server. `argv`: the launcher's arguments, which workers overwrite so that `ps` shows their own.
 
         `warm`: whether the server imports torch. `print_message`: called with a message if a signal stops the server.
         `preload`: modules to import in addition to torch.
@@ -85,7 +85,7 @@ class WarmServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
+        """The process id of the server."""
         return self._process.pid
 
     def fileno(self) -> int:
@@ -102,7 +102,7 @@ class WarmServer:
         count_interval: float = 0.0,
         stacks: str = "",
     ) -> "Process":
-        """Request a worker. The caller must then call `pump` until the worker's `answered` is true.
+        """Ask the server to start a worker. The caller must then call `pump` until the worker's `answered` is true.
 
         `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for the worker's
         stdout and stderr; if empty, the worker uses those of this process. `count_interval`, `stacks`: see `Start`.
@@ -115,20 +115,23 @@ class WarmServer:
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """Kill a worker and the processes it started. If a signal has stopped the server, continue the server first."""
+        """Kill a worker and the processes it started. A server that a signal has stopped is continued first."""
         self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
     def clear(self, succeeded: bool) -> None:
-        """Request the end of what the workers left behind, before any later request. `succeeded`: see `Clear`."""
+        """Ask the server to end the processes that the workers left behind, before it handles later requests.
+
+        `succeeded`: see `Clear`.
+        """
         self._send(Clear(succeeded))
 
     def remove_at_end(self, folder: str) -> None:
-        """Have the server remove a folder after this process has ended."""
+        """Ask the server to remove a folder after this process has ended."""
         self._send(RemoveAtEnd(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Process the server's messages; wait for a message for at most `timeout` seconds, and never more than 5 s."""
+        """Process the server's messages. If there is none, wait for one for `timeout` seconds, but at most 5 s."""
         self._check_if_stopped()
         timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
@@ -146,11 +149,11 @@ class WarmServer:
             self._lose()
 
     def next_check(self) -> float:
-        """Seconds after which to call `pump` even without a message, to check whether the server is stopped."""
+        """Seconds until `pump` must be called even without a message, to check whether the server is stopped."""
         return max(0.0, self._last_check + _CHECK_SECONDS - time.monotonic())
 
     def _check_if_stopped(self) -> None:
-        """Continue a stopped server once; the next time, kill it and the workers with it."""
+        """Continue the server if a signal has stopped it; the second time, kill the server, and the workers with it."""
         if self.gone or self.next_check():
             return
         now = time.monotonic()
@@ -161,19 +164,19 @@ class WarmServer:
         self._was_stopped = False
         found = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
         if self._was_continued:
-            self._print_message(f"{found} again: it is now killed, and the workers with it")
+            self._print_message(f"{found} again: it is killed now, together with the workers")
             self._process.kill()
         else:
             self._was_continued = True
-            self._print_message(f"{found}: it is now continued (SIGCONT), but only once")
+            self._print_message(f"{found}: it is continued now (SIGCONT), but will be killed if this happens again")
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End all remaining workers, the processes they left behind, and the server."""
         self._channel.close()
         self._process.send_signal(signal.SIGCONT)  # a stopped server cannot clean up
-        if self._has_started and self._process.poll() is None:  # otherwise, it may still be importing torch
-            watched = os.pidfd_open(self.pid)  # `Popen.wait` with a timeout looks only every 50 ms
+        if self._has_started and self._process.poll() is None:  # otherwise, the server may still be importing torch
+            watched = os.pidfd_open(self.pid)  # `Popen.wait` with a timeout polls only every 50 ms
             poll = select.poll()
             poll.register(watched, select.POLLIN)
             poll.poll(_CLOSE_SECONDS * 1000)
@@ -191,7 +194,7 @@ class WarmServer:
             self._lose()
 
     def _lose(self) -> None:
-        """Handle the death of the server and its workers, whose child processes are now children of this process."""
+        """Handle the death of the server and all workers. Their child processes are now children of this process."""
         self.gone = True
         self._process.wait()
         _end_leftovers()
@@ -202,13 +205,13 @@ class WarmServer:
 
 
 class Process:
-    """A worker that the server started, with part of the interface of `subprocess.Popen`."""
+    """A worker that the server starts, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(self, server: WarmServer, number: int) -> None:
         self._server = server
         self.number = number
         self.answered = False
-        """Whether the server has started the worker, or failed to."""
+        """Whether the server has reported that it started the worker or failed to do so."""
         self.pid = 0
         self.cold = ""
         """Why the worker was executed instead of forked; see `Started`."""
@@ -218,18 +221,18 @@ class Process:
         """Whether the worker died with the server."""
         self.returncode: int | None = None
         self.ended_at = 0.0
-        """When the worker's end was noticed; monotonic clock."""
+        """The time of the monotonic clock at which this process noticed that the worker had ended."""
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal's number; None: still running, as far as known.
+        """The exit code, or minus the signal's number; None: as far as is known, the worker is still running.
 
-        This does not call `WarmServer.pump`, which would also consume messages about other workers: a caller that has
-        already polled those workers would then wait forever.
+        This method does not call `WarmServer.pump`, which would also consume messages about other workers: a caller
+        that has already polled the other workers would then wait forever.
         """
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit code. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Wait for the worker, and return its exit code. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.returncode is None:
             left = deadline - time.monotonic()

@@ -44,17 +44,17 @@ class Start:
     command: tuple[str, ...]
     """What to execute if the worker cannot be forked."""
     env: Mapping[str, str]
-    """The worker's whole environment."""
+    """The complete environment of the worker."""
     program: Program | None = None
     """What a forked worker runs; None: execute `command`."""
     cpus: tuple[int, ...] = ()
     """The CPU cores to run on; empty: all cores that the launcher may use."""
     streams: bool = False
-    """Whether two descriptors come with the message; if not, the worker inherits the launcher's streams."""
+    """Whether two descriptors are sent with the message; if not, the worker inherits the launcher's streams."""
     count_interval: float = 0.0
-    """Seconds between two counts of the collectives that a forked worker has begun; 0: no counts."""
+    """Seconds between two counts of the collectives that a forked worker has started; 0: do not count."""
     stacks: str = ""
-    """The file to which a forked worker writes its stacks on STACKS_SIGNAL; empty: py-spy can read them."""
+    """The file to which a forked worker writes its stacks on STACKS_SIGNAL; empty: py-spy can read the stacks."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Clear:
-    """Launcher to server: all workers of a round have ended; end the processes they left behind."""
+    """Launcher to server: all workers of a round have ended; end the processes that they left behind."""
 
     succeeded: bool
     """Whether all workers exited with code 0; if so, leftover processes are unexpected, and a message names them."""
@@ -74,20 +74,20 @@ class Clear:
 
 @dataclass(frozen=True)
 class RemoveAtEnd:
-    """Launcher to server: a folder to remove when the launcher has ended."""
+    """Launcher to server: remove a folder when the launcher has ended."""
 
     folder: str
 
 
 @dataclass(frozen=True)
 class Started:
-    """Server to launcher: the worker runs."""
+    """Server to launcher: a worker was started, or could not be started."""
 
     number: int
     pid: int
     """The process id; 0: the worker could not be started."""
     cold: str = ""
-    """Why the worker was started cold, not forked as requested; empty: it was forked, or no fork was requested."""
+    """Why the worker was started cold instead of forked; empty: it was forked, or no fork was requested."""
     error: str = ""
     """Why the worker could not be started."""
 
@@ -106,7 +106,7 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Start, Kill, Cl
 
 
 class ClosedError(Exception):
-    """The other end is closed."""
+    """Raised if the other end of the socketpair is closed."""
 
 
 class Channel:
@@ -124,7 +124,7 @@ class Channel:
     def send(
         self, message: Message, descriptors: Sequence[int] = (), while_full: Callable[[], object] = lambda: None
     ) -> None:
-        """Send one whole message, with copies of `descriptors`. Raises `ClosedError`.
+        """Send one complete message, with copies of `descriptors`. Raises `ClosedError`.
 
         `while_full`: called every second while the other end does not read.
         """
@@ -162,7 +162,7 @@ class Channel:
             yield _read(name, fields)
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The next `count` received descriptors, in the order of the messages; the caller closes them."""
+        """Return the next `count` received descriptors, in the order of the messages. The caller must close them."""
         return [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:

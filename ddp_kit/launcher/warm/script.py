@@ -23,7 +23,7 @@ from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.uncaught import folded_traceback, leave_note
 
 # --- Source scan ------------------------------------------------------------------------------------------------------
-# What the script will import, and which variables it sets too late.
+# Which modules the script will import, and which variables it sets too late.
 
 
 _IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
@@ -37,15 +37,15 @@ _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE
 
 
 def later_imports(program: Program) -> tuple[str, ...]:
-    """The modules besides torch that every worker will import, because its script uses an optimizer or a Trainer."""
+    """The modules besides torch that every worker will import because its script uses an optimizer or a Trainer."""
     return _later_imports(_text(program))
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """A variable that the script changes although a preloaded module has already read it; empty: none.
+    """A variable that the script changes although a preloaded module has already read it; empty: there is none.
 
-    Setting a variable to the value that it already has is no change; the variable of torch's allocator has several
-    names. `env`: the script's initial environment. Only the script's own source is checked, not the modules it imports.
+    Setting a variable to its current value does not count as a change; torch's allocator has several names for its
+    variable. `env`: the script's initial environment. Only the script itself is checked, not the modules it imports.
     """
 
     def changes(name: str, default: bool, literal: str) -> bool:
@@ -56,7 +56,7 @@ def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
 
 
 def _text(program: Program) -> str:
-    """The source of the main file; empty if it cannot be found from the module's name."""
+    """The source of the program's main file; empty if the file cannot be found or read."""
     path = Path(program.name)
     if program.module:
         path = Path(program.name.replace(".", "/"))
@@ -75,7 +75,7 @@ def _later_imports(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _sets(text: str) -> list[tuple[str, bool, str]]:
-    """The import-time variables that the script sets: name, whether only as a default, and value if a literal."""
+    """The import-time variables that a script sets: name, whether only as a default, and the value if a literal."""
     if "environ" not in text:
         return []
     try:
@@ -103,7 +103,7 @@ _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
 def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
-    """Why this program needs a new interpreter; empty: it can be forked.
+    """Why this program needs a new interpreter; empty: it can run in a fork of the warm server.
 
     `env`: the program's environment. `preloaded`: the top-level modules that the warm server has imported.
     """
@@ -131,7 +131,7 @@ def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: f
 def set_title(program: Program) -> None:
     """Make `ps` show the program's command line, by overwriting this process's own command line in memory.
 
-    A last byte other than 0 shows the kernel that the command line was overwritten. Source: get_mm_cmdline in Linux's
+    A last byte other than 0 tells the kernel that the command line was overwritten. Source: get_mm_cmdline in Linux's
     fs/proc/base.c.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -146,7 +146,7 @@ def run_as_main(program: Program) -> None:
     """Run `program` as the main program of this process.
 
     This function returns or raises as the program does. The caller lets every exception propagate to the interpreter,
-    which prints it, finalises and sets the exit code as for `python program`.
+    which prints the exception, finalises, and sets the exit code as for `python program`.
     """
     sys.orig_argv[:] = program.command_line
     try:
@@ -165,7 +165,7 @@ def run_as_main(program: Program) -> None:
 
 def _run_script(program: Program) -> None:
     main = _new_main()
-    path = os.path.join(os.getcwd(), program.name)  # noqa: PTH118, PTH109  # as python does: not normalised
+    path = os.path.join(os.getcwd(), program.name)  # noqa: PTH118, PTH109  # not normalised, as in Python
     sys.argv[:] = [program.name, *program.arguments]
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(program.name).resolve().parent))
@@ -202,14 +202,14 @@ def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: 
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The part of the traceback that starts at the script's first frame."""
+    """The part of a traceback from the script's first frame on."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _BELOW_THE_SCRIPT:
         trace = trace.tb_next
     return trace
 
 
 def _at_start(error: BaseException) -> bool:
-    """Whether the script's syntax or an import at its top level failed, which means that a restart cannot help."""
+    """Whether the error is a syntax error or a failed top-level import of the script, which a restart cannot fix."""
     if not isinstance(error, ImportError | SyntaxError):
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

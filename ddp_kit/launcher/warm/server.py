@@ -1,4 +1,4 @@
-"""The warm server: imports torch, starts the workers, and ends leftover processes of the job."""
+"""The warm server, which imports torch, starts the workers, and ends processes that the job leaves behind."""
 
 import ctypes
 import gc
@@ -46,7 +46,8 @@ from ddp_kit.masking import masked
 # --- Signals from ranks -----------------------------------------------------------------------------------------------
 # A preemption handler in a rank may signal its parent: `os.kill(os.getppid(), SIGTERM)`. The handler means the
 # launcher, but the parent is the warm server, which blocks these signals and forwards them. A signal to the whole job,
-# as from `scancel`, is not forwarded: it reaches the launcher anyway, and a second one would make it kill the ranks.
+# such as from `scancel`, is not forwarded: it reaches the launcher anyway, and a second signal would make the launcher
+# kill the ranks.
 
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -57,14 +58,14 @@ class ParentSignals:
     """Forwards to the launcher the first stop signal that a descendant of this process sends."""
 
     def __init__(self, launcher: int) -> None:
-        """`launcher`: the launcher's process id. The stop signals must already be blocked."""
+        """Open a descriptor for stop signals, which must be blocked already. `launcher`: the launcher's process id."""
         self._launcher = launcher
         self._has_forwarded = False
         signals = sum(1 << (number - 1) for number in _STOPPING).to_bytes(_SIGSET_BYTES, sys.byteorder)
         self._descriptor: int = ctypes.CDLL(None).signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """The descriptor for `select`: readable when a signal is pending. A forked worker closes the descriptor."""
+        """The descriptor for `select`: readable when a signal is pending. Forked workers close it."""
         return self._descriptor
 
     def forward(self) -> None:
@@ -80,7 +81,7 @@ def _is_descendant(pid: int) -> bool:
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # the process is gone
+        except OSError:  # the process has ended
             return False
         if pid == os.getpid():
             return True
@@ -102,7 +103,7 @@ def _is_descendant(pid: int) -> bool:
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # loguru's default handler checks whether stderr is a terminal, which has to happen in the worker.
 _WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
-_LEAVING_SECONDS = 2.0  # for processes that successful workers left behind: most of them exit on their own in this time
+_LEAVING_SECONDS = 2.0  # most processes that successful workers leave behind exit on their own in this time
 _OWN_FAULTS = {
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -151,28 +152,28 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], pr
 
 
 def _has_nanobind() -> bool:
-    """Whether nanobind is loaded, which at the interpreter's end prints the objects that were never collected.
+    """Whether nanobind is loaded, which prints all uncollected objects when the interpreter ends.
 
-    Objects that the server froze would be among these, so all objects are unfrozen first. The last collection then
-    takes a second, as in plain Python. triton has contained nanobind since version 3.9 (torch 2.15).
+    Objects that the server froze would be among these objects, so everything is unfrozen first. The last collection
+    then takes a second, as in plain Python. triton has contained nanobind since version 3.9 (torch 2.15).
     """
     version = getattr(sys.modules.get("triton"), "__version__", "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9)
 
 
 def _wake(*_: object) -> None:
-    """Handler of SIGCHLD: does nothing, because the byte in the wakeup pipe wakes the server."""
+    """Handle SIGCHLD by doing nothing: the byte in the wakeup pipe wakes the server."""
 
 
 def _preload(names: tuple[str, ...]) -> str:
-    """Import modules for the workers. Return why that failed; empty: it succeeded."""
+    """Import modules for the workers. Return the reason for a failure; empty: all imports succeeded."""
     try:
         for name in names:
             import_module(name)
     except BaseException as error:  # a worker with a new interpreter will show the error
-        return f"torch cannot be imported here ({type(error).__name__}: {error})"
+        return f"the warm server cannot import torch ({type(error).__name__}: {error})"
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to, and so copy, shared pages
+    gc.freeze()  # a collection in a worker would write to shared pages, and so copy them
     return ""
 
 
@@ -215,7 +216,7 @@ class _Server:
         self._folders: list[str] = []
 
     def serve(self) -> Program:
-        """Start workers and report when they end. Returns only in forked workers."""
+        """Start workers, and report when they end. Returns only in a forked worker, with the program to run."""
         watched = [self._channel.fileno(), self._wake, self._parent_signals.fileno()]
         while True:
             select.select(watched, [], [])
@@ -226,7 +227,7 @@ class _Server:
                     return program
 
     def _receive(self) -> None:
-        """Report ended workers and read messages. A `Kill` is executed at once, before earlier messages."""
+        """Report ended workers and read messages. A `Kill` is executed immediately, before earlier messages."""
         self._parent_signals.forward()  # first, because the sender of a signal must not be reaped yet
         self._reap()
         while select.select([self._channel], [], [], 0)[0]:
@@ -240,7 +241,7 @@ class _Server:
                 self._end()
 
     def _preload_more(self, names: tuple[str, ...]) -> bool:
-        """Import further modules at the first start, before any worker runs. Returns whether there were new ones.
+        """Import more modules at the first start, before any worker runs. Returns whether there were new modules.
 
         Failed imports are ignored; the workers then import the modules themselves.
         """
@@ -269,7 +270,7 @@ class _Server:
         if start.program is not None and self._warm:
             cold = self._reason_for_cold_start(start)
             if not cold and self._preload_more(later_imports(start.program)):
-                cold = self._reason_for_cold_start(start)  # again, because of the new imports
+                cold = self._reason_for_cold_start(start)  # check again, because of the new imports
             warm = None if cold else start.program
         parent = os.getpid()
         errors, write_errors = os.pipe2(os.O_CLOEXEC)
@@ -291,7 +292,7 @@ class _Server:
                 return warm
         for descriptor in (write_errors, *streams):
             os.close(descriptor)
-        with os.fdopen(errors, "rb") as pipe:  # its other end is closed by the worker's execve
+        with os.fdopen(errors, "rb") as pipe:  # execve in the worker closes the other end
             error_text = pipe.read().decode() if pid and warm is None else ""
         if pid:
             self._running[pid] = start.number
@@ -299,7 +300,7 @@ class _Server:
         return None
 
     def _reason_for_cold_start(self, start: Start) -> str:
-        """Why a worker that is forked now would differ from one with a new interpreter; empty: it would not."""
+        """Why a worker forked now would differ from a worker with a new interpreter; empty: it would not differ."""
         assert start.program is not None
         if self._broken:
             return self._broken
@@ -308,20 +309,20 @@ class _Server:
         if sys.modules["torch"].cuda.is_initialized():
             return "an import has initialised CUDA"
         if any(_points_to(link, "/dev/nvidia") for link in Path("/proc/self/fd").iterdir()):
-            return "an import has opened a GPU"
+            return "an import has opened a GPU device file"
         for name in {*start.env, *self._env}:
             if (
                 name.startswith(IMPORT_TIME_VARIABLES + START_TIME_VARIABLES)
                 and name != THREADS
                 and start.env.get(name) != self._env.get(name)
             ):
-                return f"its {name} differs from the launcher's, and imports read it"
+                return f"the worker's {name} differs from the launcher's, and imports read this variable"
         return script.reason_for_cold_start(start.program, start.env, self._modules)
 
     # Ending -----------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Reap ended children, report the workers among them, and kill what failed workers left in their sessions."""
+        """Reap ended children, report ended workers, and kill processes that failed workers left in their sessions."""
         with suppress(BlockingIOError):
             os.read(self._wake, 4096)
         failed = set()
@@ -341,14 +342,14 @@ class _Server:
             )
 
     def _kill(self, number: int) -> None:
-        """Kill one worker; the processes it started are killed when it is reaped."""
+        """Kill one worker. The processes that it started are killed when the worker is reaped."""
         signal_children(lambda child: self._running.get(child.pid) == number, signal.SIGKILL, self._leftovers)
 
     def _clear(self, succeeded: bool) -> None:
         """End the processes that the workers of a round left behind, and name them if no worker failed.
 
         After a failure, a checkpoint writer may finish: the next round waits for it and resumes from its checkpoint.
-        A writer that is still there at the next failure is ended.
+        A writer that is still running at the next failure is ended.
         """
         saving: set[int] = (
             set() if succeeded else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}

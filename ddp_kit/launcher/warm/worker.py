@@ -24,7 +24,7 @@ from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Start
 
 # --- Monitoring -------------------------------------------------------------------------------------------------------
-# What a forked worker does besides running its script, so that the launcher can monitor it.
+# What a forked worker does so that the launcher can monitor it while the script runs.
 
 
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
@@ -34,14 +34,14 @@ _SEMAPHORE_BYTES = 64  # at least the size of C's sem_t on any platform
 
 
 def allow_inspection_by(pid: int) -> None:
-    """Let a process and its descendants read this process's stack, even if the kernel permits only ancestors (Yama)."""
+    """Permit a process and its descendants to read the stack of this process, even if Yama permits only ancestors."""
     _LIBC.prctl(_SET_PTRACER, pid)
 
 
 def write_stacks_on_signal(path: str) -> None:
-    """Write the stacks of all threads to a file at every STACKS_SIGNAL, even if the interpreter lock is held.
+    """Write the stacks of all threads to a file at every STACKS_SIGNAL, even while a thread holds the interpreter lock.
 
-    For machines where py-spy cannot read the stack.
+    Used on machines where py-spy cannot read the stack.
     """
     with suppress(OSError, AttributeError, ValueError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -101,7 +101,7 @@ class _MainThread:
 
 
 def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None:
-    """Stop the counting thread: the process would abort if the interpreter ended while that thread runs torch's code.
+    """Stop the counting thread: the process would abort if the interpreter ended while this thread ran torch's code.
 
     Also record an exact last count, so that a rank that takes long to exit does not seem to be behind the others.
     """
@@ -111,7 +111,7 @@ def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None
 
 
 def _note(memory: "memoryview[int]") -> None:
-    """Record the counts. A separate function, so that no local variable keeps a group alive between two counts."""
+    """Record the counts, in a separate function so that no local variable keeps a group alive between two counts."""
     module = sys.modules["torch.distributed.distributed_c10d"]
     default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
     # Without a default group, all ranks have the same count and are not compared.
@@ -120,7 +120,7 @@ def _note(memory: "memoryview[int]") -> None:
 
 
 def _collectives_started(group: object) -> int:
-    """The number of collectives started in a group, over all its backends."""
+    """The number of collectives that were started in a group, over all backends of the group."""
     total = 0
     with suppress(RuntimeError, AttributeError):  # a backend that does not count, or is being destroyed
         backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # type: ignore[attr-defined]
@@ -138,15 +138,15 @@ _SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these; other
 
 @dataclass(frozen=True)
 class Inherited:
-    """The signal state before the server changed it; a worker restores it."""
+    """The signal state from before the server changed it, which a worker restores."""
 
     mask: set[signal.Signals | int]
     child_ended: Any
     descriptors: tuple[int, ...]
-    """Descriptors through which the server learns of ended children and signals."""
+    """The descriptors that tell the server about ended children and signals."""
 
     def restore(self) -> None:
-        """Restore the signal state and close the descriptors; pending signals are delivered now."""
+        """Restore the signal state, which delivers pending signals, and close the descriptors."""
         signal.set_wakeup_fd(-1)
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -178,7 +178,7 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     os.environ.update(start.env)
     _reseed()
     _init_loguru()
-    main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 leaves it at the parent's
+    main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 keeps the parent's id
     script.set_title(start.program)
     allow_inspection_by(launcher)
     os.register_at_fork(after_in_child=lambda: allow_inspection_by(launcher))  # DataLoader workers
@@ -205,18 +205,18 @@ def _set_threads(env: Mapping[str, str]) -> None:
     """
     torch, value = sys.modules["torch"], env.get(THREADS, "")
     is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
-    if is_launchers and int(value) != torch.get_num_threads():  # a redundant call: later calls start other threads
+    if is_launchers and int(value) != torch.get_num_threads():  # a redundant call would start more threads later
         torch.set_num_threads(int(value))
-    if not _leading_number(env.get(BLAS_THREADS, "")):  # otherwise, the server's BLAS has read the number
+    if not _leading_number(env.get(BLAS_THREADS, "")):  # otherwise, the server's BLAS has already read the number
         cores = len(os.sched_getaffinity(0))
         threads = min(_leading_number(value) or cores, cores)
-        if threads != 1:  # the server's number
+        if threads != 1:  # 1 is the number in the server
             limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
             limits(threads, user_api="blas")
 
 
 def _leading_number(text: str) -> int:
-    """The positive number that a text begins with, as OpenBLAS reads it; 0: none."""
+    """The positive number at the beginning of a text, as OpenBLAS reads it; 0: there is none."""
     found = re.match(r"\s*\+?(\d+)", text)
     return int(found[1]) if found else 0
 

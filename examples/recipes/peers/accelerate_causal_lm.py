@@ -1,4 +1,4 @@
-"""causal_lm.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""causal_lm.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 from contextlib import nullcontext
 from itertools import islice

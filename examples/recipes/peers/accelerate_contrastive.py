@@ -1,4 +1,4 @@
-"""contrastive.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""contrastive.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""detection.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""detection.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 import torch
 import torch.nn.functional as F

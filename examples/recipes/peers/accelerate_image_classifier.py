@@ -1,4 +1,4 @@
-"""image_classifier.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""image_classifier.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 from pathlib import Path
 

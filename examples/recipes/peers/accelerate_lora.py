@@ -1,4 +1,4 @@
-"""lora.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""lora.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 from pathlib import Path
 

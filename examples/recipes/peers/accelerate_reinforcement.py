@@ -1,4 +1,4 @@
-"""reinforcement.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""reinforcement.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ rank, ranks = accelerator.process_index, accelerator.num_processes
 
 sums = torch.zeros(2, device=accelerator.device)
 for step in range(1, 1000 // 16 + 1):
-    # Not a prepared loader, which reads one batch ahead: it would be played with the weights before the step.
+    # No prepared loader is used here, because it would play the next batch with the weights before this step.
     indices = range((step - 1) * 16 + rank, step * 16, ranks)
     samples = zip(*(episodes[index] for index in indices), strict=True)
     states, actions, returns, played = (torch.stack(part).to(accelerator.device) for part in samples)

@@ -1,4 +1,4 @@
-"""ring_gan.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""ring_gan.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 import torch
 import torch.nn.functional as F

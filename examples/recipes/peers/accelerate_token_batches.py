@@ -1,4 +1,4 @@
-"""token_batches.py with Accelerate: `accelerate launch` with PYTHONPATH=examples/recipes."""
+"""token_batches.py with Accelerate. Run it with `accelerate launch` and PYTHONPATH=examples/recipes."""
 
 from contextlib import nullcontext
 from itertools import islice
