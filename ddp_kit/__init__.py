@@ -1,6 +1,6 @@
 """ddpkit: training on several GPUs with one command and one object.
 
-Public names load on first use, so that `import ddp_kit` (and with it the command line) does not import torch.
+Public names are imported on first use, so that `import ddp_kit` does not import torch.
 """
 
 from importlib import import_module

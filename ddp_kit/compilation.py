@@ -10,8 +10,8 @@ from ddp_kit.torch_internals import compile_like, compile_module, compiled_modul
 def compile_in_place(model: nn.Module, what: str) -> None:
     """Compile the model (`what`: "model") or each of its repeated blocks ("blocks"); modules stay the same objects.
 
-    Blocks of the same class share compiled code, so compilation takes less time, and graphs end where DDP's hooks must
-    run. Raises `ConfigError` if there are no repeated blocks.
+    With "blocks", blocks of the same class share compiled code, which shortens compilation. No compiled graph spans
+    several blocks, so DDP's hooks can run between blocks. Raises `ConfigError` if there are no repeated blocks.
     """
     if what == "model":
         # A ModuleDict or ModuleList has no forward of its own.
@@ -33,8 +33,8 @@ def compile_in_place(model: nn.Module, what: str) -> None:
 def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:
     """Remove the wrappers that `torch.compile` has put around a model or its submodules, and return the plain model.
 
-    Weights then have their plain names. The modules inside the wrappers are compiled in place, with the wrappers'
-    settings. `compiled`: if False, nothing is compiled. A model without wrappers is returned unchanged.
+    The names of weights then no longer contain "_orig_mod". The modules inside the wrappers are compiled in place with
+    the wrappers' settings, unless `compiled` is False. A model without wrappers is returned unchanged.
     """
     for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
         plain = compiled_module(module)

@@ -1,7 +1,7 @@
-"""The contract between the launcher and its workers: environment variables and files. Exit codes: exit_codes.py.
+"""The environment variables and files that the launcher and its workers use to communicate.
 
-Only this module contains their names. The variables are torchrun's, so that scripts for torchrun run unchanged, and a
-`Trainer` also works under torchrun or plain `python`.
+No other module contains the names of these variables and files. Workers get torchrun's variables, so that scripts for
+torchrun run unchanged, and a `Trainer` also works under torchrun or plain `python`. Exit codes are in exit_codes.py.
 """
 
 import os
@@ -116,7 +116,7 @@ NOTE_PRINTED_HERE = "printed_here"  # this rank has printed it
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """The ranks of one worker, from its environment."""
+    """The ranks and world sizes of one worker, as read from its environment variables."""
 
     rank: int = 0
     local_rank: int = 0
@@ -124,7 +124,7 @@ class WorkerEnv:
     local_world_size: int = 1
     node_rank: int = 0
     gpus_per_process: int | None = None
-    """GPUs of each process; None: all visible GPUs for a single process, one GPU each for several processes."""
+    """Number of GPUs of each process. None: a single process uses all visible GPUs, several processes use one each."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class PlanRequest:
 
     ranks: int
     memory: int
-    """Bytes of memory of each device."""
+    """The memory of each device, in bytes."""
 
 
 def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
-    """The request of `ddpkit plan`; None in a process that should train."""
+    """The parameters that `ddpkit plan` has set in the environment; None if the process should train."""
     env = os.environ if env is None else env
     return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
 
@@ -148,7 +148,10 @@ def emulates_fp8() -> bool:
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:
-    """Whether the launcher serves the workers' store; if not, rank 0 serves it. torchrun defines the variable."""
+    """Whether the launcher serves the workers' store; otherwise, rank 0 serves it.
+
+    The value is read from a variable of torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE.
+    """
     return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -185,9 +188,9 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
 
 
 def job_start_time() -> float | None:
-    """Time at which the launcher first started this job's workers here, in seconds since 1970; None: no launcher.
+    """Time at which the launcher first started the job's workers on this node, in seconds since 1970.
 
-    This is the modification time of the oldest attempt folder, which restarts do not change.
+    This is the modification time of the first attempt's folder, which restarts do not change. None without a launcher.
     """
     folder = attempt_folder()
     if folder is None:
@@ -224,14 +227,17 @@ def error_file() -> Path | None:
 
 
 def attempt_folder() -> Path | None:
-    """The launcher's folder for this attempt on this node; None: there is no folder, or its layout is not torch's."""
+    """The launcher's folder for this attempt on this node, which contains the error files of the node's workers.
+
+    None if there is no launcher, or if the error file of this worker is not in such a folder.
+    """
     path = error_file()
     folder = path.parent.parent if path is not None else Path()  # run folder / attempt_0 / local rank / file
     return folder if folder.name.startswith("attempt_") else None
 
 
 def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """The job's id and its number of restarts; ("", 0) without a launcher."""
+    """The id of the job and the number of its restarts; ("", 0) without a launcher."""
     env = os.environ if env is None else env
     return env.get(RUN_ID, ""), _number(env, RESTART_COUNT, 0)
 
@@ -243,7 +249,7 @@ def attempt_id(env: Mapping[str, str] | None = None) -> str:
 
 
 def noted_record_folder() -> Path | None:
-    """The folder for the record of this run, as noted in the attempt's folder; None: no folder is noted."""
+    """The path of the run's record, read from a file in the folder of this attempt; None: no path is known."""
     folder = attempt_folder()
     with suppress(OSError):
         noted = "" if folder is None else (folder / RECORD_NOTE).read_text()
@@ -252,7 +258,7 @@ def noted_record_folder() -> Path | None:
 
 
 def note_record_folder(path: Path) -> None:
-    """Tell the launcher where the record of this run is; does nothing without ddpkit's launcher."""
+    """Tell ddpkit's launcher where the record of this run is; without this launcher, do nothing."""
     folder = attempt_folder()
     if folder is not None and (folder / RECORD_NOTE).exists():
         with suppress(OSError):
@@ -270,14 +276,15 @@ def process_environment() -> dict[str, str]:
 
 
 def rank_for_messages() -> int:
-    """This process's rank, for its messages; never raises."""
+    """The rank of this process, for use in messages; 0 if the variable is not set or not a number."""
     text = os.environ.get(RANK, "0")
     return int(text) if text.isdecimal() else 0
 
 
 def make_cublas_deterministic() -> None:
-    """Set the variable that makes cuBLAS deterministic, unless the user set it; it is read when CUDA is initialised.
+    """Set the variable that makes cuBLAS deterministic, unless the user has set it.
 
+    The variable takes effect only if it is set before CUDA is initialised.
     Source: NVIDIA cuBLAS documentation, "Results reproducibility".
     """
     os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
@@ -286,8 +293,9 @@ def make_cublas_deterministic() -> None:
 def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
     """The launcher's setting for torch's CUDA allocator: expandable segments, which reduce fragmentation.
 
-    Empty if the user set the variable, under any of its names, or if there is no NVIDIA driver. torch reads the
-    variable when torch's CUDA library is loaded, so the warm server needs it too.
+    Returns an empty dict if the user has set the variable, under any of its names, or if there is no NVIDIA driver.
+    torch reads the variable when it loads its CUDA library. The variable must therefore also be set in the warm server,
+    the process that imports torch and forks the workers.
     """
     if not Path("/dev/nvidiactl").exists() or not env.keys().isdisjoint((ALLOCATOR, *ALLOCATOR_OLDER)):
         return {}
@@ -308,5 +316,7 @@ def _gpus_per_process(env: Mapping[str, str]) -> int | None:
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise WorldError(f"{name}={text!r} is not a whole number", "let `ddpkit launch` set it")
+        raise WorldError(
+            f"{name}={text!r} is not a whole number", "start the script with `ddpkit launch`, which sets it"
+        )
     return int(text)

@@ -25,9 +25,9 @@ class DdpKitError(Exception):
     """
 
     reported_elsewhere = False
-    """Whether another rank reports the same error. Then only that rank prints it, and the verdict names that rank."""
+    """Whether another rank reports this error. If so, only that rank prints it, and the launcher names that rank."""
     only_this_rank = False
-    """Whether only this rank has the error, such as a failed DataLoader worker; the verdict then repeats it."""
+    """Whether only this rank has the error, such as a failed DataLoader worker. The launcher then repeats the error."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -124,7 +124,7 @@ def kind_of(value: object) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first five names as text, and the number of the remaining names."""
+    """The first five names, separated by commas, and the number of the remaining names, as in "a, b and 3 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

@@ -4,7 +4,11 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `ddpkit`; in all other cases, it returns the failed worker's own code, or 128 + signal number."""
+    """Exit codes of `ddpkit`.
+
+    If none of these codes applies, `ddpkit` exits with the exit code of the worker that failed first, or with
+    128 + the number of the signal that killed this worker.
+    """
 
     OK = 0
     BROKEN = 1
@@ -13,7 +17,7 @@ class ExitCode(IntEnum):
     LAUNCH_FAILED = 3
     NODE_LOST = 4
     REQUEUE = 75
-    """The workers saved a checkpoint and ask for another run; workers use it too. EX_TEMPFAIL in sysexits.h."""
+    """The run saved a checkpoint and must be started again. Workers use the same code. EX_TEMPFAIL in sysexits.h."""
     HUNG = 124
     """The launcher killed a worker that hung. The `timeout` command of coreutils uses the same code."""
 

@@ -30,12 +30,13 @@ _SMALL_INPUT, _SMALL_OUTPUT = 4096, 1024
 
 
 def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device: torch.device) -> None:
-    """Replace linear layers of a model by torchao's float8 layers, which hold the same parameter objects.
+    """Replace linear layers of a model with torchao's float8 layers, which hold the same parameter objects.
 
-    `layers`: names or patterns of linear layers; "auto": the layers in repeated blocks that are large enough to become
-    faster. Layers with a size that is not a multiple of 16 are not converted.
+    `layers`: names or patterns of linear layers; "auto": all linear layers in repeated blocks, except small layers,
+    which float8 does not speed up. Layers with a size that is not a multiple of 16 are not converted.
 
-    Raises `ConfigError` if the device has no float8 products, torchao is missing, or no layer can be converted.
+    Raises `ConfigError` if the device does not support float8 products, torchao is missing, or no layer can be
+    converted.
     """
     emulated = emulates_fp8()
     if not emulated:
@@ -73,7 +74,7 @@ def _check_device(device: torch.device) -> None:
         found = f"{torch.cuda.get_device_name(device)}, which has {'.'.join(map(str, capability))}"
     needed = ".".join(map(str, _CAPABILITY))
     raise ConfigError(
-        f"precision='fp8' needs a GPU of compute capability {needed} or more, such as L4 or H100; found: {found}",
+        f"precision='fp8' needs a GPU of compute capability {needed} or higher, such as L4 or H100; found: {found}",
         "use precision='bf16'",
     )
 
@@ -129,6 +130,6 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 
 def _by_reason(refused: dict[str, str]) -> Iterator[str]:
-    """Yield one line per reason, with the names of the layers that were refused for that reason."""
+    """Yield one line per reason, with the names of the layers that are not converted for that reason."""
     for reason, names in groupby(sorted(refused, key=refused.__getitem__), key=refused.__getitem__):
         yield f"{some([name or 'the model' for name in names])}: {reason}"

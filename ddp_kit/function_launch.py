@@ -46,10 +46,10 @@ main({folder!r}, {path!r})
 
 
 def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None, processes: int | None = None) -> R:
-    """Call `function(*args)` in one process per GPU, and return its result on rank 0.
+    """Call `function(*args)` in one process per GPU, and return the result of rank 0.
 
     Without `gpus` and `processes`, there is one process per visible GPU, or one process if there is no GPU. The
-    processes are not forks of this one, so this process may have initialised CUDA.
+    processes are not forked from this process, so they can use CUDA even if this process has initialised it.
 
     Args:
         function: Any function. It may be defined in a notebook cell and may use variables of other cells; the processes
@@ -59,14 +59,14 @@ def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None
         processes: The number of processes, as for `--nproc-per-node`; GPUs are not required.
 
     Returns:
-        What the function returned on rank 0.
+        The return value of the function on rank 0.
 
     Raises:
         Exception: The exception of the rank that failed first, with that rank's traceback as the cause.
         UsageError: If the function or an argument cannot be pickled, if this process is itself a rank, if `processes`
             is not a number of at least 1, or if both `gpus` and `processes` are given.
-        LaunchError: If a process was killed or exited with another code, or if the result or the exception cannot be
-            pickled.
+        LaunchError: If a process was killed or exited before the function returned, or if the result or the exception
+            cannot be pickled.
     """
     show_without_traceback()
     flags = _flags(gpus, processes)
@@ -141,7 +141,7 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for everything that is pickled in a call: arguments, closure variables, and used globals."""
+    """Yield (name, value) of each object that is pickled for a call: arguments, closure variables, and globals."""
     yield from ((f"argument {position}", value) for position, value in enumerate(args, 1))
     if isinstance(function, FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -151,7 +151,10 @@ def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tup
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals used by a function and by functions that it calls in its module; these functions come last."""
+    """Yield (name, value) of each global that a function uses, directly or through functions of the same module.
+
+    These functions are globals too, and are yielded last.
+    """
     found: dict[str, FunctionType] = {}
     waiting, seen = [function], set[str]()
     while waiting:
@@ -173,7 +176,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The modules from which a function's globals come; the next launcher imports these modules in advance."""
+    """Names of the modules that define the globals of a function; the next launcher imports them in advance."""
     found = {"ddp_kit.function_worker"}
     if isinstance(function, FunctionType):
         for _, value in _globals(function):
@@ -221,7 +224,10 @@ class _Launcher:
         self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a job, show its output, and return its exit code. After Ctrl-C, raise KeyboardInterrupt at the end."""
+        """Run a job, show its output, and return its exit code.
+
+        Ctrl-C is forwarded to the launcher; KeyboardInterrupt is raised after the job has ended.
+        """
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # the launcher has ended; its output shows why
@@ -285,7 +291,7 @@ _next: _Launcher | None = None
 
 
 def _take(modules: tuple[str, ...]) -> _Launcher:
-    """The waiting launcher, if it can run this call, else a new one."""
+    """Return the waiting launcher if it can run this call; otherwise, start a new launcher."""
     global _next
     ready, _next = _next, None
     surroundings = _Surroundings.now(modules)
@@ -313,7 +319,7 @@ atexit.register(_close)
 
 
 def _is_interactive() -> bool:
-    """Whether this is a notebook or an interactive prompt, where another call may follow."""
+    """Whether Python runs in a notebook or at an interactive prompt, so that another call may follow."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 

@@ -17,7 +17,10 @@ from ddp_kit.uncaught import folded_traceback, leave_note
 
 
 def main(folder: str, path: Sequence[str]) -> None:
-    """Run the call in `folder`. `path`: sys.path of the calling process. If the call raises, the exit code is 1."""
+    """Run the pickled call in `folder`, and write its result or exception to the same folder.
+
+    `path`: sys.path of the calling process. If the call raises an exception, this process exits with code 1.
+    """
     place = Path(folder)
     sys.path[:] = path
     try:
@@ -57,7 +60,7 @@ def _pickled_error(error: Exception, text: str) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Create the file atomically, unless it exists: only the first error is reported if several ranks fail."""
+    """Create the file atomically, unless it exists, so that only the first error is kept if several ranks fail."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     with suppress(FileExistsError):

@@ -49,29 +49,29 @@ class Phase(IntEnum):
 
 
 class HeartbeatField(IntEnum):
-    """The fields of a heartbeat file, in their order: 64-bit integers in this machine's byte order.
+    """The fields of a heartbeat file, in the order of the file: 64-bit integers in this machine's byte order.
 
-    Each field is written atomically, but not all fields at once: a reader may see a new value of one field together
-    with an old value of another field.
+    Each field is written atomically, but the fields are written one after the other: a reader may see a new value of
+    one field together with an old value of another field.
     """
 
     STEP = 0
-    """The number of the last completed optimizer step, plus 1; 0: there is no Trainer."""
+    """The number of the last completed optimizer step, plus 1; 0 if there is no Trainer."""
     PHASE = 1
     BEATS = 2
     """Counter that every action of the Trainer increments."""
     STEPS = 3
     """Optimizer steps completed by this process."""
     COLLECTIVES = 4
-    """Collectives started in the default group; only counted if the launcher asks for it."""
+    """Number of collectives started in the default group; counted only if the launcher asks for it."""
     ALL_COLLECTIVES = 5
-    """Collectives started in all groups."""
+    """Number of collectives started in all groups."""
     BEGAN = 6
     """The step from which the run started (0, or the step of a checkpoint), plus 1; 0: the run has not started."""
     CHANGED_AT = 7
     """Time at which the phase was last set, in nanoseconds of CLOCK_MONOTONIC, which all processes share."""
     STEP_NANOSECONDS = 8
-    """The time of one step, as a moving average; 0: fewer than two steps are done."""
+    """The moving average of the time per step, in nanoseconds; 0: fewer than two steps are complete."""
     DATA_SHARE = 9
     """The share of time spent waiting for data, in thousandths, as of the last log point."""
     COMMUNICATION_SHARE = 10
@@ -81,7 +81,7 @@ class HeartbeatField(IntEnum):
     COUNTED_AT = 12
     """Time at which a background thread last counted collectives, in nanoseconds of CLOCK_MONOTONIC."""
     PYTHON_AT = 13
-    """Time at which the main thread was last known to execute Python code, by the same clock; 0: not observed."""
+    """Time at which the main thread was last seen running Python code, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
 
 
 ADVICE_WORDS = 64
@@ -104,7 +104,7 @@ class Heartbeat:
     changed_at: int = 0
     """Time at which the phase was last set, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     step_seconds: float = 0.0
-    """The time of one step, as a moving average; 0: not known yet."""
+    """The moving average of the time per step; 0: not known yet."""
     data_share: float = 0.0
     """The share of time spent waiting for data, 0 to 1, as of the last log point."""
     communication_share: float = 0.0
@@ -113,9 +113,9 @@ class Heartbeat:
     counted_at: int = field(default=0, compare=False)  # a change of only this time or `python_at` is not progress
     """Time at which collectives were last counted, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     python_at: int = field(default=0, compare=False)
-    """Time at which the main thread was last known to execute Python code; 0: not observed."""
+    """Time at which the main thread was last seen running Python code, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     advice: str = ""
-    """The last line of advice; "": there has been no advice."""
+    """The last advice that the Trainer has logged; "": there was none."""
 
 
 _heartbeats: "dict[str, memoryview[int]]" = {}

@@ -52,7 +52,10 @@ def _write(message: str) -> None:
 
 
 def _wrapped(message: "Message", label: int) -> str:
-    """The message, wrapped between words if standard error is a terminal. `label`: columns to leave free."""
+    """The message, wrapped between words if standard error is a terminal.
+
+    `label`: the number of columns to leave free, in which the launcher may write a label.
+    """
     text = message.record["message"]
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns

@@ -43,12 +43,15 @@ _FLAG = re.compile(r"-[A-Za-z]|--[a-z][\w-]*(=.*)?", re.DOTALL)
 
 
 def masked_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with the values of secret variables masked, as well as secrets inside other values."""
+    """A copy of the variables in which secret values, and secrets inside other values, are replaced by `****`."""
     return {name: MASK if value and _secret(name, value) else masked(value, env) for name, value in env.items()}
 
 
 def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
-    """Text, such as a message or a command line, with secrets and the values of secret variables in `env` masked."""
+    """A copy of the text in which all secrets are replaced by `****`.
+
+    The text may be a message or a command line. The values of secret variables in `env` are recognised anywhere in it.
+    """
     values = {value for name, value in env.items() if len(value) >= _SHORTEST and _secret(name, value)}
     values |= {repr(value)[1:-1] for value in values}
     for value in sorted(values, key=len, reverse=True):
@@ -69,7 +72,7 @@ def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
 
 
 def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -> list[str]:
-    """The words of a command line, each masked, including the value after a flag such as `--hf-token`."""
+    """The words of a command line with all secrets masked, such as the word after `--hf-token`."""
     result: list[str] = []
     before = ""
     for word in words:
@@ -85,15 +88,18 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
 
 
 def _is_followed_by_secret(name: str, between: str) -> bool:
-    """Whether the next word is the secret value of this name."""
+    """Whether the word after `name` is the value of a secret with this name.
+
+    `between`: the characters between the name and the word.
+    """
     joined = name.startswith("-") or bool(between.strip(" \t,'\""))
     return joined and _secret(name, "")
 
 
 def _secret(name: str, value: str) -> bool:
-    """Whether a variable, flag or key of this name holds a secret.
+    """Whether `value` is a secret, judged by the name of its variable, flag or key.
 
-    A number, as in `max_tokens` or `--num-key-value-heads`, is secret only if the last word of the name marks a secret.
+    A number, as in `max_tokens=512`, is a secret only if the last word of the name marks a secret.
     """
     if name.lstrip("-") in _FOLDERS:
         return False

@@ -22,7 +22,7 @@ _WEIGHT_HINT = "pass a number of at least 0, such as the number of tokens or sam
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss or metric, as a sum and the weight of that sum, such as its number of tokens.
+    """A loss or metric, given as a sum and the weight of that sum, such as the number of tokens.
 
     An optimizer step minimises (sum of all losses) / (sum of all weights) over its global batch.
 
@@ -62,7 +62,10 @@ def checked(value: object, source: str) -> "Tensor | Loss":
 
 
 def exact_weight(weight: Tensor | float) -> Tensor | float:
-    """The weight of a `Loss`; a tensor becomes float64, and NaN if it is invalid, without a device synchronisation."""
+    """The weight of a `Loss`, as a number or a float64 tensor. An invalid tensor becomes NaN.
+
+    The check runs on the tensor's device, and the host does not wait for the result.
+    """
     if not isinstance(weight, Tensor):
         return weight
     own = weight.detach().reshape(()).double()
@@ -70,7 +73,7 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
-    """The error for an invalid weight on a device, which is detected only after the step.
+    """The error for a weight tensor with an invalid value, which is detected only after the step.
 
     `rank`: the first rank with an invalid weight.
     """
@@ -143,9 +146,10 @@ _MOST_DIMENSIONS = 8
 
 
 class MetricObject:
-    """A metric object with the methods `update`, `compute` and `reset`.
+    """Wraps a metric object, which has the methods `update`, `compute` and `reset`.
 
-    `select(output, batch)`: returns the arguments of `update`; None: the output and the second item of the batch.
+    `select`: a function that gets the output and the batch, and returns the arguments of `update`. If it is None,
+    `update` gets the output and the second item of the batch.
     """
 
     def __init__(self, name: str, metric: Any, select: Callable[[Any, Any], Any] | None) -> None:
@@ -174,8 +178,9 @@ class MetricObject:
         self._metric.update(*arguments)
 
     def values(self) -> dict[str, float]:
-        """The values over all ranks, by name: `name`, or for several values `name.0`, `name.key`, ... A collective.
+        """Compute the metric over all ranks, and return its values by name. A collective.
 
+        A single value has the name of the metric; several values are named `name.0` or `name.key`.
         Raises `LossError` if `compute` does not return numbers.
         """
         _fill_empty_states(self._metric, self._device)
@@ -214,7 +219,7 @@ def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
 
 
 def _fill_empty_states(metric: Any, device: torch.device) -> None:
-    """Put an empty tensor of the other ranks' dtype and shape into this rank's empty list states. A collective."""
+    """Add an empty tensor, with the other ranks' dtype and shape, to this rank's empty list states. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     states = list(_list_states(metric))

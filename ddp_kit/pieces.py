@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a tensor: a box, or a range of its values in row-major order."""
+    """A piece of a tensor: a box (a slice in each dimension), or a range of the values in row-major order."""
 
     tensor: Tensor
     """The values of the piece. A box has as many dimensions as the whole tensor, a range has one."""
@@ -19,10 +19,13 @@ class Piece:
     flat: bool = False
     """Whether the piece is a range."""
     owned: bool = True
-    """Whether this rank writes the piece to checkpoints; of several ranks that hold the same piece, only one does."""
+    """Whether this rank writes the piece to checkpoints. If several ranks hold it, only one of them writes it."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
-        """The values of this piece, from the saved whole tensor or piece. Raises `ValueError` if shapes differ."""
+        """The values of this piece, taken from `saved`: either the whole tensor or the same piece.
+
+        Raises `ValueError` if `saved` has another shape or is another piece.
+        """
         if isinstance(saved, Piece):
             same = saved.shape == self.shape and saved.offsets == self.offsets and saved.flat == self.flat
             if not same or saved.tensor.shape != self.tensor.shape:

@@ -40,7 +40,7 @@ class Precision:
     """One of the six precisions, on one device.
 
     `sharded`: whether each rank has only the gradients of its own shards, so that the ranks must agree on whether a
-    step overflowed. `gathered`: whether weights are gathered again for each forward pass.
+    step overflowed. `gathered`: whether weights are gathered for each forward pass, as with FSDP.
     `fp8_layers`, `bf16_buffers`, `bf16_inputs`: as in `TrainerConfig`. Raises `ConfigError` if the device does not
     support the precision.
     """
@@ -82,7 +82,8 @@ class Precision:
     def prepare(self, model: nn.Module) -> None:
         """Convert the model's weights (bf16-true) or linear layers (fp8); parameters remain the same objects.
 
-        Raises `ConfigError` if fp8 is not available, if the model has no layer for fp8, or for unknown buffers.
+        Raises `ConfigError` if fp8 is not available or can convert no layer, or if `bf16_buffers` names an unknown
+        buffer.
         """
         if self.weights_dtype is not None:
             kept = self.kept_buffers(model)
@@ -117,10 +118,10 @@ class Precision:
         }
 
     def check_batch(self, batch: object) -> None:
-        """Log a warning if the conversion changes whole numbers in a batch, such as positions; the first time only.
+        """Log a warning, at most once, if conversion to bfloat16 changes whole numbers in a batch, such as positions.
 
-        `batch`: a batch that has not been moved to the device. Only tensors on the host are read, so that nothing waits
-        for a GPU.
+        `batch`: a batch that has not been moved to the device. Only tensors on the host are read, so that the host does
+        not wait for a GPU.
         """
         if self.batch_dtype is not None and not self._warned_about_batch:
             each_leaf(self._check_leaf, batch)
@@ -157,7 +158,7 @@ class Precision:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """A context that explains torch's error about tensors of two dtypes, which bf16-true may cause."""
+        """A context that turns torch's error about different dtypes, which bf16-true may cause, into a `LossError`."""
         try:
             yield
         except RuntimeError as error:
@@ -183,20 +184,20 @@ class Precision:
             self._scaler.unscale_(optimizer)
 
     def state(self) -> dict[str, Any]:
-        """The state of the gradient scaler; empty without one."""
+        """The state of the gradient scaler; an empty dict if there is no scaler."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load a state that `state` returned."""
+        """Restore the state of the gradient scaler, as returned by `state`."""
         if self._scaler is not None and state:  # the state is empty if the saved run had another precision
             self._scaler.load_state_dict(state)
 
     def apply(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
-        """Do the optimizer step. Returns False if fp16 overflowed: the step is then skipped and the scale lowered.
+        """Do the optimizer step. If fp16 gradients overflowed, skip the step, lower the loss scale, and return False.
 
-        Only the device knows whether the step overflowed. `wait`: let the host wait for the answer. If False, the
-        result is always True, and `take_skipped_steps` counts skipped steps; the host then waits only if the optimizer
-        is not fused, because a fused kernel skips the step itself.
+        Only the device knows whether gradients overflowed. `wait`: whether the host waits for this information. If it
+        is False, the method always returns True, and `take_skipped_steps` returns the number of skipped steps. The host
+        then waits only for an optimizer that is not fused, because a fused kernel skips the step itself.
         """
         if self._scaler is None:
             optimizer.step()
@@ -214,7 +215,7 @@ class Precision:
         return True
 
     def take_skipped_steps(self) -> int:
-        """The number of steps that `apply` without `wait` has skipped since the last call. Waits for the device."""
+        """The number of steps that `apply(wait=False)` has skipped since the last call. Waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
 
@@ -276,7 +277,8 @@ def _unavailable(name: str, device: str, instead: str) -> ConfigError:
 def _choose_float32(tf32: bool) -> None:
     """Allow or forbid TF32 for float32 matrix products and convolutions; cuDNN's default allows it.
 
-    Uses torch's older switches: torch.compile reads them, and reading them raises an error if the newer ones were set.
+    Sets torch's older switches, because torch.compile reads them, and torch raises an error if an older switch is read
+    after a newer one was set.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

@@ -57,7 +57,10 @@ class Recorder:
         self.close()
 
     def before_step(self, number: int) -> None:
-        """Start recording at the first step to record; a resumed run may begin after that step. `number`: from 1."""
+        """Start recording at the first step to record; a resumed run may begin after that step.
+
+        `number`: the number of the next step, counted from 1.
+        """
         if self._armed and self._first <= number <= self._last:
             self._armed = False
             self._begin(number)
@@ -155,7 +158,7 @@ class Recorder:
 
 
 def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
-    """Write a snapshot of the GPU's memory for pytorch.org/memory_viz, with the memory's history if it was recorded.
+    """Write a snapshot of the GPU's memory for pytorch.org/memory_viz, with past allocations if they were recorded.
 
     Called after an out-of-memory error. Returns None if there is no GPU or the file cannot be written; never raises.
     """
@@ -173,7 +176,7 @@ def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
 
 
 def _from_here(file: str) -> str:
-    """The path of a file; relative to the current folder if the file is inside that folder."""
+    """The path relative to the current folder if the file is inside that folder; otherwise, the path as it is."""
     return os.path.relpath(file) if file and Path(file).is_relative_to(Path.cwd()) else file
 
 
@@ -189,7 +192,7 @@ def _check_folder(folder: Path, *, speaks: bool) -> None:
             pass
     except OSError as error:
         found = ConfigError(
-            f"profile.dir = {os.fspath(folder)!r}: traces cannot be written there: {error.strerror or error}",
+            f"traces cannot be written to profile.dir = {os.fspath(folder)!r}: {error.strerror or error}",
             "choose a folder that this process may write to, or leave out profile.steps",
         )
         if speaks:
@@ -208,7 +211,7 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class LineMemory:
-    """Memory that one line of Python code had allocated and not freed at the peak."""
+    """Memory that one line of Python code had allocated, and that was not yet freed at the peak."""
 
     file: str
     """The file with the line; "" for allocations without Python code on the stack, as in the backward pass."""
@@ -216,7 +219,7 @@ class LineMemory:
     function: str
     bytes: int
     count: int
-    """Number of tensors."""
+    """Number of allocations."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class MemoryPeak:
 def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> MemoryPeak | None:
     """The memory peak of the GPU with the highest peak; None if no allocation was recorded.
 
-    `libraries`: folders whose frames are skipped: an allocation counts for the innermost line outside of these folders.
+    `libraries`: folders with library code. An allocation is attributed to the innermost line outside of these folders.
     """
     devices = [_Device(number, events, snapshot) for number, events in enumerate(snapshot["device_traces"]) if events]
     if not devices:
@@ -295,7 +298,7 @@ def _allocated(device: int, snapshot: Mapping[str, Any]) -> Iterable[tuple[int, 
 
 
 def _place(frames: Sequence[Mapping[str, Any]], libraries: tuple[str, ...]) -> tuple[str, int, str]:
-    """File, line and function of the innermost frame outside of libraries."""
+    """File, line and function of the innermost frame outside of the library folders."""
     for frame in frames:  # the innermost first
         file = frame["filename"]
         if file.endswith(".py") and not file.startswith(libraries) and not _is_of_python(file):

@@ -30,7 +30,7 @@ _running: list[Progress] = []  # the progress bar of the run; evaluations show t
 
 
 class ProgressReport:
-    """Shows the steps of a run as they complete; shows nothing if `shown` is False. A context manager.
+    """A context manager that shows the progress of a run, or nothing if `shown` is False.
 
     `total`: optimizer steps of the whole run; None: not known in advance. `done`: steps that are already completed.
     """
@@ -62,7 +62,7 @@ class ProgressReport:
             self._bar.update(self._task, completed=done, total=total)
 
     def log(self, done: int, values: str) -> None:
-        """Show the values of a log point: as many as fit next to the bar, or all values in one line without a bar."""
+        """Show the values of a log point: those that fit next to the bar or, if there is no bar, all in one line."""
         if self._bar is not None:
             room = (
                 self._bar.console.width - len(f"{self._total} / {self._total} ") - _BAR_COLUMNS - len(" 0:00:00 left ")
@@ -84,7 +84,10 @@ def _fitting(values: str, room: int) -> str:
 
 
 def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, shown: bool) -> Iterable[T]:
-    """The same batches, counted by a progress bar on a terminal. `count`: returns the total; None: not known."""
+    """The same batches, with a progress bar if `shown` is True and standard error is a terminal.
+
+    `count`: a function that returns the number of batches; None: the number is not known.
+    """
     return _with_bar(batches, title, count) if shown and sys.stderr.isatty() else batches
 
 
@@ -127,7 +130,7 @@ _AVERAGED = 8
 
 
 class HeartbeatWriter:
-    """The heartbeat of this process, in memory that the launcher may read at any time. Updates need no system call."""
+    """Writes this process's heartbeat to memory that the launcher may read at any time. Needs no system calls."""
 
     def __init__(self) -> None:
         memory = heartbeat_memory()
@@ -175,7 +178,10 @@ class HeartbeatWriter:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Set the phase inside the context and restore it afterwards; the outermost context records an exception."""
+        """Set the phase inside the context, and restore the previous phase afterwards.
+
+        If an exception leaves the outermost context, the phase becomes `Phase.FAILED`.
+        """
         before = Phase(self._memory[_PHASE])
         outermost = before in (Phase.OUTSIDE, Phase.FAILED)
         after = Phase.OUTSIDE if outermost else before
@@ -190,7 +196,10 @@ class HeartbeatWriter:
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
-        """A context for training: record the initial step and, after a `LossError`, the last step before the error."""
+        """A context for training, which records the initial step.
+
+        If a `LossError` names the step in which it occurred, the step before that step is recorded as the last one.
+        """
         self.set_step(step)
         self._stepped_at = 0
         if not self._memory[_BEGAN]:

@@ -83,7 +83,7 @@ class StepTimes:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """All fields in order, as a tuple; 30 times as fast as `dataclasses.astuple`."""
+        """All fields in order, as a tuple; about 30 times as fast as `dataclasses.astuple`."""
         return (
             self.data,
             self.transfer,
@@ -101,7 +101,7 @@ class StepTimes:
 
     @property
     def own(self) -> float:
-        """The wall time of a step without `communication`: the other ranks wait for the rank with the largest value."""
+        """The wall time of a step without `communication`. The other ranks wait for the rank with the largest value."""
         return self.data + self.transfer + self.forward + self.backward + self.optimizer + self.other
 
 
@@ -123,7 +123,7 @@ class Step:
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of `Trainer.fit`; apart from times, the same on every rank."""
+    """The result of `Trainer.fit`, which is the same on every rank, except for measured times."""
 
     steps: int
     """Optimizer steps done."""
@@ -144,7 +144,7 @@ class LearningRateSearch:
     """The result of a learning-rate range test; the same on every rank."""
 
     rates: tuple[float, ...]
-    """The learning rates of the optimizer's first parameter group that were tried, in ascending order."""
+    """The learning rates that were tried for the optimizer's first parameter group, in ascending order."""
     losses: tuple[float, ...]
     """The smoothed loss at each rate."""
     suggestion: float | None
@@ -153,7 +153,7 @@ class LearningRateSearch:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The result of `load_model`: the names that were loaded, and the names that did not match."""
+    """The result of `load_model`: names of weights and buffers that were loaded, and of those that did not match."""
 
     path: Path
     """The checkpoint or the file that was loaded."""
@@ -166,7 +166,7 @@ class LoadedWeights:
     unexpected: tuple[str, ...] = ()
     """Names that only the checkpoint has."""
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Name -> (shape in the checkpoint, shape in the model), if the shapes differ; the model keeps its values."""
+    """Name -> (shape in the checkpoint, shape in the model) if these differ; the model keeps its own values."""
 
     @property
     def matches(self) -> bool:

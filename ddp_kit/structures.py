@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def with_copied_containers(batch: T) -> T:
-    """Copies of the batch's containers, with the same leaves, because loss functions may modify dicts and lists."""
+    """Copy the containers of a batch, but not the leaves, because a loss function may modify dicts and lists."""
     copied: T = each_leaf(_own, batch)
     return copied
 
@@ -35,7 +35,7 @@ def _own(leaf: Any) -> Any:
 def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
     """Apply `function` to each leaf of nested containers. Objects with a `to` method are leaves.
 
-    User-defined mappings and dataclasses are copied and filled, so that their constructors do not run again.
+    User-defined mappings and dataclasses are copied, and the copies are filled, so that no constructor runs again.
     """
     if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
         return function(batch)
@@ -67,7 +67,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> module of the model's repeated blocks, in registration order; empty if there are none.
 
     A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. If
-    blocks are nested, only the outermost counts, but a ModuleList or Sequential that contains blocks is not a block.
+    blocks are nested, only the outermost ones count, but a ModuleList or Sequential that contains blocks is no block.
     """
     found: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
@@ -89,10 +89,10 @@ def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
 
 
 def work_of(module: nn.Module, *, recurse: bool = True) -> float:
-    """An estimate of a module's computation: multiplications per position of its input.
+    """An estimate of a module's computation: the number of multiplications per position (token) of the input.
 
-    Each weight counts as one multiplication, except the weights of embeddings, which do lookups. `recurse`: include
-    submodules.
+    Each weight counts as one multiplication, except the weights of embeddings, which are only looked up. `recurse`:
+    whether submodules are included.
     """
     parts = module.modules() if recurse else [module]
     multiplying = (part for part in parts if not isinstance(part, nn.Embedding | nn.EmbeddingBag))
@@ -104,12 +104,12 @@ def work_of(module: nn.Module, *, recurse: bool = True) -> float:
 
 
 def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequence[float]) -> tuple[range, ...]:
-    """Divide blocks into one stage per device so that the largest stage cost is minimal.
+    """Divide a chain of blocks into consecutive stages, one per device, so that the largest stage cost is minimal.
 
     `costs`: the cost of each block, not negative, in any unit. `sizes`: bytes of each block. `capacities`: bytes that
     each device can hold, in the order of the stages; `math.inf` for no limit. Ties are broken by the smallest sum of
     squared stage costs. Returns the blocks of each stage; no stage is empty.
-    A dynamic program over (stages, blocks), O(n^2 k) for n blocks and k devices.
+    Uses dynamic programming over stages and blocks, in O(n^2 k) time for n blocks and k devices.
     Raises `ConfigError` if there are fewer blocks than devices, or if no split fits.
     """
     if not 0 < len(capacities) <= len(costs):
@@ -143,9 +143,10 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
 def _best(
     blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The smallest combined cost of all stages, and the end of each stage.
+    """Find the division with the smallest combined cost; returns this cost, and the end of each stage.
 
-    `cost`: gets the index, begin and end of a stage.
+    `cost`: a function that returns the cost of a stage from the index, begin and end of the stage. `combine`: a
+    function that combines the cost of the earlier stages with the cost of the next stage.
     """
     best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
     begins: list[list[int]] = [[0] * (blocks + 1)]
@@ -166,7 +167,7 @@ def _best(
 def _does_not_fit(sizes: Sequence[float], capacities: Sequence[float]) -> ConfigError:
     shown = ", ".join(size_text(each, 2) for each in capacities)
     return ConfigError(
-        f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, the largest of "
-        f"{size_text(max(sizes), 2)}, and no split into consecutive stages fits devices of {shown}",
+        f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, and the largest block needs "
+        f"{size_text(max(sizes), 2)}: no split into consecutive stages fits on devices with {shown}",
         "use more devices or a smaller model",
     )

@@ -25,9 +25,9 @@ COLUMNS = len(fields(StepTimes))
 
 
 class StepClock:
-    """Attributes the time between marks to phases. This class uses the host's time, for a CPU; see `step_clock`.
+    """Attributes the time between marks to phases of a step. This class uses the host's clock, and is for CPUs.
 
-    clock.start()                          # a step begins; the time before belongs to no phase
+    clock.start()                          # a step begins; the time before it is not counted
     batch = next(batches); clock.mark(DATA)
     loss = ...;            clock.mark(FORWARD)
     phase = clock.watch(loss)              # before the backward pass in which the ranks' gradients are reduced
@@ -53,7 +53,7 @@ class StepClock:
         self._last = perf_counter()
 
     def skip(self) -> None:
-        """Attribute the time since the last mark to no phase."""
+        """Exclude the time since the last mark from all phases."""
         self._last = perf_counter()
 
     def mark(self, phase: int) -> None:
@@ -66,9 +66,9 @@ class StepClock:
         """Measure when the gradients of `loss` are computed; returns the phase to mark after `loss.backward()`.
 
         DDP waits for its reductions in a callback at the end of the backward pass. Such callbacks run in the order in
-        which they were queued, so a callback that is queued when the pass begins runs just before DDP's, on the
-        caller's stream. DDP's own timers measure the same time, but reading them makes the host wait for the device. If
-        steps are short, only a sample of the steps is watched.
+        which they were queued. The callback of this method is queued when the pass begins, so it runs just before DDP's
+        callback, on the caller's stream. DDP's own timers measure the same time, but reading them makes the host wait
+        for the device. If steps are short, only some of them are watched.
         """
         now = perf_counter()
         if now - self._watched_at < _SECONDS_BETWEEN_WATCHED or not loss.requires_grad:
@@ -85,10 +85,10 @@ class StepClock:
         self._watched += 1
 
     def read(self, step_seconds: float) -> StepTimes:
-        """Seconds per step and phase since the last reading; `step_seconds`: the wall time per step since then.
+        """Seconds per step and phase since the last reading. `step_seconds`: the wall time per step since then.
 
-        On a GPU, only the steps that the GPU has finished by now are included: the last steps before a log point count
-        for the next interval. As long as the GPU has not finished any step, all time is `other`.
+        On a GPU, only the steps that the GPU has finished are included, so the last steps before a log point count in
+        the next interval. Until the GPU has finished a step, all time is `other`.
         """
         steps, watched = max(1, self._steps), max(1, self._watched)
         data, transfer, forward, computed, communication, optimizer, exposed = (total / steps for total in self._sums)
@@ -109,14 +109,14 @@ class Event(Protocol):
         """Whether the device has reached the event."""
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds from this event to another event; both must have happened."""
+        """Milliseconds from this event to another event; the device must have reached both."""
 
 
 class DeviceClock(StepClock):
-    """Measures phases with events on the device, which runs behind the host. Does not make the host wait.
+    """Measures phases with events on the device, and never makes the host wait for the device.
 
-    `new_event`: makes an event that records on the stream of the computation. `has_finished`: returns whether that
-    stream has nothing left to do.
+    `new_event`: a function that creates an event for the stream of the computation. `has_finished`: a function that
+    returns whether this stream has completed all queued work.
     """
 
     def __init__(self, new_event: Callable[[], Event], has_finished: Callable[[], bool]) -> None:
@@ -184,7 +184,7 @@ class DeviceClock(StepClock):
 
 
 class _CudaEvent:
-    """A torch.cuda.Event on the current stream of one device, whichever thread records it."""
+    """A torch.cuda.Event that is recorded on the current stream of `device`, in any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -199,7 +199,7 @@ class _CudaEvent:
 
 
 def step_clock(device: torch.device) -> StepClock:
-    """The clock for `device`."""
+    """Create the clock for `device`: a `DeviceClock` for a GPU, a `StepClock` for a CPU."""
     if device.type != "cuda":
         return StepClock()
     return DeviceClock(partial(_CudaEvent, device), lambda: torch.cuda.current_stream(device).query())
@@ -210,12 +210,15 @@ def step_clock(device: torch.device) -> StepClock:
 
 
 def table_of(times: StepTimes, rank: int, world_size: int, device: torch.device) -> Tensor:
-    """A float64 tensor of shape [world_size, 7], zero except for this rank's row; its sum over ranks has all rows."""
+    """A float64 tensor of shape [world_size, 7] with the times in this rank's row, and zeros in all other rows.
+
+    The sum of the tensors of all ranks contains the times of all ranks.
+    """
     rows = [0.0] * (world_size * COLUMNS)
     rows[rank * COLUMNS : (rank + 1) * COLUMNS] = times.figures
     return torch.tensor(rows, dtype=torch.float64).view(world_size, COLUMNS).to(device, non_blocking=True)
 
 
 def by_rank(numbers: Sequence[float]) -> tuple[StepTimes, ...]:
-    """The times of each rank, from the numbers in the summed table, in row-major order."""
+    """The times of each rank. `numbers`: the sum of the ranks' `table_of` tensors, in row-major order."""
     return tuple(StepTimes(*numbers[first : first + COLUMNS]) for first in range(0, len(numbers), COLUMNS))

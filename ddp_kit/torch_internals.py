@@ -29,7 +29,7 @@ __all__ = ["pytree"]
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group, with its prefixes."""
+    """The store of the default process group, which adds the prefixes of the group to all keys."""
     return distributed_c10d._get_default_store()
 
 
@@ -59,7 +59,7 @@ def compilations() -> int:
 
 
 def compile_module(module: nn.Module) -> None:
-    """Call `module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential."""
+    """Call `module.compile()`. Also works for modules whose `forward` is torch's own code, such as Sequential."""
     with _with_outer_frame(module):
         module.compile()
 
@@ -71,13 +71,13 @@ def compile_like(wrapper: Any, module: nn.Module) -> None:
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module inside the wrapper that `torch.compile` has returned; None: `module` is not such a wrapper."""
+    """The module inside a wrapper that `torch.compile` has returned; None if `module` is not such a wrapper."""
     # Recognised by its class name, because the class is in torch._dynamo, which takes a second to import.
     return dict(module.named_children()).get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
-    """A context in which Dynamo does not skip torch's own code, as it usually does if that is the outermost frame."""
+    """A context in which Dynamo compiles `module.forward` even if it is torch's own code, which Dynamo would skip."""
     from torch._dynamo import config  # imported only if needed, because it takes a second
 
     context: AbstractContextManager[object] = config.patch(
@@ -94,14 +94,15 @@ def _begun(group: Any) -> int:
 
 
 def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
-    """Broadcast rank 0's tensors in place, coalesced into buffers of `bytes_at_once`. A collective."""
+    """Broadcast rank 0's tensors in place, coalesced into buffers of `bytes_at_once` bytes. A collective."""
     dist._broadcast_coalesced(dist.group.WORLD, tensors, bytes_at_once, 0)  # type: ignore[arg-type]
 
 
 def memory_of(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor, as the object whose `data` can be exchanged; any other tensor unchanged.
+    """The local tensor inside a DTensor. Any other tensor is returned unchanged.
 
-    In torch 2.13, `to_local` instead returns a new tensor with the same memory if the DTensor is a parameter.
+    Setting `data` of the returned tensor also changes the DTensor. In torch 2.13, this is not true of `to_local`, which
+    returns a new tensor with the same memory if the DTensor is a parameter.
     """
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
@@ -141,7 +142,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def scale_on_device(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """The loss scale, a scalar on the device; None before the first loss was scaled. Does not wait for the device."""
+    """The loss scale, as a scalar on the device; None before the first loss is scaled. Does not wait for the device."""
     return scaler._get_scale_async()
 
 
@@ -165,7 +166,7 @@ def milestones(scheduler: LRScheduler) -> list[int]:
 
 
 class DdpReducer:
-    """The reducer of a DDP module, whose `forward` is never called."""
+    """Reduces gradients with a DDP wrapper without calling the wrapper's `forward`."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -214,7 +215,7 @@ class DdpReducer:
         return [parameter for bucket in self._zeros() for parameter in bucket.parameters()]
 
     def reduce_zeros(self, begun: int) -> None:
-        """Start the reductions of all buckets except the first `begun`, with gradients of zero."""
+        """Start the reductions of all buckets after the first `begun` buckets, with zeros in place of gradients."""
         for bucket in self._zeros()[begun:]:
             self._wrapper.reducer._run_comm_hook(bucket)
 
@@ -227,7 +228,10 @@ class DdpReducer:
 
 
 def record_allocations(most: int) -> None:
-    """Record the last `most` allocations and frees of GPU memory, with Python stacks. 0: stop, and discard them."""
+    """Record the last `most` allocations and frees of GPU memory, with Python stacks.
+
+    If `most` is 0, stop recording, and discard what has been recorded.
+    """
     record = torch.cuda.memory._record_memory_history
     if most:
         record("all", context="alloc", stacks="python", max_entries=most)
@@ -252,10 +256,11 @@ def version_of(tensor: Tensor) -> int:
 
 
 def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
-    """A predicate: whether a module's own code decides how the value with a name in a state_dict is loaded.
+    """Return a function that tells, for a name in the state_dict, whether custom code of a module loads its value.
 
-    Such code is the `_load_from_state_dict` or a load pre-hook of a module that contains the name, or the model's
-    `load_state_dict`. It may accept other shapes and names; the code of torch's norms does not.
+    Custom code may accept other names and shapes. It is an overridden `load_state_dict` of the model, or an overridden
+    `_load_from_state_dict` or a load pre-hook of a module that contains the name. The overrides in torch's norms do not
+    count, because they accept no other names or shapes.
     """
     usual = {_loader_of(kind) for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)}
     own = [
@@ -298,7 +303,7 @@ class FakeTensors:
             return nn.Parameter(self._empty(like, like.dtype), requires_grad=like.requires_grad)
 
     def like(self, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A fake tensor or parameter like `tensor`. `dtype`: used only if `tensor` is floating-point."""
+        """A fake copy of a tensor or parameter. `dtype`: ignored unless `tensor` is floating-point."""
         floats = dtype if tensor.is_floating_point() else None
         with self._mode, torch.no_grad():
             made = torch.empty_strided(
@@ -317,9 +322,9 @@ class FakeTensors:
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
 
     def _prepare(self, like: Tensor) -> None:
-        """Run the operations whose results `Module.to` will swap, so that it gets its results from the mode's cache.
+        """Run the operations that `Module.to` will run, so that `Module.to` gets results from the cache.
 
-        `Module.to` uses `swap_tensors`, which rejects tensors that have weak references. The mode keeps a weak
+        `Module.to` uses `swap_tensors`, which rejects tensors that have weak references. `FakeTensorMode` keeps a weak
         reference to the first result of each operation, but not to results from its cache.
         """
         for dtype in dict.fromkeys((like.dtype, *_FLOATS)):
@@ -359,9 +364,10 @@ _NO_PRODUCTS = {
 
 @cache
 def _has_no_products(operation: Any) -> bool:
-    """Whether an operation is cheap, which means that it contains no matrix product.
+    """Whether an operation is known to be cheap, which means that it contains no matrix product.
 
-    One tagged variant of the operation is enough, because torch does not tag all variants, such as in-place ones.
+    It is enough that torch marks one variant of the operation as a view or as element-wise, because torch does not mark
+    all variants, such as in-place ones.
     """
     name = operation.__name__.rstrip("_")
     variants = getattr(torch.ops.aten, name, operation)
@@ -379,9 +385,9 @@ def _convolution_backward(
     *settings: Any,
     out_val: object = None,  # noqa: ARG001
 ) -> int:
-    """FLOPs of a convolution's backward pass: as many as in the forward pass for each of two gradients, if requested.
+    """FLOPs of a convolution's backward pass: as many as in the forward pass for each requested gradient.
 
-    torch's own formula multiplies the FLOPs of the weight's gradient by the number of groups.
+    torch's own formula wrongly multiplies the FLOPs of the weight's gradient by the number of groups.
     """
     *_, transposed, _output_padding, _groups, wanted = settings
     places = (given if transposed else gradient).shape[2:]

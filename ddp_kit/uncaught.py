@@ -107,9 +107,9 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:
-    """Report the failure to the launcher, in the format of torch's error files, unless the script has written its own.
+    """Report the failure to the launcher in an error file of torch's format, unless the script has written this file.
 
-    `message`: one line. `marks`: the keys are the NOTE_ constants of env.py.
+    `message`: a message of one line. `marks`: flags that describe the error, by name (NOTE_ constants of env.py).
     """
     path = error_file()
     if path is None:
@@ -125,7 +125,7 @@ def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> 
 
 
 def _should_print(error: DdpKitError) -> bool:
-    """Whether to print this error: no other rank reports it, and no rank of this node printed one in this attempt."""
+    """Whether to print this error: no other rank reports it, and no rank of this node has printed an error yet."""
     folder = attempt_folder()
     if folder is None:
         return True

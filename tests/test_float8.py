@@ -57,7 +57,7 @@ def test_the_cpu_and_older_gpus_are_refused_with_what_to_use(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     for device, found in ((CPU, "the CPU"), (GPU, "NVIDIA A100, which has 8.0")):
         with pytest.raises(
-            ConfigError, match=f"compute capability 8.9 or more, such as L4 or H100; found: {found}"
+            ConfigError, match=f"compute capability 8.9 or higher, such as L4 or H100; found: {found}"
         ) as e:
             convert_linear_layers(network(), "auto", device)
         assert e.value.hint == "use precision='bf16'"

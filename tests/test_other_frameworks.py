@@ -149,7 +149,7 @@ def test_unknown_arguments_of_the_trainer_are_listed_once_with_what_works() -> N
     given = {"max_epochs": 3, "args": None, "epochs": 3, "metric": {}, "train_dataset": [1], "frob": 1}
     assert problems_of(trainer, **given) == (
         "max_epochs = 3: there is no such argument; nearest: epochs",
-        "args = None: there is no such argument; settings are a TrainerConfig: "
+        "args = None: there is no such argument; pass settings as a TrainerConfig: "
         "`Trainer(..., config=TrainerConfig(epochs=3))`",
         "epochs = 3: there is no such argument; it is a setting: TrainerConfig(epochs=3)",
         "metric = {}: there is no such argument; nearest: metrics",

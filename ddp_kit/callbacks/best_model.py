@@ -19,7 +19,7 @@ _NAME = "BestModel"
 
 
 class BestModel(Callback):
-    """Keeps the weights and buffers of the best evaluation, as a copy in host memory, to restore them after training.
+    """Keeps a copy of the weights and buffers of the best evaluation in host memory, to restore them after training.
 
     To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
@@ -27,7 +27,8 @@ class BestModel(Callback):
     It keeps the weights that were evaluated: the averaged weights if `EMA` is among the callbacks. Each rank keeps its
     own copy, so `restore` is not a collective. Checkpoints contain rank 0's copy.
 
-    If `checkpoint.best_metric` is set, `metric` and `mode` must agree with it and with `best_mode`.
+    If `checkpoint.best_metric` is set, leave out `metric` and `mode`, or pass the same values as in
+    `checkpoint.best_metric` and `checkpoint.best_mode`.
 
     Args:
         metric: "loss" or the name of one of the Trainer's metrics. None: `checkpoint.best_metric` if that is set and
@@ -40,8 +41,9 @@ class BestModel(Callback):
             not change.
 
     Raises:
-        ConfigError: For an invalid mode; when training starts, if `checkpoint.best_metric` differs; at the first
-            evaluation, if the metric is unknown, or if there is a `path` but the weights are sharded.
+        ConfigError: For an invalid mode; when training starts, if `metric` or `mode` contradicts
+            `checkpoint.best_metric` or `checkpoint.best_mode`; at the first evaluation, if the metric is unknown, or if
+            `path` is set but the weights are sharded.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class BestModel(Callback):
             self._resumed = True
 
     def on_fit_start(self, trainer: Any) -> None:
-        """After a resume, rewrite the file with the checkpoint's best weights."""
+        """After a resume, rewrite the file `path` with the best weights from the checkpoint."""
         self._after_resume(trainer)
 
     def on_step(self, trainer: Any) -> None:
-        """Do the same as `on_fit_start`, because a loop over steps() does not call `on_fit_start`."""
+        """Do the same as `on_fit_start`, which is not called in a loop over `steps()`."""
         self._after_resume(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -107,7 +109,7 @@ class BestModel(Callback):
             _write(trainer.model, self._path)
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
-        """Restore the best weights if `restore_at_end` is set and there are any."""
+        """Restore the best weights if `restore_at_end` is set and there has been a best evaluation."""
         if self._restore_at_end and self._load is not None:
             logger.info("restored the weights of step {}: {} {:.4g}", self.step, *self._named_value())
             self.restore()
@@ -120,13 +122,13 @@ class BestModel(Callback):
         """
         if self._load is None:
             raise ConfigError(
-                "BestModel has no weights to restore: no evaluation has returned a number yet",
+                "BestModel has no weights to restore: there has been no evaluation yet, or the metric was always NaN",
                 "pass eval_data to fit, or call evaluate",
             )
         self._load(self._state)
 
     def _use_best_metric(self, trainer: Any) -> None:
-        """Use the metric and mode of `checkpoint.best_metric`, if it is set: a run has only one best checkpoint."""
+        """Use `checkpoint.best_metric`, if set. Raises `ConfigError` if the arguments contradict it."""
         settings = trainer.config.checkpoint
         if settings.best_metric is None:
             return
@@ -182,7 +184,7 @@ def _loads_into(trainer: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def _frozen(trainer: Any) -> set[str]:
-    """Names of weights that `checkpoint.trainable_only` leaves out of checkpoints, and of this callback's state."""
+    """Names of weights to leave out of the state: the frozen ones if `checkpoint.trainable_only` is set, else none."""
     if not trainer.config.checkpoint.trainable_only:
         return set()
     named = trainer.model.named_parameters(remove_duplicate=False)
@@ -196,7 +198,7 @@ def _copied(value: Any) -> Any:
 
 
 def _write(model: nn.Module, path: Path) -> None:
-    """Write a temporary file, then rename it: readers of `path` always find a complete file."""
+    """Write the model to a temporary file and rename it to `path`, so that readers always find a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")  # a fixed name: the next write overwrites what a killed run left
     save_model(model, str(part))

@@ -1,4 +1,4 @@
-"""The base class of callbacks, with the events of a training run, and the best value of a metric."""
+"""The base class of callbacks, which defines their events, and helpers to track the best value of a metric."""
 
 import math
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class Callback:
         """
 
     def on_step(self, trainer: Any) -> None:
-        """Called after each optimizer step. Reading a value from the device here makes the host wait for it.
+        """Called after each optimizer step. Reading a value from the device here makes the host wait.
 
         Args:
             trainer: The `Trainer` that calls the event.
@@ -55,7 +55,7 @@ class Callback:
 
         Args:
             trainer: The `Trainer` that calls the event.
-            row: The row as in `FitResult.history`; on a GPU, the row of the previous log point.
+            row: The row, as in `FitResult.history`. On a GPU, this is the row of the previous log point.
         """
 
     def on_evaluate_start(self, trainer: Any) -> None:
@@ -76,7 +76,7 @@ class Callback:
     def on_evaluate_end(self, trainer: Any) -> None:
         """Called after every callback's `on_evaluate`, to undo what `on_evaluate_start` changed.
 
-        Also called if the evaluation failed, possibly on this rank only, so it must not run collectives.
+        Also called if the evaluation failed. It may have failed on this rank only, so do not run collectives here.
 
         Args:
             trainer: The `Trainer` that calls the event.
@@ -87,7 +87,7 @@ class Callback:
 
         Args:
             trainer: The `Trainer` that calls the event.
-            result: What `fit` will return.
+            result: The `FitResult` that `fit` will return.
         """
 
 
@@ -117,9 +117,14 @@ class BestValue:
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise ConfigError(f"{owner} got mode={mode!r}", "use 'min' if lower is better, 'max' if higher is better")
+            raise ConfigError(
+                f"{owner} got an invalid argument: mode={mode!r}",
+                "use 'min' if lower is better, 'max' if higher is better",
+            )
         if not min_delta >= 0:
-            raise ConfigError(f"{owner} got min_delta={min_delta!r}", "use a number that is at least 0")
+            raise ConfigError(
+                f"{owner} got an invalid argument: min_delta={min_delta!r}", "use a number that is at least 0"
+            )
         self.metric = metric
         self.mode = mode
         self.best: float | None = None
@@ -128,7 +133,10 @@ class BestValue:
         self._min_delta = min_delta
 
     def improved(self, metrics: dict[str, float]) -> bool:
-        """Record the value if it is the best so far; NaN never counts. Raises `ConfigError` for an unknown metric."""
+        """Return whether the metric is better than the best value so far, and if so, record it. NaN is never better.
+
+        Raises `ConfigError` if the metric is unknown.
+        """
         check_metric(self._owner, self.metric, metrics)
         value = metrics[self.metric]
         if math.isnan(value):
@@ -143,7 +151,7 @@ class BestValue:
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value and return True; for another metric or mode, log a warning instead and return False."""
+        """Load the best value; returns True. If it is for another metric or mode, logs a warning and returns False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(

@@ -19,10 +19,10 @@ class CSVLogger(FileLogger):
         eval_loss, ...    the metrics, empty in rows of log points
 
     The file is closed after each row. New columns are added on the right: the file is replaced atomically by one
-    with a longer header. A run that resumes from a checkpoint first removes its own rows of later steps.
+    with a longer header. When a run resumes from a checkpoint, its rows for steps after the checkpoint are removed.
 
     Args:
-        path: The file. An existing file is appended to.
+        path: The path of the file. If the file exists, rows are appended to it.
 
     Raises:
         ConfigError: If the file was not written by a CSVLogger.
@@ -50,7 +50,7 @@ class CSVLogger(FileLogger):
         return int(line.split(",", 2)[1])
 
     def _open(self) -> list[str]:
-        """Prepare the file for rows, and return its columns."""
+        """Create the folder, remove an incomplete last row, and return the columns of the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.begin()
         return _read_columns(self._path)

@@ -12,14 +12,14 @@ class EarlyStopping(Callback):
     """Stops the run after `patience` consecutive evaluations without improvement.
 
     All ranks have the same metrics, so they stop at the same step. A new call of `fit` resets the count. A run that
-    resumes from a checkpoint restores the count, and stops at once if it had already reached `patience`.
+    resumes from a checkpoint restores the count, and stops at once if the count has already reached `patience`.
 
     Args:
         metric: "loss" or the name of one of the Trainer's metrics.
         patience: The number of evaluations, at least 1.
         mode: "min" if lower values are better, "max" if higher values are better.
-        min_delta: A value is an improvement only if it is better than the best by more than this, in the metric's unit.
-            NaN is never an improvement.
+        min_delta: A value is an improvement only if it is better than the best value by more than this amount, in the
+            metric's unit. NaN is never an improvement.
 
     Raises:
         ConfigError: For an invalid argument; at the first evaluation, if the metric is unknown.
@@ -29,7 +29,9 @@ class EarlyStopping(Callback):
         self, metric: str = "loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
         if patience < 1:
-            raise ConfigError(f"EarlyStopping got patience={patience!r}", "set patience to at least 1 evaluation")
+            raise ConfigError(
+                f"EarlyStopping got an invalid argument: patience={patience!r}", "set patience to at least 1 evaluation"
+            )
         self._best_value = BestValue("EarlyStopping", metric, mode, min_delta)
         self.metrics_needed = (metric,)
         self._patience = patience

@@ -20,17 +20,17 @@ class EMA(Callback):
         after each later step:      average = decay * average + (1 - decay) * weights
 
     `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` uses the same formula, but here the host never
-    waits for the device. 16-bit weights are averaged in float32, because small changes would be rounded away. Buffers,
-    such as BatchNorm's statistics, are not averaged.
+    waits for the device. 16-bit weights are averaged in float32, because 16 bits would round small changes away.
+    Buffers, such as BatchNorm's statistics, are not averaged.
 
-    The average needs as much device memory as the weights have in float32; during an evaluation, the copy of the
-    trained weights needs the same amount again.
+    The average needs as much device memory as the trainable weights in float32. During an evaluation, a copy of the
+    trained weights needs additional memory.
 
     To get the averaged weights, call `apply_to(trainer.model)` after training. To get them from a checkpoint, use
     `ddp_kit.load_model(path, model, ema=True)` or `ddpkit export --ema`.
 
     Args:
-        decay: The weight of the old average in each step, from 0 to less than 1.
+        decay: The factor of the previous average in the formula above, at least 0 and less than 1.
 
     Raises:
         ConfigError: For an invalid decay; when training starts, if a checkpoint's average does not match the model.
@@ -38,7 +38,9 @@ class EMA(Callback):
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"EMA got decay={decay!r}", "use a number from 0 to less than 1, such as 0.999")
+            raise ConfigError(
+                f"EMA got an invalid argument: decay={decay!r}", "use a number from 0 to less than 1, such as 0.999"
+            )
         self._decay = decay
         self._model: nn.Module | None = None
         self._state: Callable[[], dict[str, Any]]  # returns the model's state_dict as this rank holds it
@@ -55,7 +57,7 @@ class EMA(Callback):
         return {"average": self._loaded or dict(zip(self._names, self._placed(self._average), strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the average. The next event raises `ConfigError` if the model has other parameters."""
+        """Load the average. If the model has other parameters, the next event raises `ConfigError`."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
         self._loaded = {plain_name(name): average for name, average in state["average"].items()}
@@ -77,7 +79,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def on_evaluate_start(self, trainer: Any) -> None:
-        """Copy the averaged weights into the model's tensors, in place: DDP and the optimizer hold the same tensors."""
+        """Copy the averaged weights into the model's own tensors, which DDP and the optimizer also refer to."""
         self._swap_back()
         self._use_loaded(trainer)
         if trainer.model is self._model:
@@ -133,7 +135,7 @@ class EMA(Callback):
         ]
 
     def _take_weights(self, trainer: Any) -> None:
-        """Refer to the weights that this rank holds now; drop the averages of weights that it no longer holds."""
+        """Update the references to the weights that this rank holds, and drop the averages of other weights."""
         held = trainer.model_state()
         self._places = [held[name] if isinstance(held[name], Piece) else None for name in self._names]
         self._parameters = [_tensor(held[name]) for name in self._names]
@@ -144,7 +146,7 @@ class EMA(Callback):
         self._may_move = False
 
     def _placed(self, tensors: list[Tensor]) -> list[Any]:
-        """The tensors, one per parameter, as `Piece`s for sharded parameters."""
+        """The tensors, one per parameter. Those of sharded parameters are wrapped in a `Piece`."""
         return [
             each if place is None else place.with_tensor(each)
             for each, place in zip(tensors, self._places, strict=True)
@@ -189,7 +191,7 @@ def _with_dtypes_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[Tensor
 
 
 def _tensor(held: Any) -> Tensor:
-    """The local tensor in a value from `model_state`."""
+    """The tensor that this rank holds: `held` itself, or the tensor inside a `Piece`."""
     found: Tensor = held.tensor if isinstance(held, Piece) else held
     return found
 

@@ -10,16 +10,16 @@ from ddp_kit.errors import ConfigError
 
 
 class JSONLinesLogger(FileLogger):
-    """Appends one JSON object per log point and one per evaluation to a file, one per line, on the main rank.
+    """Appends a line with a JSON object to a file at each log point and each evaluation, on the main rank.
 
         {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
         {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
-    NaN and infinity are written as null, because JSON has no such values. The file is closed after each row. A run that
-    resumes from a checkpoint first removes its own rows of later steps.
+    NaN and infinity are written as null, because JSON has no such values. The file is closed after each row. When a
+    run resumes from a checkpoint, its rows for steps after the checkpoint are removed.
 
     Args:
-        path: The file. An existing file is appended to.
+        path: The path of the file. If the file exists, rows are appended to it.
 
     Raises:
         ConfigError: If the file does not begin with a JSON object.
@@ -36,7 +36,7 @@ class JSONLinesLogger(FileLogger):
                     )
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line for the row."""
+        """Append a row as one line of JSON."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.begin()
         self.add(file_row(kind, step, values))

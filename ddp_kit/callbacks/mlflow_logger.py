@@ -9,15 +9,15 @@ from ddp_kit.callbacks.rows import RunLogger, require
 class MLflowLogger(RunLogger):
     """Logs train/loss, train/learning_rate, ..., eval/loss, ... to an MLflow run, on the main rank.
 
-    The TrainerConfig is logged as the run's parameters. An active run is used and left active; otherwise a run is
-    started, and ended at the end of `fit`. Later evaluations, and a Trainer that resumes from a checkpoint, log to the
-    same run. MLflow cannot delete rows: steps that are repeated after a resume appear twice. Needs
-    `pip install mlflow`.
+    The TrainerConfig is logged as the run's parameters. If an MLflow run is already active, it is used and left active;
+    otherwise the logger starts a run, and ends it at the end of `fit`. Later evaluations, and a Trainer that resumes
+    from a checkpoint, log to the same run. MLflow cannot delete rows: steps that are repeated after a resume appear
+    twice. Needs `pip install mlflow`.
 
     Args:
         experiment: The name of the experiment. None: MLflow's default.
-        tracking_uri: An address such as "sqlite:///mlflow.db". None: the variable MLFLOW_TRACKING_URI, or MLflow's
-            default.
+        tracking_uri: An address such as "sqlite:///mlflow.db". None: the environment variable
+            MLFLOW_TRACKING_URI, or MLflow's default.
         **run: Arguments of `mlflow.start_run`, such as run_name, tags or log_system_metrics=True.
 
     Raises:
@@ -33,7 +33,7 @@ class MLflowLogger(RunLogger):
         self._is_ours = True
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
-        """Use the active run, or start or continue one."""
+        """Return the active run. If there is none, start a run, or continue an earlier one."""
         import mlflow  # imported only on the main rank, because it takes seconds
 
         active: Any = mlflow.active_run()

@@ -1,4 +1,4 @@
-"""The base classes of loggers, which write one row of names and values per log point and evaluation."""
+"""The base classes of loggers. A logger writes a row of names and values at each log point and each evaluation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
@@ -15,7 +15,7 @@ from ddp_kit.state_values import whole_number
 
 
 class RowLogger(Callback):
-    """The base class of loggers: calls `write` for each log point and each evaluation, on the main rank only."""
+    """The base class of loggers. It calls `write` at each log point and each evaluation, on the main rank only."""
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write a row.
@@ -24,7 +24,7 @@ class RowLogger(Callback):
             trainer: The `Trainer` that logs.
             kind: "train" for a log point, "eval" for an evaluation.
             step: Optimizer steps done.
-            values: Name -> value, for the other fields of `LogRow` at a log point, or for the metrics of an evaluation.
+            values: Name -> value: at a log point, the fields of `LogRow` except `step`; at an evaluation, the metrics.
         """
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class RowLogger(Callback):
         self._take_back_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
-        """Do the same as `on_fit_start`, because a loop over steps() does not call `on_fit_start`."""
+        """Do the same as `on_fit_start`, which is not called in a loop over `steps()`."""
         self._take_back_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
@@ -71,7 +71,7 @@ class RowLogger(Callback):
 class RunLogger(RowLogger):
     """The base class of loggers that log runs to a service, on the main rank only.
 
-    A run is started and finished by `fit`. Later evaluations, and a Trainer that resumes from a checkpoint, continue
+    `fit` starts and finishes a run. Later evaluations, and a Trainer that resumes from a checkpoint, continue
     the same run.
     """
 
@@ -98,7 +98,7 @@ class RunLogger(RowLogger):
         """Log a row.
 
         Args:
-            run: What `start` returned.
+            run: The run that `start` returned.
             step: Optimizer steps done.
             values: The numbers by name, such as train/loss.
         """
@@ -108,12 +108,12 @@ class RunLogger(RowLogger):
         """Finish a run.
 
         Args:
-            run: What `start` returned.
+            run: The run that `start` returned.
         """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the run, on the rank that logs."""
+        """The id of the current run, or of the run to continue; None if there is neither."""
         return {"id": self._continued if self._run is None else getattr(self._run, self.id_field)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class RunLogger(RowLogger):
             self._continued = state.get("id")
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Start the run now, so that its system metrics begin with the first step."""
+        """Start the run before the first step, so that the service records system metrics from the beginning."""
         if trainer.world.is_main:
             self._open(trainer)
 
@@ -156,13 +156,13 @@ class FileLogger(RowLogger):
         return {"path": str(self._path.absolute()), "begins": self.begin()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the checkpoint's file, if it is the same one."""
+        """Continue the rows of the checkpoint's run if that run wrote to the same file; otherwise do nothing."""
         if state["path"] == str(self._path.absolute()):
             self._begins = whole_number(state["begins"], "begins")
             super().load_state_dict(state)
 
     def begin(self) -> int:
-        """Prepare the file for rows, and return how many of its lines are from earlier runs."""
+        """Remove an incomplete last row of the file, and return the number of lines that earlier runs have written."""
         if self._begins is None:
             self._begins = 0
             if self._path.exists():
@@ -176,7 +176,7 @@ class FileLogger(RowLogger):
         raise NotImplementedError
 
     def take_back(self, step: int) -> None:
-        """Remove this run's rows of later steps; the file is replaced atomically."""
+        """Remove the rows that this run wrote for steps after `step`. The file is replaced atomically."""
         if not self._path.exists():
             return
         drop_torn_row(self._path)
@@ -198,7 +198,10 @@ class FileLogger(RowLogger):
 
 
 def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a file with both kinds of rows. Metrics get the prefix `eval_`, because log points have a loss too."""
+    """A row for a file that contains both log points and evaluations.
+
+    Names of metrics get the prefix `eval_`, to distinguish their columns from those of log points, such as `loss`.
+    """
     prefix = "eval_" if kind == "eval" else ""
     return {"event": kind, "step": step} | {f"{prefix}{name}": value for name, value in values.items()}
 

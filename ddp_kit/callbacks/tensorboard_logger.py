@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class TensorBoardLogger(RowLogger):
     """Writes train/loss, train/learning_rate, ..., eval/loss, ... as TensorBoard scalars, on the main rank.
 
-    The x axis is the optimizer step. Later evaluations, after the end of `fit`, go to another file in the same folder.
+    The x axis is the optimizer step. Evaluations after the end of `fit` are written to another file in the same folder.
     A run that resumes from a checkpoint sets `purge_step`, so that TensorBoard hides the earlier points of repeated
     steps. Needs `pip install tensorboard`.
 

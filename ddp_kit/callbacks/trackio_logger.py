@@ -14,8 +14,8 @@ class TrackioLogger(RunLogger):
 
     Args:
         project: The name of the project, as for `trackio.init`.
-        **init: Other arguments of `trackio.init`, such as name, group or space_id. The TrainerConfig is the run's
-            config; `config={...}` adds to it.
+        **init: Other arguments of `trackio.init`, such as name, group or space_id. The TrainerConfig is
+            logged as the run's config; `config={...}` adds entries to it.
 
     Raises:
         ConfigError: If trackio is not installed.

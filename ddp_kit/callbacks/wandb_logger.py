@@ -13,8 +13,8 @@ class WandbLogger(RunLogger):
 
     Args:
         project: The name of the project, as for `wandb.init`. None: W&B's default.
-        **init: Other arguments of `wandb.init`, such as name, group or mode="offline". The TrainerConfig is the run's
-            config; `config={...}` adds to it.
+        **init: Other arguments of `wandb.init`, such as name, group or mode="offline". The TrainerConfig is
+            logged as the run's config; `config={...}` adds entries to it.
 
     Raises:
         ConfigError: If wandb is not installed.

@@ -1,9 +1,9 @@
-"""Checkpoints: a checkpoint on disk is complete, loads bitwise identical, and is never unpickled.
+"""Saves and loads checkpoints. A checkpoint on disk is complete, loads bit-exact, and is never unpickled.
 
     manager.py       Checkpoints: when to save, which checkpoint to resume from, one run per folder
     state.py         the parts of a checkpoint, one class for each, and the conversion of older versions
     model_state.py   the parts for weights, optimizer and scheduler
-    saver.py         Saver: copies the state to host memory, then training continues; the handle to the writer process
+    saver.py         Saver: copies the state to host memory, then training continues; controls the writer process
     packing.py       nested state -> named tensors and JSON, divided among writer processes, with offsets in their files
     process.py       the writer process: memory -> files, renamed to a checkpoint when complete; removes old checkpoints
     reader.py        files -> verified nested state: whole tensors, or the pieces that a rank holds

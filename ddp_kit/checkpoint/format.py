@@ -156,7 +156,7 @@ def name_of(step: int) -> str:
 def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[Found, ...]:
     """All checkpoints in `folder`, newest first; empty if the folder does not exist.
 
-    `hashes`: verify the hash of every file, which reads all of them; otherwise only sizes are checked.
+    `hashes`: whether to verify the hash of every file, which reads all files; if False, only sizes are checked.
     Raises `CheckpointError` if the folder cannot be read.
     """
     found = (_found(path, step) for step, path in _steps(folder))
@@ -178,9 +178,10 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
 
 
 def best(folder: Path) -> Found:
-    """The best checkpoint in `folder`: the newest one that was the best when it was saved. File sizes are checked.
+    """The best checkpoint in `folder`: the newest one that was the best when it was saved.
 
-    Raises `CheckpointError` if no checkpoint is marked as the best, or the folder cannot be read.
+    Checks file sizes, but not hashes; `problem` reports a wrong size. Raises `CheckpointError` if no checkpoint is
+    marked as the best, or the folder cannot be read.
     """
     for found in checkpoints(folder):
         if found.manifest is not None and found.manifest.best:
@@ -209,7 +210,7 @@ def part_of(file: str) -> str | None:
 
 
 def examine(path: Path) -> Found:
-    """The checkpoint at `path`; file sizes are checked. Raises `CheckpointError` if `path` does not exist."""
+    """Examine the checkpoint at `path`, without verifying hashes. Raises `CheckpointError` if `path` does not exist."""
     path = path.absolute()
     name = _NAME.fullmatch(path.name)
     found = _found(path, int(name[1]) if name else None)
@@ -500,7 +501,7 @@ class TensorRecord:
 
     dtype: str
     whole: Shape
-    """The shape of the whole tensor; the header has the shape of the piece."""
+    """The shape of the whole tensor. For a piece, the header of the file also has the shape of the piece."""
     boxes: tuple[Box, ...]
     """The boxes of the tensor that the file holds, in the order in which the file stores their values."""
     bytes: int
@@ -539,11 +540,13 @@ def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord
     for name in sorted(places, key=places.__getitem__):
         record = _tensor_record(table[name], pieces.get(name))
         if places[name] != (end, end + record.bytes):
-            raise ValueError(f"the tensor {name!r} has wrong data_offsets")
+            raise ValueError(
+                f"the data_offsets of the tensor {name!r} do not match its size or the end of the previous tensor"
+            )
         tensors[name] = record
         end += record.bytes
     if end != size - _LENGTH_BYTES - header:
-        raise ValueError("the size of the file does not match its header")
+        raise ValueError("the sizes of the tensors in the header do not add up to the size of the file")
     return tensors, length + raw
 
 
@@ -562,7 +565,7 @@ def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterab
 def _data_offsets(entry: Any) -> tuple[int, int]:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise ValueError("a tensor has no valid data_offsets")
+        raise ValueError("the data_offsets of a tensor are not a list of two non-negative integers")
     return offsets[0], offsets[1]
 
 
@@ -572,7 +575,7 @@ def _pieces(metadata: Any) -> dict[str, Any]:
         return {}
     pieces = json.loads(text) if isinstance(text, str) else None
     if not isinstance(pieces, dict) or not all(isinstance(piece, dict) for piece in pieces.values()):
-        raise ValueError(f"the metadata {PIECES} is invalid")
+        raise ValueError(f"the metadata entry {PIECES} is not a JSON object that maps tensor names to objects")
     return pieces
 
 
@@ -586,7 +589,7 @@ def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> Tenso
     whole, offsets = checked_shape(piece.get("shape")), checked_shape(piece.get("offsets"))
     flat = piece.get("flat", False)
     if type(flat) is not bool:
-        raise ValueError("`flat` of a piece is not a bool")
+        raise ValueError("the entry `flat` of a piece is neither true nor false")
     room = (math.prod(whole),) if flat else whole
     if not len(room) == len(offsets) == len(shape) or any(map(_outside, offsets, shape, room)):
         raise ValueError("a piece exceeds the bounds of its tensor")
@@ -600,7 +603,7 @@ def _outside(offset: int, size: int, room: int) -> bool:
 def checked_shape(shape: Any) -> Shape:
     """A shape read from a file. Raises `ValueError` if it is invalid."""
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_size, shape)):
-        raise ValueError("a shape is not a list of sizes")
+        raise ValueError("a shape is not a list of non-negative integers, or has too many dimensions")
     if math.prod(max(size, 1) for size in shape) >= LARGEST:
         raise ValueError("a shape is too large")
     return tuple(shape)

@@ -1,4 +1,4 @@
-"""Loads the weights of a run into a model, without a Trainer or process group, and fingerprints frozen weights."""
+"""Loads the weights of a run into a model, without a Trainer or process group. Computes fingerprints of weights."""
 
 import json
 import math
@@ -61,29 +61,29 @@ def fingerprint(value: Tensor | Piece) -> Tensor:
 
 
 def entry_of(value: Tensor | Piece, number: int) -> dict[str, Any]:
-    """The entry that a checkpoint holds in place of a weight that it leaves out. `number`: the weight's fingerprint."""
+    """The entry that a checkpoint stores for a weight whose values it omits. `number`: the weight's fingerprint."""
     tensor = value.tensor if isinstance(value, Piece) else value
     shape = value.shape
     return {FROZEN: f"{number % (1 << 64):016x}", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*shape]}
 
 
 def is_entry(value: Any) -> bool:
-    """Whether a value in a saved model is the entry of a frozen weight that the checkpoint left out."""
+    """Whether a value in a saved model state is the entry of a frozen weight whose values the checkpoint omits."""
     return isinstance(value, dict) and FROZEN in value
 
 
 def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
-    """The error for frozen weights that differ from the weights that a checkpoint left out. `names`: their names."""
+    """The error raised if the frozen weights `names` differ from those of the run that saved the checkpoint."""
     return CheckpointError(
         "the checkpoint was saved without frozen weights (checkpoint.trainable_only), and the model's frozen weights "
         "are not the same as in the run that saved it: "
         f"{some(names)} differ in value, dtype or shape, or are not frozen",
-        "initialise the model with the same frozen weights as in that run, such as from the same pretrained model",
+        "initialise the model with the same frozen weights as in that run, for example from the same pretrained model",
     )
 
 
 def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The index of a piece's first value in the whole tensor, and the offsets from it to each run of values."""
+    """The index of a piece's first value in the whole tensor, and the offset from it to each contiguous range."""
     one = torch.zeros(1, dtype=torch.int64)
     if piece is None or not piece.offsets:
         return 0, one
@@ -146,9 +146,10 @@ def load_model(
         path: A run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
             `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
         model: A module with whole (not sharded) weights, on any device. Loaded values are converted to its dtypes.
-        which: If `path` is a run's folder: load the newest complete checkpoint, or the best one by
+        which: Which checkpoint to load if `path` is a run's folder: the newest complete one, or the best one by
             `checkpoint.best_metric`.
-        ema: Whether to load the weights averaged by the `EMA` callback, which evaluations used.
+        ema: Whether to load the averaged weights of the `EMA` callback, which evaluations use, instead of the trained
+            weights.
         strict: Whether to raise an error unless all names and shapes match. If False, weights that do not match keep
             the model's values, and the result lists their names.
 
@@ -156,8 +157,8 @@ def load_model(
         A `LoadedWeights` with the names that were loaded and those that did not match.
 
     Raises:
-        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not match the model; with
-            `strict=False`, only if nothing matches. The model is then unchanged.
+        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not match the model (with
+            `strict=False`: if no weight matches). In these cases, the model is unchanged.
         ConfigError: For invalid arguments, such as `ema` for a checkpoint without averaged weights, or a model on the
             meta device.
     """
@@ -265,7 +266,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
-    """Load the weights that match. `own_code`: whether a module's own code may load buffers whose shapes differ."""
+    """Load the weights that match. `own_code`: whether custom loading code may load buffers of other shapes."""
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
     names = {plain_name(name): name for name in state}  # the model may be what torch.compile returned
     with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
@@ -320,9 +321,9 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
 
 
 def _is_same(value: Any, entry: Any) -> bool:
-    """Whether a frozen weight of the model is the same as the one that the checkpoint left out.
+    """Whether a frozen weight of the model equals the weight whose values the checkpoint omits.
 
     `entry`: the checkpoint's entry for the weight. Fake tensors (with `ddpkit plan`) have no values to compare, and
-    count as the same.
+    are treated as equal.
     """
     return is_fake(value) or (isinstance(value, Tensor) and entry_of(value, int(fingerprint(value))) == entry)

@@ -1,10 +1,10 @@
-"""A lock on a checkpoint folder: only one run writes to it at a time. The kernel releases it when the process ends.
+"""A lock that lets only one run at a time write to a checkpoint folder. The kernel releases it when the process ends.
 
-    <dir>/.lock       locked with flock; names its current or last holder: host, process, job, and start time
+    <dir>/.lock       locked with flock; contains the current or last holder: host, process, job, and start time
 
-Without the lock, a second run would resume from the checkpoints of the first, or remove them. `flock` also conflicts
-within one process, and works over NFS, where Linux maps it to a POSIX lock on the whole file. A file system without
-locks gives no protection.
+Without the lock, a second run would resume from the checkpoints of the first, or remove them. `flock` also
+excludes a second Trainer in the same process, and works over NFS, where Linux maps it to a POSIX lock on the whole
+file. A file system without locks gives no protection.
 """
 
 import errno
@@ -44,9 +44,11 @@ class FolderLock:
         self._finish: Callable[[], Any] = lambda: None
 
     def acquire(self, *, resuming: bool) -> None:
-        """Lock the folder. `resuming`: the run will resume from the folder, so any run may have written to it.
+        """Lock the folder.
 
-        Raises `CheckpointError` if another run holds the lock, or has written to the folder since this run resumed.
+        `resuming`: whether the run will resume from the folder; any other run may then have written to it.
+        Raises `CheckpointError` if another run holds the lock, or, unless `resuming`, if another run has written to the
+        folder since this run last locked it.
         """
         with suppress(OSError):  # the file system has no locks
             self._descriptor = os.open(
@@ -118,7 +120,7 @@ class FolderLock:
             os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
 
     def _read_holder(self) -> dict[str, Any]:
-        """The content of the lock file: its current or last holder; empty if it cannot be read."""
+        """The content of the lock file, which describes the current or last holder; empty if it cannot be read."""
         with suppress(OSError, ValueError, RecursionError):
             descriptor = os.open(self._folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -145,7 +147,7 @@ def _unlock(descriptor: int, owner: int) -> None:
 
 
 def _close_in_child() -> None:
-    """Close lock files in a forked child: a DataLoader worker that outlives training would keep the lock."""
+    """Close lock files in a forked child, because a DataLoader worker that outlives training would keep the lock."""
     while _open:
         with suppress(OSError):
             os.close(_open.pop())

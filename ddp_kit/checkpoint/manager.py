@@ -43,7 +43,7 @@ from ddp_kit.pieces import Piece
 
 
 class FolderUse:
-    """Exclusive use of a checkpoint folder by one run: one rank per folder locks it; if that fails, all ranks raise."""
+    """Exclusive use of a checkpoint folder. One rank per folder locks it; if that fails, all ranks raise an error."""
 
     def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
         self._world = world
@@ -55,8 +55,8 @@ class FolderUse:
     def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
         """A context in which no other run writes to the folder. Entering the outermost context is a collective.
 
-        `resuming`: the run resumes from the folder's checkpoints, no matter which run wrote them.
-        Raises `CheckpointError`.
+        `resuming`: whether the run resumes from the folder's checkpoints; any run may then have written them.
+        Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
         """
         if self._depth == 0 and self._folder is not None:
             self._acquire(resuming)
@@ -139,7 +139,7 @@ class RetryingSaver(Saver):
 
 
 def copy_finisher(saver: Saver) -> Callable[..., None]:
-    """An optimizer step pre-hook that waits for an overlapped copy of the state before the optimizer changes it."""
+    """Return an optimizer step pre-hook that waits for an overlapped copy, because the step changes the state."""
     held = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
 
     def before_optimizer_step(*_: Any) -> None:
@@ -164,7 +164,7 @@ Lineage = dict[str, str | None]
 
 
 class LineagePart(SavedPart):
-    """The run's lineage: the job that started it, and the checkpoint that it started from."""
+    """The run's lineage: the job that started the run, and the checkpoint that the run started from."""
 
     name = "lineage"
     required = False
@@ -180,19 +180,19 @@ class LineagePart(SavedPart):
 
 
 class LoopState(Protocol):
-    """The part of a Trainer's state that shows whether it can be saved now."""
+    """The part of a Trainer's state that determines whether a checkpoint can be saved now."""
 
     @property
     def may_save(self) -> bool:
-        """Whether to do a requested save now: no step is in progress, and no loop is running that would do it later."""
+        """Whether to do a requested save at once: no step is incomplete, and no loop is running that would save."""
 
     @property
     def is_in_callback(self) -> bool:
-        """Whether callbacks or an evaluation are running, so a checkpoint would contain only some of their changes."""
+        """Whether callbacks or an evaluation are running; a checkpoint would contain only some of their changes."""
 
 
 class Checkpoints:
-    """Saves and resumes a run, as set in `config.checkpoint`. Methods are collectives unless documented otherwise."""
+    """Saves and resumes a run, as `config.checkpoint` says. Methods are collectives unless documented otherwise."""
 
     def __init__(
         self,
@@ -209,8 +209,8 @@ class Checkpoints:
     ) -> None:
         """`saved_parts`: all parts of the run's state, in the order in which they are loaded.
 
-        `random`, `best`: two of these parts, which are also used between saves. `check_state()`: a collective that
-        raises an error if the state must not be saved.
+        `random`, `best`: two of these parts, which are also used between saves. `check_state`: a function that raises
+        an error if the state must not be saved; a collective.
         """
         self._world = world
         self._trainer_config = config
@@ -302,7 +302,7 @@ class Checkpoints:
             self.save()
 
     def save_again(self) -> None:
-        """Save this step even if it has been saved, because it has been evaluated since."""
+        """Save this step even if it has a checkpoint, because it has been evaluated since then."""
         if self._folder is not None:
             self.save()
 
@@ -321,7 +321,7 @@ class Checkpoints:
             self._memory_reserved = False
 
     def end(self) -> None:
-        """Save the final state and unlock the folder while the loop is still open. No step may follow."""
+        """Save the final state, and unlock the folder before the loop of steps has ended. No step may follow."""
         self.finish()
         self._folder_use.end()
 
@@ -398,7 +398,7 @@ class Checkpoints:
             self._saving, self.save_seconds = False, time.monotonic() - self._save_began
 
     def _size(self) -> int:
-        """Bytes of weights and optimizer state, which are most of a checkpoint."""
+        """Bytes of weights and optimizer state, which make up most of a checkpoint."""
         states = chain(*(state.values() for state in self._optimizer.state.values() if isinstance(state, dict)))
         held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
         weights = zip(self._strategy.model.parameters(), self._strategy.local_parameters(), strict=True)
@@ -411,7 +411,7 @@ class Checkpoints:
         return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
-        """After a resume from an earlier step, move later checkpoints away: a restart must not resume from them."""
+        """After a resume from an earlier step, move later checkpoints away: a restart would resume from them."""
         if self._newest_kept is None:
             return
         moved = set_aside(folder, self._newest_kept)
@@ -426,7 +426,7 @@ class Checkpoints:
             )
 
     def _state(self, parts: Sequence[SavedPart], everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The state of `parts`. `everyone`: for each rank, the `rank_state` of each of the run's parts."""
+        """The state of `parts`, to be saved. `everyone`: for each rank, the `rank_state` of every part of the run."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         for number, part in enumerate(self._saved_parts):
             if part in parts:
@@ -436,7 +436,7 @@ class Checkpoints:
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
         """The ranks that share this rank's folder.
 
-        If this rank sees the folder of rank 0, these are all ranks that see it; otherwise, the ranks on this node.
+        If this rank sees rank 0's folder, these are all ranks that see that folder; otherwise, all ranks on this node.
         """
         world = self._world
         names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
@@ -489,16 +489,16 @@ class Checkpoints:
         return next((each.piece_of(tensor) for each in self._saved_parts if each.name == part), None)
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
-        """The device to load a tensor to. A model may be on several devices."""
+        """The device to load a tensor to; needed because a model may be on several devices."""
         found = next((each.device_of(tensor) for each in self._saved_parts if each.name == part), None)
         return self._world.device if found is None else found
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
-        """Start a lineage. The next save first moves the checkpoints of steps after `kept` away."""
+        """Start a lineage. The next save first moves away the checkpoints of steps after `kept`."""
         self._lineage.lineage, self._newest_kept = lineage, kept
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, after checking that each part matches. A collective: the strategy may reduce gradients."""
+        """Load all parts, after checking that each matches this run. A collective: a part may reduce gradients."""
         if self._saver is not None:
             self._saver.finish_copy()
         with explained_load_errors(path):
@@ -559,7 +559,7 @@ class Checkpoints:
         return sorted(common, reverse=True)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """The state of a checkpoint; None, with a warning, if it is damaged on any rank. A collective."""
+        """Read the state of a checkpoint; log a warning and return None if it is damaged on any rank. A collective."""
         state, problem = None, ""
         try:
             state = load(path, device=self._device_of, wanted=self._piece_of)

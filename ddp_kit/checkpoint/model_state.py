@@ -28,7 +28,7 @@ from ddp_kit.torch_internals import loaded_by_own_code
 class FrozenWeights:
     """The parameters that do not require gradients, by name. Methods are collectives unless documented otherwise.
 
-    Their fingerprints are computed once; at each save, a faster checksum of this rank's part detects changes.
+    Their fingerprints are computed once; at each save, a faster checksum of the weights on this rank detects changes.
     """
 
     def __init__(self, strategy: Strategy, world: World) -> None:
@@ -70,7 +70,7 @@ class FrozenWeights:
         return self._entries
 
     def compare(self, saved: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` unless this run has the weights that a checkpoint left out, with the same values."""
+        """Raise `CheckpointError` unless this run's frozen weights equal the weights that a checkpoint omits."""
         own = self.entries()
         if others := [name for name, entry in saved.items() if own.get(name) != entry]:
             raise frozen_weights_differ(others)
@@ -222,9 +222,10 @@ def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy
 
 
 def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """Return this rank's shards of the saved tensors, which may be whole or pieces: the inverse of `in_pieces`.
+    """Return the optimizer state with this rank's shards in place of the saved tensors: the inverse of `in_pieces`.
 
-    Raises `ValueError` for pieces of another shape or position.
+    A saved tensor may be whole or a `Piece`. Raises `ValueError` if a `Piece` differs in shape or position from this
+    rank's shard.
     """
 
     def local(parameter: nn.Parameter, value: Any) -> Any:
@@ -249,7 +250,7 @@ def _mapped(
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Raise `ValueError` for states of the wrong shape: fused kernels would read past the end of smaller states."""
+    """Raise `ValueError` for states of the wrong shape, because fused kernels would read past the end of small ones."""
     for parameter, state in states:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
@@ -258,7 +259,7 @@ def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Give states the strides of their parameters: files do not store strides, and fused kernels assume equal ones."""
+    """Give states the strides of their parameters, which fused kernels assume; files do not store strides."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items() if isinstance(kept, dict) else ():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
@@ -273,7 +274,7 @@ class OptimizerPart(SavedPart):
     version = 2  # version 1 had only the optimizer's state_dict
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer, kind: str) -> None:
-        """`optimizer`: the user's optimizer. `kind`: its class.
+        """`optimizer`: the user's optimizer. `kind`: the name of its class.
 
         `device_optimizer`: the optimizer that holds the model's parameters.
         """
@@ -368,7 +369,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameter that a state tensor belongs to. `tensor`: such as state.0.exp_avg for the first parameter."""
+    """The parameter that a state tensor belongs to. `tensor`: its name; state.0.exp_avg is of the first parameter."""
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)
     return parameters[int(number)] if known else None
@@ -424,7 +425,7 @@ def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
             check_same_kind(state[name], own, f"{name} of the checkpoint's scheduler")
     for name in state:
         if callable(getattr(type(scheduler), name, None)):
-            raise ValueError(f"{name} of the checkpoint's scheduler would replace a method")
+            raise ValueError(f"{name} in the checkpoint's scheduler state would replace a method of the scheduler")
     for name in ("base_lrs", "_last_lr"):
         if len(state.get(name, scheduler.base_lrs)) != len(scheduler.base_lrs):
             raise ValueError(

@@ -44,11 +44,11 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     piece: Piece | None
-    """The piece of a tensor that is written; None if the tensor is whole."""
+    """The piece that is written; None if the whole tensor is written."""
     tensor: Tensor
     """The values to write, in a dtype that the file format supports; on any device, contiguous or not."""
     original: Tensor
-    """The tensor in the state; differs from `tensor` if its dtype is stored as bytes."""
+    """The tensor in the state; differs from `tensor` if the file format does not support this tensor's dtype."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TensorOffset:
     """The position of a tensor in the buffer."""
 
     number: int
-    """The index of the tensor in the list that was laid out."""
+    """The index of the tensor in the list passed to `lay_out`."""
     offset: int
     bytes: int
 
@@ -76,8 +76,8 @@ class Layout:
 def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
     """Assign files and offsets to tensors.
 
-    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: added to
-    each file name.
+    `aliases`: part -> {alias of a tensor -> the name under which the tensor is stored}. `suffix`: a suffix of each
+    file name, before the extension.
     """
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):
@@ -137,11 +137,11 @@ FACTORIES: Mapping[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed state."""
+    """A state as returned by `pack`: named tensors, and JSON for everything else."""
 
     tensors: tuple[Stored, ...]
     aliases: Mapping[str, Mapping[str, str]]
-    """Part -> {another name of a tensor -> the name under which it is stored}."""
+    """Part -> {alias of a tensor -> the name under which the tensor is stored}."""
     text: Mapping[str, Any]
     """The content of state.json."""
 
@@ -471,7 +471,7 @@ class Division:
         """For each tensor in `numbers`, whether it is replicated."""
 
     def fits(self, packed: Packed) -> bool:
-        """Whether this division also fits another state, because the tensors differ only in their values."""
+        """Whether another state can use this division, because its tensors differ only in their values."""
         return self._key == _key(packed)
 
 
@@ -490,6 +490,6 @@ def _place(piece: Piece) -> tuple[Any, ...]:
 
 
 def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
-    """Everything that a layout depends on, including the order of aliases, which is their order in file headers."""
+    """Everything that a layout depends on. This includes the order of aliases, because file headers keep that order."""
     tensors = [(*stored[:4], stored.piece and _place(stored.piece)) for stored in packed.tensors]
     return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]

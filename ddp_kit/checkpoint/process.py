@@ -81,7 +81,7 @@ class System:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def remove(self, path: Path) -> None:
-        """Remove a folder and its content. Entries that cannot be removed are left for the next save."""
+        """Remove a folder and its content. Entries that cannot be removed are left for the next save to remove."""
         shutil.rmtree(path, ignore_errors=True)
 
     def free(self, folder: Path) -> int:
@@ -249,9 +249,10 @@ def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) 
 
 
 def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
-    """Wait for the other writers' shares, and return their files. Called by writer 0.
+    """Wait for the shares of the other writers, and return the records of all their files. Called by writer 0.
 
-    `unfinished`: the folder of the unfinished checkpoint. `abandoned()`: whether the training process is gone.
+    `unfinished`: the folder of the unfinished checkpoint. `abandoned`: a function that returns whether the training
+    process has ended.
     Raises `CheckpointError`, and `OSError` with the error number that another writer has recorded.
     """
     files: list[FileRecord] = []
@@ -308,7 +309,7 @@ def _allowed(abandoned: Callable[[], bool]) -> float:
 
 
 def _names(unfinished: Path) -> set[str]:
-    """The names in the folder. Lists the folder, because NFS caches for a minute that a single file does not exist."""
+    """The names in the folder. Lists the folder, because NFS may cache for a minute that a file does not exist."""
     return {path.name for path in _entries(unfinished)}
 
 
@@ -321,7 +322,7 @@ def _size(unfinished: Path) -> int:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock; None if the file system has no locks."""
+    """Whether a process holds a lock on the file; None if the file system has no locks."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -379,11 +380,12 @@ _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
-    """Write a checkpoint durably, and remove checkpoints that are not kept.
+    """Write a checkpoint durably, and remove older checkpoints that exceed `job.keep_last`.
 
     A writer other than 0 only writes its share.
-    `memory`: the content of the files. `abandoned()`: whether the process that requested the save is gone.
-    Raises `CheckpointError`; earlier checkpoints are then unchanged.
+    `memory`: the content of the files. `abandoned`: a function that returns whether the process that requested the
+    save has ended.
+    Raises `CheckpointError` if the checkpoint cannot be written; earlier checkpoints are then unchanged.
     """
     system = system or System()
     folder = Path(job.folder)
@@ -436,7 +438,7 @@ def make_folder(folder: Path, system: System | None = None) -> None:
 def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
     """Move the checkpoints of steps after `after` into a new folder next to them, durably.
 
-    Called after the run has resumed from an earlier step: a restart must not resume from the later checkpoints.
+    Called after the run has resumed from an earlier step, so that a restart does not resume from later checkpoints.
     Returns the new folder and the steps moved; None if there is nothing to move. Raises `CheckpointError`.
     """
     system = system or System()
@@ -486,7 +488,7 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
 
 
 def _prune(job: Job, folder: Path, system: System) -> None:
-    """Remove older checkpoints that are not kept. Checkpoints of later steps belong to another run, and are kept."""
+    """Remove older checkpoints that exceed `keep_last`. Those of later steps belong to another run, and are kept."""
     there = [found for found in checkpoints(folder) if found.step <= job.step]
     kept = _kept(there, job.keep_last)
     for found in there:
@@ -610,9 +612,10 @@ _LONGEST_TEXT = 10_000
 
 
 def main(parent: int, memory: int, line: int) -> None:
-    """Serve the training process. `parent`: its process id. `memory`, `line`: descriptors of the memory and the socket.
+    """Write the checkpoints that the training process requests.
 
-    Signals were blocked before the start: a signal to the whole job must not interrupt a save in progress.
+    `parent`: the id of the training process. `memory`, `line`: file descriptors of the shared memory and the socket.
+    Signals were blocked before this process started, because a signal to the whole job must not interrupt a save.
     """
     waits: list[int] = [line]
     with suppress(OSError):  # needed because a forked DataLoader worker may keep the other end of the socket open

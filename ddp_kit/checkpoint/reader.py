@@ -1,4 +1,4 @@
-"""Reads checkpoints: verifies the files, and restores the state that was saved. Files are not trusted."""
+"""Reads checkpoints: verifies the files, and restores the saved state. Files are validated, not trusted."""
 
 import base64
 import binascii
@@ -46,7 +46,10 @@ _MOST_WITHOUT_BYTES = 1 << 16
 
 
 def unpack(text: Any, fetch: Fetch) -> Any:
-    """Restore the state. `text`: the content of state.json. `fetch`: returns tensors. Raises `CheckpointError`."""
+    """Restore the state. `text`: the content of state.json. `fetch`: a function that returns a stored tensor.
+
+    Raises `CheckpointError` if the content is invalid.
+    """
     try:
         return _Reader(fetch).value(text, 0)
     except Exception as error:  # numpy and torch raise many kinds of errors for invalid values
@@ -63,7 +66,7 @@ class _Reader:
 
     def value(self, text: Any, depth: int) -> Any:
         if depth > DEEPEST:
-            raise ValueError(f"nested more than {DEEPEST} levels deep")
+            raise ValueError(f"the state is nested more than {DEEPEST} levels deep")
         if isinstance(text, list):
             return self._list(text, depth)
         if not isinstance(text, dict):
@@ -115,7 +118,7 @@ class _Reader:
     def _whole(self, part: str, name: str, on_device: bool) -> Tensor:
         stored = self._fetch(part, name, on_device)
         if isinstance(stored, Piece):
-            raise ValueError("a tensor stored as bytes is split into pieces")
+            raise ValueError("a tensor that is stored as bytes, and therefore must be whole, is split into pieces")
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
@@ -150,7 +153,7 @@ def _checked_bools(array: Any) -> Any:
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
     dtype = np.lib.format.descr_to_dtype(_description(text, 0))
     if dtype.hasobject:
-        raise ValueError("a numpy dtype contains Python objects")
+        raise ValueError("a numpy dtype contains Python objects, which cannot be loaded")
     return dtype
 
 
@@ -215,9 +218,9 @@ def load(
     """Read a checkpoint, and return the state that was passed to `Saver.save`.
 
     `path`: the checkpoint's folder. `device`: where to load tensors that were not in host memory when they were saved.
-    `wanted`: the region of each tensor that this process needs. The state then has a `Piece` with this region, and only
-    the region is held in memory; files without wanted regions are not read. A tensor whose shape differs from that of
-    the piece is read whole. If None, all files are read, and all tensors are whole.
+    `wanted`: a function that returns the region of a tensor that this process needs, as a `Piece`. The state then has a
+    `Piece` with only this region in place of the tensor, and files without wanted regions are not read. A tensor that
+    has another shape than its `Piece` says is read whole. If None, all files are read, and all tensors are whole.
     Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
@@ -263,7 +266,7 @@ def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Destination]]:
-    """Memory for a tensor or a piece of it, and the parts of that memory to read each box into."""
+    """Memory for a tensor or a piece of it, and the destination of each box in this memory."""
     shape = whole.shape if piece is None else tuple(piece.tensor.shape)
     content = torch.empty(math.prod(shape) * ITEM_BYTES[whole.dtype], dtype=torch.uint8)
     tensor = content.view(DTYPE_OF[whole.dtype]).view(shape)

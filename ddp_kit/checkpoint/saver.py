@@ -71,9 +71,9 @@ class SharedBuffer:
                 self._filling = filling
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
-        """Make room for `tensors`, set `targets`, and write the headers and `text`.
+        """Make room for `tensors`, create `targets` there, and write the file headers and `text`.
 
-        `tensors`: in the order of the layout's places. If the layout has not changed, only `text` is written.
+        `tensors`: in the order of `layout.places`. If the layout has not changed, only `text` is written.
         """
         if self._filling is not None:
             self._filling.join()
@@ -133,9 +133,9 @@ class SharedBuffer:
 
 
 def _fault_in(memory: Tensor) -> None:
-    """Fault in all pages now instead of one by one on first write, which would take about a second per GB.
+    """Fault in all pages at once; faulting them in one by one on first write would take about a second per GB.
 
-    Works in pieces, because other memory allocations of the process must wait for each piece. Releases the GIL.
+    Works in chunks, because other memory allocations in this process wait until a chunk is done. Releases the GIL.
     """
     begin, size = memory.data_ptr(), memory.numel()
     for done in range(0, size, _POPULATED_AT_ONCE):
@@ -199,7 +199,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _pieces(moves: _Piece) -> list[_Piece]:
-    """The moves, split into pieces of about equal size."""
+    """Split copies, given as (target address, source address, bytes), into pieces of about equal size."""
     pieces: list[_Piece] = [[]]
     room = _PIECE
     for target, source, size in moves:
@@ -215,10 +215,11 @@ def _pieces(moves: _Piece) -> list[_Piece]:
 
 
 def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
-    """Copy in up to as many threads as torch uses; each thread takes the next piece.
+    """Copy with at most as many threads as torch uses; each thread repeatedly takes the next piece.
 
     This is faster than torch's copies, which wait for their slowest thread after every tensor.
-    `owners`: the tensors. Each thread keeps them alive, because a signal handler may end this function at any line.
+    `owners`: the tensors. Each thread keeps them alive, because a signal handler may raise an exception here at any
+    line while threads are still copying.
     """
     alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
     pieces = [moves] if alone else _pieces(moves)
@@ -312,7 +313,7 @@ class WriterProcess:
         self._send()
 
     def finished(self, *, wait: bool) -> bool:
-        """Whether the last checkpoint is complete. `wait`: wait until it is. Raises the error of a failed save."""
+        """Whether the last checkpoint is complete. `wait`: whether to wait for it. Raises an error if it failed."""
         while self._job is not None:
             self._send()
             ended = self._process.poll() is not None  # before reading, so that the process's last answer is not missed
@@ -366,7 +367,7 @@ class WriterProcess:
 
 
 def _continue(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGCONT, because training waits for the process, which may have been stopped with SIGSTOP."""
+    """Resume the process if SIGSTOP has stopped it, because training would wait for it forever."""
     process.send_signal(signal.SIGCONT)
 
 
@@ -405,11 +406,11 @@ class Saver:
         saver.close()
 
     `keep_last`: the number of complete checkpoints to keep, including the new one; the best one is kept in addition.
-    `background`: write and hash in a separate process; if False, `save` returns when the checkpoint is on disk.
+    `background`: whether to write in a separate process; if False, `save` returns when the checkpoint is on disk.
     `writer`, `writers`: the index of this Saver, and the number of Savers that write each checkpoint together, one per
     process.
-    From the first save or `reserve` on, the Saver holds as much host memory as it writes for a checkpoint. Raises
-    `CheckpointError` if the folder cannot be written to.
+    From the first call of `save` or `reserve` on, the Saver holds as much host memory as it writes for a checkpoint.
+    Raises `CheckpointError` if the folder cannot be written to.
     """
 
     def __init__(
@@ -441,16 +442,17 @@ class Saver:
     ) -> None:
         """Start a save. When this returns, the state has been copied and may change.
 
-        Waits until the previous save is finished. If it failed, and neither `check` nor `wait` has raised its
+        Waits until the previous save is finished. If that save failed, and neither `check` nor `wait` has raised its
         `CheckpointError`, the error is raised here, and no new save is started.
-        `state`: part -> values that `packing.pack` can store, with tensors on any device. `best`: mark the checkpoint
-        as the best so far.
+        `state`: part -> values that `packing.pack` can store, with tensors on any device. `best`: whether to mark the
+        checkpoint as the best so far.
 
-        If there are several writers, all of them call this. `token`: equal on all writers, and different in each save.
-        `replicated`: which tensors are identical on all writers, and can therefore be divided among the writers.
-        Writers other than 0 save only replicated tensors and pieces.
+        If there are several writers, all of them call this. `token`: a text that is equal on all writers, and different
+        in each save. `replicated`: a function that returns whether a tensor is identical on all writers; such tensors
+        are divided among the writers. Writers other than 0 save only replicated tensors and pieces.
 
-        `overlap`: return while a thread still copies replicated tensors; call `finish_copy` before these change.
+        `overlap`: whether to return while a thread still copies replicated tensors; the caller must then call
+        `finish_copy` before these tensors change.
         """
         packed = pack(state)
         self.wait()
@@ -491,7 +493,7 @@ class Saver:
         self._begin(copying.job)
 
     def _begin(self, job: Job) -> None:
-        """Write the copied state, or let the writer process do it."""
+        """Write the copied state, or start to write it in the writer process."""
         if not self._background:
             with self._buffer.view as view:
                 write(job, view)
@@ -559,7 +561,7 @@ class Saver:
 
     @contextmanager
     def _replaced_if_gone(self) -> Iterator[None]:
-        """A context that forgets the writer process if it is gone, so that the next save starts another one."""
+        """A context that discards the writer process if it has ended, so that the next save starts a new one."""
         try:
             yield
         except CheckpointError:

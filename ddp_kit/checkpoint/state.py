@@ -48,7 +48,7 @@ class StateMismatchError(Exception):
 
 @contextmanager
 def explained_load_errors(path: Path) -> Iterator[None]:
-    """A context for the use of a checkpoint's content, which converts any error to a `CheckpointError`."""
+    """A context that converts any error about a checkpoint's content to a `CheckpointError`. `path`: the checkpoint."""
     try:
         yield
     except DdpKitError:
@@ -125,7 +125,7 @@ class SavedPart(ABC):
         return None
 
     def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
-        """The piece of a tensor that this rank holds; None if it holds all. `tensor`: its name in the part's file."""
+        """The piece of a tensor that this rank holds; None: the whole tensor. `tensor`: its name in the part's file."""
         return None
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
@@ -133,9 +133,9 @@ class SavedPart(ABC):
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
-        """Why the state does not match this run; None if it does. All parts are checked before any part is loaded.
+        """The reason why the state does not match this run; None if it matches.
 
-        May raise any error for values with invalid types or ranges.
+        All parts are checked before any part is loaded. May raise any error for values with invalid types or ranges.
         """
         return None
 
@@ -260,7 +260,9 @@ class PrecisionPart(SavedPart):
         whole_number(state["skipped"], "skipped")
         for name, value in state["scaler"].items():
             if not 0 <= real_number(value, f"{name} of the checkpoint's loss scaler") < math.inf:
-                raise ValueError(f"{name} of the checkpoint's loss scaler is {value}")
+                raise ValueError(
+                    f"{name} of the checkpoint's loss scaler is {value}, but must be finite and not negative"
+                )
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -278,7 +280,7 @@ class RandomPart(SavedPart):
     name = "random"
 
     def __init__(self, world: World, seed: int, data_rank: int, progress: Progress) -> None:
-        """`data_rank`: equal on ranks that share samples, which must draw the same random numbers."""
+        """`data_rank`: equal on ranks with the same samples, because these ranks must draw the same random numbers."""
         self._world = world
         self._seed = seed
         self._data_rank = data_rank
@@ -293,7 +295,7 @@ class RandomPart(SavedPart):
         return [*ranks]
 
     def check(self, state: Any) -> str | None:
-        """Validate the states by setting them once, because a later error would not name the checkpoint."""
+        """Validate the states by setting them once, because an error in `restore` would not name the checkpoint."""
         if not isinstance(state, list):
             raise ValueError("the random states are not a list")
         saved = [decoded(text) for text in state]

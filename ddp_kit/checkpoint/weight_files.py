@@ -63,7 +63,10 @@ class Whole(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Destination]:
-        """The destinations of a piece's boxes. `memory`: a byte array of the piece's size. Others: see `boxes_of`."""
+        """The destinations of a piece's boxes. `memory`: a byte array of the piece's size.
+
+        `shape`, `offsets`, `flat`: see `boxes_of`.
+        """
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
@@ -127,7 +130,7 @@ class TensorFiles:
 
 
 def _needed(wanted: Mapping[Key, Sequence[Destination]]) -> Any:
-    """A predicate: whether a file has to be read. A file without values is also read, to verify its hash."""
+    """Return a function that returns whether to read a file. Files without values are read to verify their hashes."""
 
     def needed(file: _File) -> bool:
         own = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
@@ -154,9 +157,9 @@ def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedRea
 
 
 def _parts(block: Box, places: Iterable[Destination]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
-    """Yield the memory for each requested part of a block, and the part's index in the block.
+    """Yield the destination of each requested part of a block, and the index of the part in the block.
 
-    The index is None if the part is the whole block and its memory is contiguous, so that it can be read directly.
+    The index is None if the part is the whole block and the destination is contiguous: it can be read into directly.
     """
     for place in places:
         common = block.intersection(place.box)
@@ -176,7 +179,7 @@ def _bytes(memory: Array) -> Array:
 
 
 def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
-    """The tensor that the pieces form. Raises `ValueError` unless they contain each of its values exactly once."""
+    """The tensor that the pieces form. Raises `ValueError` unless each of its values is in exactly one piece."""
     first = records[0]
     boxes = [box for each in records for box in each.boxes]
     if len({(each.dtype, each.whole) for each in records}) > 1 or overlap(boxes):
@@ -207,14 +210,14 @@ class StoredWeights(NamedTuple):
 
 
 def plain_name(name: str) -> str:
-    """The name of a weight in a model without the wrappers of `torch.compile(model)`."""
+    """The name of a weight without the components that `torch.compile(model)` adds to it."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
 
 
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
     """The weights that a checkpoint holds, by name (see `plain_name`). `state`: the content of state.json.
 
-    `ema`: replace the trained weights by the averages of the `EMA` callback; requires `has_average`.
+    `ema`: whether to replace the trained weights by the averages of the `EMA` callback; requires `has_average`.
     Raises `ValueError` if there are no weights.
     """
     model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))

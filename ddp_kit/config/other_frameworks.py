@@ -3,7 +3,8 @@
 The names are those of transformers 4 and 5 (TrainingArguments, Trainer), Lightning 1 and 2 (Trainer, ModelCheckpoint)
 and Accelerate 1 (Accelerator, DataLoaderConfiguration), except names that ddpkit's own settings have too.
 
-Code is in backticks; a test checks that the code exists. A text that begins with code is the nearest equivalent.
+The tables map each name to the end of a message. Code in the message is in backticks, and a test checks that it exists.
+A message that begins with code names the nearest equivalent.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ _MOVED = '`parallel="fsdp"`, or the sizes of `parallel`: replicate, shard, tenso
 _BF16 = '`precision="bf16"`'
 _FP16 = '`precision="fp16"`, which always uses torch\'s autocast and gradient scaler'
 _METRICS = (
-    "not needed: the metrics of `Trainer(..., metrics=...)` are averaged exactly over all batches and ranks, without "
-    "keeping outputs"
+    "not needed: the metrics of `Trainer(..., metrics=...)` are averaged exactly over all batches and ranks, and no "
+    "outputs are stored"
 )
 _LOGGERS = "loggers are callbacks: `Trainer(..., callbacks=...)` with `TensorBoardLogger`, `WandbLogger` or another one"
 _OF_LOGGER = (
@@ -58,7 +59,7 @@ _CALLBACK_STATE = "not needed: checkpoints hold the state of each `Callback` tha
 _SYNC_BATCH_NORM = "convert the model before you create the Trainer: `torch.nn.SyncBatchNorm.convert_sync_batchnorm`"
 _STREAM = "not supported: use an IterableDataset, because its __iter__ is called in each epoch"
 _PER_NODE = (
-    "the launcher starts the processes; give it the number per node: `ddpkit launch --nnodes 2 --gpus 4 train.py`"
+    "the launcher starts the processes; pass their number per node: `ddpkit launch --nnodes 2 --gpus 4 train.py`"
 )
 _GLOBAL = "not needed: `global_batch_size` counts the samples of all ranks"
 _LOGS = "`TensorBoardLogger(dir)`, in the Trainer's callbacks"
@@ -66,7 +67,7 @@ _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
 def _table(texts: Mapping[str, str]) -> dict[str, str]:
-    """Name -> text, from text -> names separated by spaces."""
+    """Return a dict from each name to its text. `texts`: maps each text to one or more names, separated by spaces."""
     return {name: text for text, names in texts.items() for name in names.split()}
 
 
@@ -181,7 +182,7 @@ _HUGGING_FACE = _table(
         _UNSUPPORTED: "jit_mode_eval use_ipex past_index mp_parameters ray_scope tpu_num_cores tpu_metrics_debug "
         "use_legacy_prediction_loop",
         # Arguments of Hugging Face's Trainer:
-        "settings are a TrainerConfig: `Trainer(..., config=TrainerConfig(epochs=3))`": "args",
+        "pass settings as a TrainerConfig: `Trainer(..., config=TrainerConfig(epochs=3))`": "args",
         "they are arguments of the Trainer: `Trainer(model, optimizer, loss_fn, scheduler=...)`": "optimizers",
         "`data.collate_fn`": "data_collator",
         _DATA: "train_dataset eval_dataset",
@@ -223,7 +224,7 @@ _LIGHTNING = _table(
         "move_metrics_to_cpu prepare_data_per_node",
         _SYNC_BATCH_NORM: "sync_batchnorm",
         _STREAM: "reload_dataloaders_every_n_epochs reload_dataloaders_every_epoch",
-        "not needed: the run record of a run with `checkpoint.dir` has all settings": "enable_autolog_hparams",
+        "not needed: a run with `checkpoint.dir` saves all settings in this folder": "enable_autolog_hparams",
         '`micro_batch_size="auto"`': "auto_scale_batch_size",
         "`trainer.find_learning_rate(train_data)`": "auto_lr_find",
         "not needed: each log row has the gradient norm": "track_grad_norm",
@@ -282,7 +283,7 @@ _BY_FRAMEWORK = {
 def equivalent(name: str) -> str | None:
     """The replacement for a name of another framework, as text for a message; None for an unknown name.
 
-    The text names the frameworks if the name has different meanings in several frameworks.
+    If the name has different meanings in several frameworks, the text has one replacement for each framework.
     """
     found = {framework: table[name] for framework, table in _BY_FRAMEWORK.items() if name in table}
     if not found:

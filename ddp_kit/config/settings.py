@@ -55,7 +55,7 @@ STRATEGIES = {
     "pipeline": "ddp_kit.parallel.pipeline:PipelineStrategy",
     "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
 }
-"""Name -> "module:class" of each strategy; the class is imported when it is used."""
+"""Maps the name of each strategy to "module:class". The class is imported when a run uses the strategy."""
 AUTO = "auto"
 """Name that the Trainer replaces with the first strategy that fits in memory; see `ddp_kit.memory.choose`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
@@ -91,7 +91,7 @@ def _is_part(field: FieldInfo) -> bool:
 
 
 def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Name, default and description of each setting; names of nested settings have dots."""
+    """Yield help text with the name, default and description of each setting. Nested settings have dotted names."""
     for name, field in model.model_fields.items():
         if _is_part(field):
             yield from _help_lines(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -101,18 +101,18 @@ def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Omit the list of settings from a class's description, because in a JSON schema each setting has a description."""
+    """Omit the list of settings from the class description: in a JSON schema, each setting has its own description."""
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
 class _Part(BaseModel):
-    """The base class of configurations: frozen, and all mistakes are reported in one `ConfigError`."""
+    """The base class of configurations. Instances are frozen, and one `ConfigError` reports all invalid settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Give the class a docstring and signature for `help()`: pydantic's signature shows validators as types."""
+        """Set the class's docstring and signature for `help()`. pydantic's own signature would show the validators."""
         super().__pydantic_init_subclass__(**options)
         defaults = {name: {} if _is_part(field) else field.default for name, field in cls.model_fields.items()}
         cls.__signature__ = inspect.Signature(
@@ -244,7 +244,8 @@ class CheckpointConfig(_Part):
     )
     resume: Literal["auto"] | Path | None = Field(
         default="auto",
-        description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: none.',
+        description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not '
+        "resume.",
     )
 
     @model_validator(mode="after")
@@ -267,7 +268,7 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "zero1": lambda values: values.get("shard_optimizer", False) is True,
     "device_map": lambda values: values.get("device_map") is not None,
 }
-"""Strategy -> whether these settings imply it; the first match counts."""
+"""For each strategy, a function that returns whether the settings imply the strategy. The first match counts."""
 
 
 class ParallelConfig(_Part):
@@ -286,7 +287,8 @@ class ParallelConfig(_Part):
     )
     replicate: Size = Field(
         default=-1,
-        description="Number of replicas of the whole model; -1: the number of ranks divided by the other sizes.",
+        description="Number of replicas of the whole model; -1: the number of ranks divided by the product of the "
+        "other sizes.",
     )
     shard: Size = Field(
         default=1,
@@ -328,7 +330,7 @@ class ParallelConfig(_Part):
     reshard_after_forward: Literal["auto"] | bool = Field(
         default="auto",
         description='FSDP: free gathered weights after the forward pass; "auto": yes, except for the root module and, '
-        "in a pipeline, for stages whose blocks take at most an eighth of the memory.",
+        "in a pipeline, for stages whose blocks take at most an eighth of the rank's memory.",
     )
     device_map: Literal["auto"] | dict[str, int] | None = Field(
         default=None,
@@ -416,7 +418,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """Raise the error that a Literal would raise: the message then lists the allowed values and the nearest one."""
+        """Raise the same error as a `Literal` field. The message then lists the allowed values and the nearest one."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
@@ -440,7 +442,7 @@ class MemoryConfig(_Part):
     offload_activations: bool = Field(
         default=False,
         description="Keep activations of 1 MiB or more in pinned host memory until the backward pass. This does not "
-        "change results. When training on the CPU, activations are only copied.",
+        "change results. When training on the CPU, activations are copied without saving memory.",
     )
     activation_bits: Literal[8] | None = Field(
         default=None,
@@ -449,8 +451,8 @@ class MemoryConfig(_Part):
     )
     offload_optimizer: bool = Field(
         default=False,
-        description="Keep the optimizer's state in host memory and run its step on the CPU, on pinned copies of the "
-        "weights and gradients that this rank updates.",
+        description="Keep the optimizer state in host memory and run the optimizer step on the CPU. The step uses "
+        "pinned copies of the weights that this rank updates, and of their gradients.",
     )
     offload_parameters: bool = Field(
         default=False,
@@ -571,14 +573,14 @@ class TrainerConfig(_Part):
     )
     mfu: bool = Field(
         default=False,
-        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step, the "
-        "loss function is called once more, with fake tensors, which have shapes but no values.",
+        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. To count FLOPs, the "
+        "loss function is called once more after the first step, with fake tensors, which have shapes but no values.",
     )
     eval_every_steps: Count | None = Field(
         default=None, description="Optimizer steps between evaluations; None: after each epoch."
     )
     eval_every_epochs: Count | None = Field(
-        default=None, description="Epochs between evaluations, instead of eval_every_steps."
+        default=None, description="Epochs between evaluations; an alternative to eval_every_steps."
     )
     sanity_check: Literal["auto", "off"] = Field(
         default="auto",
@@ -607,11 +609,11 @@ class TrainerConfig(_Part):
         if self.eval_every_steps is not None and self.eval_every_epochs is not None:
             raise ValueError(
                 f"eval_every_steps = {self.eval_every_steps} and eval_every_epochs = {self.eval_every_epochs}: set "
-                "one of the two"
+                "only one of the two"
             )
         if self.max_seconds is not None and self.checkpoint.dir is None:
             raise ValueError(
-                f"max_seconds = {self.max_seconds:g} saves the run to resume it later, which needs checkpoints: "
+                f"max_seconds = {self.max_seconds:g} needs checkpoints, because the run saves one at the time limit: "
                 'set checkpoint={"dir": "run"}'
             )
         if self.memory.offload_parameters and self.parallel.shard == 1:
@@ -650,9 +652,9 @@ class TrainerConfig(_Part):
             self.compile is not None or self.memory.activation_checkpointing is not None
         ):
             raise ValueError(
-                "parallel.pipeline_schedule = 'zbv' splits each backward pass in two, which is impossible for compiled "
-                "models and would recompute checkpointed blocks once per weight: use '1f1b' or 'interleaved', or leave "
-                "out compile and memory.activation_checkpointing"
+                "parallel.pipeline_schedule = 'zbv' computes gradients of inputs and of weights in separate backward "
+                "passes. Compiled models do not support this, and checkpointed blocks would be recomputed several "
+                "times: use '1f1b' or 'interleaved', or leave out compile and memory.activation_checkpointing"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(
@@ -701,18 +703,18 @@ class TrainerConfig(_Part):
 
     @classmethod
     def from_command_line(cls, words: Sequence[str] | None = None, **defaults: "Unpack[TrainerSettings]") -> Self:
-        """Create a configuration from words such as `--config FILE` and `data.num_workers=4`.
+        """Create a configuration from command-line arguments such as `--config FILE` and `data.num_workers=4`.
 
         Values are parsed as YAML. Settings on the command line take precedence over the file, and the file takes
         precedence over `defaults`.
 
         Args:
-            words: The command line. None: `sys.argv[1:]`. A script with options of its own passes the remaining
-                arguments that `argparse.ArgumentParser.parse_known_args` returns.
+            words: The command-line arguments; None: `sys.argv[1:]`. A script that has its own options should pass the
+                remaining arguments, which `argparse.ArgumentParser.parse_known_args` returns.
             **defaults: Settings by name, as for the class itself.
 
         Raises:
-            ConfigError: If a word has any other form, if a file cannot be read, or if a setting is invalid.
+            ConfigError: If an argument has any other form, if a file cannot be read, or if a setting is invalid.
         """
         files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
         if problems:
@@ -726,7 +728,7 @@ class TrainerConfig(_Part):
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write all settings to a YAML file that `load` reads, except functions such as `data.collate_fn`.
+        """Write the settings to a YAML file, which `load` can read. Functions such as `data.collate_fn` are left out.
 
         Args:
             path: The file, which is overwritten.
@@ -743,7 +745,7 @@ def absolute(path: str | Path) -> Path:
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
-        raise ConfigError(f"the folder {str(path)!r} cannot be found: {error}", "pass its absolute path") from None
+        raise ConfigError(f"cannot expand '~' in the path {str(path)!r}: {error}", "pass an absolute path") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -786,7 +788,7 @@ def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _as_table(name: str, value: Any) -> dict[str, Any]:
-    """The settings of part `name` as a dict, from any form that a user may give; empty for other values."""
+    """Convert the value of a group of settings, such as `parallel`, to a dict; empty for an invalid value."""
     if name == "parallel" and isinstance(value, str):
         return {"strategy": value}
     if isinstance(value, BaseModel):
@@ -821,7 +823,7 @@ def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]
 
 
 def _parsed(text: str) -> Any:
-    """The value of the text, parsed as YAML, except that dates remain text, and the text `None` means null."""
+    """Parse a value as YAML, except that dates remain text, and the text `None` means null."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -844,7 +846,7 @@ def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
     them = "it" if len(problems) == 1 else "them"
     return ConfigError(
-        f"{owner} has {_count(problems)}:", f"correct {them} and start again; nothing has run yet", problems
+        f"{owner} has {_count(problems)}:", f"correct {them} and start again; training has not started", problems
     )
 
 
@@ -869,7 +871,7 @@ def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[st
 
 
 def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The part of pydantic's error location that the user typed: field names, without the members of unions."""
+    """The field names in the location of a pydantic error, without the union members that pydantic adds."""
     path: list[str] = []
     model: type[BaseModel] | None = owner
     for step in map(str, location):
@@ -980,7 +982,7 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
 
 
 def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
-    """The replacement for an unknown setting, as text: the setting with the most similar full or last name."""
+    """The replacement for an unknown setting, as text: the setting whose full name or last part is most similar."""
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     typed = ".".join(path)
@@ -1011,7 +1013,7 @@ def _shown(value: object) -> str:
 
 
 def _part_with(name: str, value: object) -> str:
-    """The text to type for a part whose value is not a mapping; it uses the value if one setting was probably meant."""
+    """A correct example for a group of settings that got a single value. If possible, the example uses that value."""
     if name == "parallel":
         return '"fsdp"'
     setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")

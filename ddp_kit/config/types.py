@@ -61,7 +61,7 @@ class CheckpointSettings(TypedDict, total=False):
     overlap: bool
     """Copy weights and optimizer state during the next forward and backward pass instead of before it. Use this only if nothing but `optimizer.step()` modifies weights and optimizer state. Other modifications raise an error if torch detects them; torch cannot detect writes through `.data`, NumPy views or custom kernels."""
     resume: Literal["auto"] | str | Path | None
-    """Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: none."""
+    """Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not resume."""
 
 
 class ParallelSettings(TypedDict, total=False):
@@ -70,7 +70,7 @@ class ParallelSettings(TypedDict, total=False):
     strategy: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
     """ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: weights, gradients and optimizer state sharded; auto: the first of these that fits in memory, with activation checkpointing and tensor parallelism if needed. Alternatively, set the sizes below, whose product is the number of ranks."""
     replicate: int
-    """Number of replicas of the whole model; -1: the number of ranks divided by the other sizes."""
+    """Number of replicas of the whole model; -1: the number of ranks divided by the product of the other sizes."""
     shard: int
     """Number of ranks over which weights, gradients and optimizer state are sharded (FSDP2); in a pipeline, only the blocks are sharded."""
     tensor: int
@@ -88,7 +88,7 @@ class ParallelSettings(TypedDict, total=False):
     tensor_plan: Literal["auto"] | Mapping[str, str]
     """How tensor parallelism splits layers: names or patterns such as {"blocks.*.up": "column", "blocks.*.down": "row"}; "auto": the plan that the model defines."""
     reshard_after_forward: Literal["auto"] | bool
-    """FSDP: free gathered weights after the forward pass; "auto": yes, except for the root module and, in a pipeline, for stages whose blocks take at most an eighth of the memory."""
+    """FSDP: free gathered weights after the forward pass; "auto": yes, except for the root module and, in a pipeline, for stages whose blocks take at most an eighth of the rank's memory."""
     device_map: Literal["auto"] | Mapping[str, int] | None
     """Placement of one model's layers on several devices: a dict from module names, or ranges such as `blocks.0-11`, to the numbers of the rank's devices; "auto": divide the repeated blocks evenly by bytes; None: off."""
     find_unused_parameters: bool
@@ -109,11 +109,11 @@ class MemorySettings(TypedDict, total=False):
     activation_checkpointing: Literal["blocks", "ops"] | float | None
     """Activation checkpointing, which does not change results. blocks: the backward pass recomputes each repeated block from its input; a number from 0 to 1: only this fraction of the blocks is recomputed; ops: keep the outputs of attention and of every second matrix product of a block, and recompute the rest; None: off."""
     offload_activations: bool
-    """Keep activations of 1 MiB or more in pinned host memory until the backward pass. This does not change results. When training on the CPU, activations are only copied."""
+    """Keep activations of 1 MiB or more in pinned host memory until the backward pass. This does not change results. When training on the CPU, activations are copied without saving memory."""
     activation_bits: Literal[8] | None
     """8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; gradients are approximate. None: off."""
     offload_optimizer: bool
-    """Keep the optimizer's state in host memory and run its step on the CPU, on pinned copies of the weights and gradients that this rank updates."""
+    """Keep the optimizer state in host memory and run the optimizer step on the CPU. The step uses pinned copies of the weights that this rank updates, and of their gradients."""
     offload_parameters: bool
     """With FSDP: keep sharded weights and gradients in pinned host memory between uses; the optimizer's step then also runs on the CPU."""
 
@@ -173,11 +173,11 @@ class TrainerSettings(TypedDict, total=False):
     log_every_steps: int
     """Optimizer steps between log points. On a GPU, the values of a log point are read at the next log point, so that the host does not wait for the device."""
     mfu: bool
-    """Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step, the loss function is called once more, with fake tensors, which have shapes but no values."""
+    """Log the model FLOPs utilisation, on GPUs whose peak rate is known. To count FLOPs, the loss function is called once more after the first step, with fake tensors, which have shapes but no values."""
     eval_every_steps: int | None
     """Optimizer steps between evaluations; None: after each epoch."""
     eval_every_epochs: int | None
-    """Epochs between evaluations, instead of eval_every_steps."""
+    """Epochs between evaluations; an alternative to eval_every_steps."""
     sanity_check: Literal["auto", "off"]
     """auto: if the dataset has a length, evaluate one batch before the first step, so that a mistake in the loss or the metrics is found at once."""
     verify_ranks: Literal["weights", "all", "off"]

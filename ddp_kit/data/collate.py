@@ -29,9 +29,9 @@ class Keyed(NamedTuple):
 class DeviceTransform:
     """Applies the user's `data.device_transform` to the batches of one epoch, in order.
 
-    Batches are transformed ahead of their use, so transforms must not draw from the random states of training, which a
-    checkpoint stores. Each call is seeded from (seed, epoch, rank, number of the batch). The samples of a `Keyed`
-    batch are instead transformed one by one, and each call is seeded from (seed, epoch, key).
+    Batches are transformed before the step that uses them, so each call is seeded separately and does not change the
+    random states of training, which checkpoints store. The seed depends on (seed, epoch, rank, number of the batch).
+    For a `Keyed` batch, each sample is transformed in a separate call, and the seed depends on (seed, epoch, key).
     `number`: the index within the epoch of the next batch.
     """
 
@@ -60,11 +60,11 @@ def _sample(batch: Any, place: int) -> Any:
 
 
 def _joined(samples: list[Any]) -> Any:
-    """Concatenate batches of size 1. Raises `DataError` if they are nested differently."""
+    """Concatenate batches of size 1. Raises `DataError` if their nested structures differ."""
     leaves, forms = zip(*map(pytree.tree_flatten, samples), strict=True)
     if len(set(map(repr, forms))) > 1:
         raise DataError(
-            "data.device_transform returned differently nested batches for the samples of one batch",
+            "data.device_transform returned results with different structures for the samples of one batch",
             "return the same structure for each sample, or set data.seed_samples=False",
         )
     return pytree.tree_unflatten([_whole(each) for each in zip(*leaves, strict=True)], forms[0])
@@ -83,7 +83,7 @@ _SHOWN = 4  # differing samples in a message
 
 @dataclass(frozen=True)
 class Uncollated:
-    """Placeholder for a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
+    """A placeholder for a batch whose samples cannot be collated. DataLoader workers return it instead of the batch."""
 
     said: str
     """torch's error message."""
@@ -105,7 +105,7 @@ def checked_collate(samples: Any) -> Any:
 
 
 def identity_collate(batch: Any) -> Any:
-    """Collate function for batches that are already complete."""
+    """A collate function for batches that are already complete: return the batch unchanged."""
     return batch
 
 
@@ -156,7 +156,7 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (path, description) of each part of a sample, outer parts first; they must be equal in all samples."""
+    """Yield (path, description) for each part of a sample, outer parts first, to compare with other samples."""
     if hasattr(sample, "shape"):
         yield where, f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):
@@ -208,7 +208,7 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _keys(loader: Any, number: int) -> list[Any] | None:
-    """The keys of the samples in batch `number`, drawn again from the batch sampler; None if unknown."""
+    """The keys of the samples in batch `number`, read from the batch sampler again; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         return None

@@ -33,7 +33,7 @@ _REPEATS = 2
 
 
 def facts_of_data(data: Mapping[str, object]) -> Facts:
-    """Facts about data that must be the same on all ranks. `data`: role, such as "train_data" -> data."""
+    """Properties of data that must be the same on all ranks. `data`: maps each role, such as "train_data", to data."""
     facts: Facts = {}
     for role, given in data.items():
         loader = given if isinstance(given, DataLoader) else None
@@ -58,10 +58,10 @@ def subset_indices(dataset: object) -> list[list[Any]]:
 
 
 class SampleComparison:
-    """Compares a few samples of a Trainer's data between ranks. `data.compare_items` sets how many.
+    """Compares a few samples of a Trainer's data between ranks. `data.compare_items` sets the number of samples.
 
     for each of the samples, spread over the dataset:
-        digest = hash of the sample, fetched with a random seed of its own
+        digest = hash of the sample, fetched with a random seed that depends on its index
     gather the digests
     fetch the differing samples again, and raise `DataError` if each rank gets the same digests as before
     """
@@ -73,7 +73,7 @@ class SampleComparison:
         self._known: dict[int, tuple[Any, list[int]]] = {}  # dataset id -> (weak reference, digests)
 
     def compare(self, data: Mapping[str, object]) -> None:
-        """Raise `DataError` if the ranks' samples differ. A collective: all ranks call it with the same roles."""
+        """Raise `DataError` if the ranks' samples differ. A collective: all ranks must pass the same roles."""
         for role, given in data.items():
             loader = given if isinstance(given, DataLoader) else None
             dataset = given if loader is None else loader.dataset
@@ -127,7 +127,7 @@ class SampleComparison:
         return all(each for (each,) in gathered(self._world, [repeatable]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
-        """A digest of each sample; `_UNKNOWN` for samples without a digest, and after the time limit."""
+        """The digest of each sample; `_UNKNOWN` if a sample has no digest or was not fetched within the time limit."""
         digests = [_UNKNOWN] * len(keys)
         began = time.perf_counter()
         for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
@@ -150,7 +150,7 @@ class SampleComparison:
 
 
 class _Digests(Dataset[int]):
-    """A dataset of hashes of samples; before each sample, random states are set from the seed and the sample's key."""
+    """A dataset of hashes of samples. Random states are set from (seed, sample key) before each sample is fetched."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""Moves batches, which may be any nested containers, to the device while the device computes."""
+"""Moves batches, which may be nested containers of any kind, to the device, overlapped with computation."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +31,10 @@ def on_device(
 
     On a GPU, the dense host tensors of the next `ahead` batches are copied on a side stream, overlapped with
     computation. Everything else in a batch is moved on the current stream when the batch is yielded.
-    `dtype`: convert floating-point tensors to it; None: do not convert. `transform`: applied to each batch after its
-    copy, on the same stream. `fetched()`: called when the loader has returned a batch. `moved()`: called when the batch
-    is on the device. `check_first`: called with the first batch before it is moved.
+    `dtype`: the dtype to which floating-point tensors are converted; None: do not convert. `transform`: a function
+    that is applied to each batch after the copy, on the same stream. `fetched`: a function that is called when the
+    loader has returned a batch. `moved`: a function that is called when the batch is on the device. `check_first`: a
+    function that is called with the first batch before the batch is moved.
     Raises `DataError` if a DataLoader worker fails or samples cannot be collated.
     """
     batches = _with_first_checked(checked_batches(loader), check_first)
@@ -81,8 +82,9 @@ def _is_plain(batch: Any) -> bool:
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Copy the dense host tensors of a batch on the side stream, and leave everything else as it is.
 
-    Other leaves are not safe on the side stream: the current stream may still be writing to tensors on a GPU, an
-    object's own `to` method may allocate any memory, and torch cannot record streams for sparse and nested tensors.
+    Other leaves are not safe on the side stream: the current stream may still be writing to tensors that are already on
+    a GPU, and streams cannot be recorded for sparse tensors, nested tensors, or tensors inside objects with a `to`
+    method.
     """
     return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 

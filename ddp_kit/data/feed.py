@@ -39,14 +39,14 @@ from ddp_kit.torch_internals import pytree
 
 
 RANKS = "the number of ranks"
-"""The name of a fact about streams. If it changes, a warning is logged, because each rank reads its own stream."""
+"""The name of a fact about streams. If a run resumes with a different number, it logs a warning and continues."""
 PER_RANK = ("the micro-batch", "data.num_workers")
 """Names of facts about streams that may differ after a resume if the number of ranks has changed."""
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
-"""Moves a loader's batches to the device."""
+"""A function that moves a loader's batches to the device."""
 EpochMover = Callable[[int, int], Mover]
-"""`(epoch, number)` -> the mover of this rank's batches in an epoch, starting with batch `number`."""
+"""A function of `(epoch, number)` that returns a `Mover` for this rank's batches in `epoch`, from `number` on."""
 StreamPosition = tuple[ReaderState, ...]
 """The positions of the processes that read a rank's stream, in the order of their last batches; () for other data."""
 
@@ -56,13 +56,13 @@ class DataRank:
     """The part of the data that this rank reads. Ranks that share one replica of the model read the same samples."""
 
     rank: int
-    """The number of this part."""
+    """The index of this part, from 0."""
     ranks: int
     """The number of parts into which the data is divided."""
     contributes: bool
     """Whether this rank's samples count: true for exactly one of the ranks that read the same samples."""
     equal_passes: bool
-    """Whether all ranks run the same number of passes: a rank with fewer batches repeats a batch with zero weight."""
+    """Whether all ranks must run equally many passes. If so, a rank with fewer batches repeats one with zero weight."""
 
 
 class Share(NamedTuple):
@@ -71,11 +71,11 @@ class Share(NamedTuple):
     samples: int
     """The number of samples in the whole step, over all ranks."""
     passes: tuple[int, ...]
-    """The number of samples in each of this rank's passes, if it has any. A pass of 0 samples has zero weight."""
+    """The number of samples in each of this rank's passes; may be empty. A pass of 0 samples has zero weight."""
 
 
 class Feed(Protocol):
-    """The steps of an epoch.
+    """Supplies the training batches of an epoch, one optimizer step at a time.
 
     Call `begin`; then, for each step, call `next` once and `batch` once per pass, until `next` returns None.
     """
@@ -85,18 +85,18 @@ class Feed(Protocol):
         """The number of optimizer steps in this epoch; None if unknown before the end of the epoch."""
 
     division: str
-    """The division of a step into batches, for the first log line of a run; "" if the batch plan describes it."""
+    """For the user's own batch sampler: the number of batches in a step, as text for the log; "" for other data."""
     place: StreamPosition
-    """This rank's position in a stream, before the batches of the step that `next` returned last."""
+    """This rank's position in a stream, before the batches of the step that `next` last returned."""
 
     def steps_in(self, epochs: range) -> int | None:
-        """The total number of optimizer steps in the current epoch and later ones; None if unknown before they end."""
+        """The total number of optimizer steps in `epochs`, which begin with the current epoch; None if unknown."""
 
     def facts(self, epoch: int) -> Facts:
-        """Go to the start of an epoch, and return the facts that determine which samples each of its steps uses."""
+        """Go to the start of an epoch, and return the facts that determine the samples of each step."""
 
     def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
-        """Go to a step of an epoch. `place`: the value that the attribute `place` had at that step, if known."""
+        """Go to a step of an epoch. `place`: the value of the attribute `place` at that step; () if unknown."""
 
     def next(self) -> Share | None:
         """Return this rank's share of the next step; None after the last step.
@@ -105,11 +105,11 @@ class Feed(Protocol):
         """
 
     def batch(self) -> Any:
-        """The next pass's batch, on the device."""
+        """Return the batch of the next pass, on the device."""
 
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch on the device) for each batch of a stream, even if `move` prefetches batches."""
+    """Yield (number of samples, batch on the device) for each batch of a stream. `move` may prefetch batches."""
     counts: deque[int] = deque()
 
     def batches() -> Iterator[Any]:
@@ -135,10 +135,10 @@ class MapFeed:
         check: Callable[[], None],
         spare: Callable[[], Any] | None = None,
     ) -> None:
-        """`batches`: positioned at the start of the first epoch. `facts()`: the facts of the current epoch.
+        """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
-        `check()`: a collective that raises an error if the run cannot train on the current epoch; not called for the
-        first epoch.
+        `facts`: a function that returns the facts of the current epoch. `check`: a collective function that raises an
+        error if the run cannot train on the current epoch; it is not called for the first epoch.
         """
         self._dataset_epoch = dataset_epoch
         self._check = check
@@ -202,12 +202,12 @@ class MapFeed:
 
 
 class StreamFeed:
-    """The feed of an iterable dataset of unknown length; every rank reads its own stream.
+    """The feed of an iterable dataset of unknown length. Every rank reads its own stream.
 
-    Each rank fetches the batches of the next step in advance, and an all-reduce adds up the ranks' sample counts. So
-    the weights of a step are known when it starts, and all ranks end the epoch together, when no rank has samples left.
-    A rank whose stream ends earlier takes part with no samples. The all-reduce is on host memory, does not wait for
-    the device, and overlaps with the previous step.
+    Each rank fetches the batches of the next step in advance, and an all-reduce adds up the ranks' sample counts. The
+    total, by which the loss is averaged, is therefore known before the step starts. All ranks end the epoch at the same
+    step, when no rank has samples left; a rank whose stream ends earlier runs the remaining steps without samples. The
+    all-reduce uses host memory, does not wait for the device, and overlaps with the previous step.
     `at_least`: the minimum number of samples in a step; a step with fewer samples is skipped and ends the epoch.
     """
 
@@ -283,7 +283,7 @@ class StreamFeed:
         return next(self._waiting)
 
     def _padded(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-        """Pad with zero-weight passes to the largest number of passes on any rank. A collective."""
+        """Add zero-weight passes until this rank has as many passes as the rank with the most. A collective."""
         missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
         self._last = with_copied_containers(batches[-1:]) or self._last
         if missing and not self._last:
@@ -295,7 +295,7 @@ class StreamFeed:
         return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
 
     def _no_steps_error(self, samples: int, first_step: int) -> DataError:
-        """The error for an epoch without steps; the next epoch would have no steps either."""
+        """Create the error for an epoch without steps: the run must stop, because later epochs may also have none."""
         if first_step:
             return DataError(
                 f"the run resumes at step {first_step + 1} of an epoch, but train_data ended before that step",
@@ -357,13 +357,16 @@ class EvaluationData:
     """Batches for evaluation or prediction."""
 
     batches: Callable[[], Iterable[tuple[int, Any]]]
-    """Returns an iterable of (number of samples, batch on the device) over this rank's batches."""
+    """A function that returns an iterable of (number of samples, batch on the device) over this rank's batches."""
     spare: Callable[[], Any]
-    """Returns a batch for a rank that has no batch of its own. Raises `DataError` if the data is a stream."""
+    """A function that returns a batch for a rank that has no batch of its own. Raises `DataError` for a stream."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
-    """Returns a list with this rank's first batch, if any, and its size, read without workers; None for a stream."""
+    """A function that reads this rank's first batch without DataLoader workers; None for a stream.
+
+    It returns [(number of samples, batch)], or [] if this rank has no batch.
+    """
     count: Callable[[], int] | None = None
-    """Returns the number of this rank's batches; None for a stream."""
+    """A function that returns the number of this rank's batches; None for a stream."""
 
 
 def _no_spare() -> Any:
@@ -383,7 +386,7 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
 
 @dataclass(frozen=True)
 class FeedBuilder:
-    """Opens data for one Trainer."""
+    """Creates the training feeds and the evaluation batches of one Trainer."""
 
     config: TrainerConfig
     world: World
@@ -393,23 +396,26 @@ class FeedBuilder:
     dtype: torch.dtype | None
     """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
     check_first: Callable[[Any], None]
-    """Called with the first batch of each epoch and evaluation, on the host."""
+    """A function that is called with the first batch of each epoch and evaluation, while it is on the host."""
     needs_equal_samples: bool
     """Whether all ranks must have equally many samples in each pass, because the model has SyncBatchNorm."""
     fetched: Callable[[], None]
-    """Called when a training batch has arrived on the host."""
+    """A function that is called when a training batch has been fetched to the host."""
     moved: Callable[[], None]
-    """Called when a training batch is on the device."""
+    """A function that is called when a training batch is on the device."""
 
     @property
     def _reader(self) -> World:
-        """The world with data ranks as ranks, so that ranks that read the same samples draw the same random numbers."""
+        """A copy of `world` with the rank and world size of `part`.
+
+        Ranks that read the same samples then draw the same random numbers.
+        """
         return replace(self.world, rank=self.part.rank, world_size=self.part.ranks)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
-        """The feed of training data, at the start of an epoch.
+        """Create the feed of training data, positioned at the start of an epoch.
 
-        `step`: the number of optimizer steps done, which is part of the seed of DataLoader workers. Raises
+        `step`: the number of completed optimizer steps; the seed of DataLoader workers depends on it. Raises
         `ConfigError` or `DataError` for data that does not fit the configuration.
         """
         dataset, template = open_data(data, "train_data")
@@ -470,7 +476,7 @@ class FeedBuilder:
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
         """Facts that determine the samples of a stream's steps.
 
-        They are equal on all ranks, because a checkpoint has only one copy.
+        They must be equal on all ranks, because a checkpoint stores them only once.
         """
         config = self.config
         workers = config.data.num_workers if template is None else template.num_workers
@@ -486,9 +492,9 @@ class FeedBuilder:
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
-        """Identical batches of the first `samples` samples, on the device, to measure memory.
+        """Return identical batches of the first `samples` samples, on the device, to measure memory.
 
-        Returns one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError` if
+        There is one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError` if
         the data determines its batch size itself.
         """
         dataset, template = open_data(data, "train_data")
@@ -543,7 +549,7 @@ class FeedBuilder:
         template: DataLoader[Any] | None,
         transform: Callable[[Any], Any] | None,
     ) -> Any:
-        """One batch of these samples, read without DataLoader workers."""
+        """Read the samples at `indices` as one batch, without DataLoader workers."""
         settings = self.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
         loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
         return next(iter(self._on_device(loader, self._transform(transform))))
@@ -567,7 +573,10 @@ class FeedBuilder:
     def _check_epoch(
         self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False
     ) -> None:
-        """Raise an error if the ranks' samples of an epoch differ, or the model cannot train on them. A collective."""
+        """Raise an error if the ranks cannot train on the current epoch. A collective.
+
+        The ranks' facts about the epoch must be equal. With SyncBatchNorm, the ranks must also get equal batches.
+        """
         if self.world.world_size > 1:
             check_agreement(self.world, facts(), on_host=on_host)
         self._check_equal_samples(batches)
@@ -583,8 +592,9 @@ class FeedBuilder:
         self._check_equal_samples(None)
 
     def _check_equal_samples(self, batches: TrainBatches | UserTrainBatches | None) -> None:
-        """Raise `ConfigError` if SyncBatchNorm, which runs a collective in every pass, would get unequal passes.
+        """Raise `ConfigError` if the model has SyncBatchNorm and a step cannot be divided equally among the ranks.
 
+        SyncBatchNorm runs a collective in every pass, so all ranks need the same number of samples in each pass.
         `batches`: None for a stream, whose length is unknown.
         """
         ranks = self.part.ranks
@@ -596,7 +606,7 @@ class FeedBuilder:
             )
 
     def _move(self, epoch: int, number: int) -> Mover:
-        """A function that moves training batches to the device, and measures waiting and transfer times."""
+        """Return a function that moves training batches to the device, and calls `fetched` and `moved` for each."""
 
         transform = self._transform(self.config.data.device_transform, epoch, number)
         return lambda loader: self._on_device(loader, transform, self.fetched, self.moved)

@@ -72,7 +72,7 @@ class WholeBatches(Dataset[Any]):
 
 
 class Samples(Dataset[Any]):
-    """A wrapper around a dataset that adds a note to each error, with the sample that was being read."""
+    """A wrapper around a dataset. If reading a sample raises an error, a note on the error names the sample."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -110,7 +110,7 @@ def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
 
 
 def can_fetch_whole_batches(dataset: Dataset[Any]) -> bool:
-    """Whether `WholeBatches` gives the same result as fetching each sample, because no user code is involved."""
+    """Whether a dataset is a TensorDataset of dense CPU tensors, or a Subset of one, as `WholeBatches` requires."""
     _, inner = _unwrapped(dataset)
     return type(inner) is TensorDataset and all(map(_is_dense_on_cpu, inner.tensors))
 
@@ -129,7 +129,7 @@ def _is_dense_on_cpu(tensor: Tensor) -> bool:
 
 
 class WholeBatchLoader:
-    """Yields batches fetched in this process, like a DataLoader without workers but faster. `pinned`: pin memory."""
+    """A loader that fetches batches in this process, faster than a DataLoader. `pinned`: whether to pin memory."""
 
     def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
         self._data = data
@@ -144,10 +144,11 @@ class WholeBatchLoader:
 
 
 class SeededSamples(Dataset[Any]):
-    """A wrapper around a dataset that sets the random states for each sample, from (seed, epoch, key) only.
+    """A wrapper around a dataset that sets the random states before each sample, from (seed, epoch, key) only.
 
-    The keys must come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`: return
-    (key, sample) pairs. `dataset_epoch`: begins the epoch of the keys; None: the dataset's `set_epoch` is not called.
+    The keys must come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`:
+    whether to return (key, sample) pairs. `dataset_epoch`: calls the dataset's `set_epoch` before the first sample of
+    an epoch; None: do not call it.
     """
 
     def __init__(
@@ -171,11 +172,11 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededBatches(Dataset[Any]):
-    """A wrapper around a dataset that sets random states for each batch, from (seed, epoch, keys of the batch) only.
+    """A wrapper around a dataset that sets random states before each batch, from (seed, epoch, keys of the batch) only.
 
-    So a resumed run draws the same random numbers, no matter how far ahead batches are fetched. The keys must
-    come from `WithEpoch`. The states are not restored, because collate_fn may draw from them: use this wrapper only in
-    DataLoader workers or in an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
+    A resumed run therefore draws the same random numbers, no matter how far ahead it fetches batches. The keys must
+    come from `WithEpoch`. The random states are not restored, because collate_fn may draw random numbers afterwards:
+    use this wrapper only in DataLoader workers or in an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
     """
 
     def __init__(self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None) -> None:
@@ -210,10 +211,10 @@ class IsolatedLoader:
 
 
 class IsolatedRandomStates:
-    """A context with its own random states, separate from the random states of training.
+    """A context manager with its own random states, separate from the random states of training.
 
-    Each use continues from the states at the end of the previous use; the first use starts from `seed`. A DataLoader
-    worker has no random states of training, so nothing is restored there.
+    Each use continues from the states at the end of the previous use; the first use starts from `seed`. In a DataLoader
+    worker, nothing is restored on exit, because no training code runs there.
     """
 
     def __init__(self, seed: int) -> None:
@@ -255,7 +256,7 @@ class WithEpoch:
 class ExposeUserDataset:
     """A `worker_init_fn` for wrapped datasets that lets `get_worker_info()` return the user's own dataset.
 
-    `then`: the user's own worker_init_fn.
+    `then`: the user's own worker_init_fn, which is called afterwards.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -277,7 +278,7 @@ _LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 
 
 def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """The collate function, wrapped to send batches through pipes if there is too little shared memory."""
+    """Return `collate`. If there is too little shared memory, wrap it so that workers send batches through pipes."""
     return _by_value(collate) if workers and _little_shared_memory() else collate
 
 
@@ -300,7 +301,7 @@ def _little_shared_memory() -> bool:
 
 @dataclass(frozen=True)
 class _ByValue:
-    """A batch that a DataLoader worker sends as bytes; `finish` is applied to it in the receiving process.
+    """A batch that a DataLoader worker sends as bytes. `finish`: a function that the receiving process applies to it.
 
     torch's sharing strategy `file_system` would not help, because it uses /dev/shm as well.
     """
@@ -318,7 +319,7 @@ def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a collate function. torch's default uses shared memory in workers, so it runs in the receiving process."""
+    """Wrap a collate function so that batches are sent as bytes. The default one then runs in the receiving process."""
     return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
 
 
@@ -340,12 +341,13 @@ def build_loader(
     keyed: bool = False,
     dataset_epoch: DatasetEpoch | None = None,
 ) -> Iterable[Any]:
-    """Create a loader that yields the batches of `dataset` whose keys `batches` yields.
+    """Create a loader that yields one batch of `dataset` for each list of keys in `batches`.
 
-    `template`: the user's own DataLoader, whose options are used. `seed`: seeds the DataLoader workers. If `batches`
-    has a seed and an epoch (`Batches`), random states are set from these instead: for each sample with
-    `config.seed_samples`, else for each batch if workers or prefetching fetch it ahead of its use. `keyed`: with
-    `config.seed_samples`, yield `Keyed` batches. `dataset_epoch`: begins the dataset's epochs in persistent workers.
+    `template`: the user's own DataLoader, whose options are used. `seed`: the seed of the DataLoader workers. If
+    `batches` has a seed and an epoch (see `Batches`), random states are set from these instead: before each sample if
+    `config.seed_samples` is set; otherwise before each batch that is fetched by a worker or prefetched. `keyed`:
+    whether to yield `Keyed` batches, which requires `config.seed_samples`. `dataset_epoch`: calls the dataset's
+    `set_epoch` in persistent workers.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
@@ -375,7 +377,7 @@ def build_loader(
 
 
 def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
-    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if two are set."""
+    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if the user set two."""
     given = config.collate_fn
     if template is not None and template.collate_fn is not default_collate:
         if given is not None:
@@ -387,7 +389,7 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """Options for the DataLoader except dataset, sampler and collate_fn; taken from `template` if given."""
+    """Keyword arguments of the DataLoader, except for sampler and collate_fn; taken from `template` if given."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))

@@ -49,7 +49,7 @@ class BatchPlan:
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
 
     def step_samples(self, step: int, samples: int) -> range:
-        """The positions of a step's samples in their epoch, over all ranks.
+        """The positions, in the epoch, of the samples of a step, over all ranks.
 
         Args:
             step: The index of the step in the epoch, from 0.
@@ -60,8 +60,8 @@ class BatchPlan:
     def micro_batches(self, rank: int, samples: int) -> tuple[range, ...]:
         """The micro-batches of a rank in an optimizer step, as positions within the step.
 
-        A full step has `accumulation` micro-batches per rank, or fewer if the rank has fewer samples; a shorter step
-        has as many as its samples need. A rank without samples has no micro-batches.
+        A full step has `accumulation` micro-batches per rank, or fewer if the rank has fewer samples. A shorter step
+        has only as many micro-batches as its samples need. A rank without samples has no micro-batches.
 
         Args:
             rank: The index of the rank, from 0 to `world_size` - 1.
@@ -77,7 +77,7 @@ class BatchPlan:
 
 
 def split(total: int, parts: int, number: int) -> range:
-    """Return range `number` of `total` positions that are split into `parts` ranges of nearly equal size."""
+    """Split `total` positions into `parts` ranges of nearly equal size, and return the range with index `number`."""
     size, larger = divmod(total, parts)
     start = number * size + min(number, larger)
     return range(start, start + size + (number < larger))
@@ -131,12 +131,12 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
 
 
 class ExactDistributedSampler(Sampler[Any]):
-    """torch's DistributedSampler without padding: each sample is on exactly one rank, and shares are contiguous.
+    """A sampler like torch's DistributedSampler, but without padding: each sample is on exactly one rank.
 
-    Iterating yields this rank's samples of an epoch; `order` returns the samples of all ranks. The number of samples in
-    an epoch is the length of `data` after `set_epoch`.
-    `own`: the user's own sampler over all samples, which then determines their number and order. Raises `DataError` if
-    `own` has no length, or does not yield as many items as its length.
+    A rank's samples are consecutive in the order of the epoch. Iterating yields this rank's samples; `order` returns
+    the samples of all ranks. The number of samples in an epoch is the length of `data` after `set_epoch`.
+    `own`: the user's own sampler over all samples; if given, it determines the number and order of samples. Raises
+    `DataError` if `own` has no length, or does not yield as many items as its length.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ExactDistributedSampler(Sampler[Any]):
         return self._size
 
     def order(self) -> Sequence[Any]:
-        """The samples of this epoch over all ranks, in order."""
+        """The keys of all samples of this epoch, over all ranks, in order."""
         if self.own is not None:
             if self._drawn is None or self._drawn[0] != self.epoch:
                 self._drawn = (self.epoch, _compact(_draw(self.own, self.seed, self.epoch, "sampler")))
@@ -184,7 +184,7 @@ class ExactDistributedSampler(Sampler[Any]):
         return _LazyInts(torch.randperm(self.total_size, generator=generator))
 
     def fingerprint(self) -> str:
-        """A hash of the order in this epoch if it comes from the user's own sampler; "" otherwise."""
+        """A hash of this epoch's order if the user's own sampler determines the order; "" otherwise."""
         if self.own is None:
             return ""
         order = self.order()
@@ -250,13 +250,13 @@ class _Steps(Sampler[list[Any]]):
         return sum(map(self._known.__getitem__, epochs))
 
     def _steps_of(self, length: int, epoch: int) -> int:
-        """The number of steps in an epoch of `length` items. Raises `DataError` if there is no step."""
+        """The number of steps in an epoch of `length` items. Raises `DataError` if this number is 0."""
         steps = self._count(length)
         if steps == 0:
             where = f" in epoch {epoch + 1}" if epoch else ""
             if length == 0:
                 raise DataError(
-                    f"the {self._what} has length 0{where}: there is no step",
+                    f"the {self._what} has length 0{where}: there are no samples to train on",
                     "make sure that it has samples in every epoch, or set max_steps so that the run ends earlier",
                 )
             raise self._no_step(length, where)
@@ -267,7 +267,7 @@ class _Steps(Sampler[list[Any]]):
         raise NotImplementedError
 
     def _no_step(self, length: int, where: str) -> DataError:
-        """The error for an epoch that is shorter than a step. `where`: the epoch, or ""."""
+        """Create the error for an epoch with too few items for one step. `where`: text that names the epoch, or ""."""
         raise NotImplementedError
 
 
@@ -321,7 +321,7 @@ class TrainBatches(_Steps):
         return list(self._sampler.order()[:1])
 
     def fingerprint(self) -> str:
-        """A hash of this epoch's order, as in `ExactDistributedSampler`."""
+        """The `fingerprint` of the `ExactDistributedSampler` for this epoch."""
         return self._sampler.fingerprint()
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -340,7 +340,7 @@ class TrainBatches(_Steps):
 class UserTrainBatches(_Steps):
     """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
 
-    An optimizer step uses the next `accumulation` x `world_size` batches, and each rank takes a consecutive part.
+    An optimizer step uses the next `accumulation` x `world_size` batches, of which each rank takes consecutive ones.
     Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
     """
 
@@ -429,7 +429,7 @@ class UserTrainBatches(_Steps):
 
 @dataclass(frozen=True)
 class _EpochBatches:
-    """The batches that a batch sampler has yielded for an epoch, by optimizer step."""
+    """The batches that a batch sampler has yielded for an epoch, grouped by optimizer step."""
 
     epoch: int
     batches: int
@@ -555,7 +555,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
     batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
     if [] in batches:
         raise DataError(
-            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch: number {batches.index([])}",
+            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch: index {batches.index([])}",
             "skip empty batches, and do not count them in __len__",
         )
     return batches
@@ -563,7 +563,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
 
 @contextmanager
 def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
-    """A context that seeds the global generators and the sampler's generators, and restores their states on exit."""
+    """A context manager that seeds the global generators and the sampler's generators, and restores them on exit."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)
@@ -574,7 +574,7 @@ def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
 
 
 def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
-    """Seed `value` if it is a random generator of torch, Python or numpy; `stack` will restore its state."""
+    """Seed `value` if it is a random generator of torch, Python or NumPy. `stack` restores the state on exit."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, Generator):
         stack.callback(value.set_state, value.get_state())
@@ -602,7 +602,7 @@ def _parts(own: Iterable[Any]) -> Iterator[Any]:
 
 
 def _compact(order: list[Any]) -> Sequence[Any]:
-    """The order as an array of 8-byte integers if all keys are integers; otherwise unchanged."""
+    """Convert the order to an array of 8-byte integers if all keys are integers; otherwise return it unchanged."""
     try:
         return array("q", order)
     except (TypeError, OverflowError):

@@ -30,8 +30,8 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if loader is not None and not loader.in_order and loader.num_workers > 1:
         raise DataError(
             f"{role} is a DataLoader with in_order=False, whose {loader.num_workers} workers may return batches in any "
-            "order: a batch would get the weight of another batch, and a resumed run would repeat some batches and "
-            "skip others",
+            "order: a batch would be weighted by the size of another batch, and a resumed run would repeat some "
+            "batches and skip others",
             "leave out in_order=False; if some samples load slowly, a higher prefetch_factor keeps other workers busy",
         )
     if isinstance(dataset, IterableDataset):
@@ -52,7 +52,7 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
 
 
 class DatasetEpoch:
-    """Calls the `set_epoch` of a dataset and of the datasets inside it, such as those of a Subset, once per epoch.
+    """Calls `set_epoch` of a dataset and of the datasets inside it, such as the dataset of a Subset, once per epoch.
 
     Persistent DataLoader workers use a copy of this object.
     """
@@ -72,7 +72,7 @@ class DatasetEpoch:
 
 
 def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
-    """Call the `set_epoch` of a dataset and of the datasets inside it, if they have one."""
+    """Call `set_epoch` of a dataset and of the datasets inside it, if they have this method."""
     if nesting < _MAX_NESTING:
         for each in _inside(dataset):
             set_epoch(each, epoch, nesting + 1)
@@ -81,7 +81,7 @@ def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
 
 
 def _inside(dataset: Any) -> list[Any]:
-    """The datasets inside a Subset, ConcatDataset, StackDataset, ChainDataset, or a wrapper like these."""
+    """The datasets inside a Subset, ConcatDataset, StackDataset, ChainDataset, or a similar wrapper."""
     several = getattr(dataset, "datasets", None)
     if isinstance(several, Mapping):
         several = several.values()
@@ -90,7 +90,7 @@ def _inside(dataset: Any) -> list[Any]:
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
-    """A description of data that is no sequence of samples, and what to pass instead; None if it may be a dataset."""
+    """Return (description, what to pass instead) for data that is not a sequence of samples; None for other data."""
     kind = kind_of(data)
     if isinstance(data, type):
         return kind, f"pass an instance: {data.__name__}(...)"
@@ -118,13 +118,15 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
     pipes = getattr(torch.utils.data, "IterDataPipe", ())  # deprecated in torch
     if isinstance(dataset, pipes):
         raise DataError(
-            f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
-            "pass an IterableDataset that divides itself by rank and DataLoader worker, or a dataset with __getitem__",
+            f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide among ranks",
+            "pass an IterableDataset that divides its samples by rank and DataLoader worker, or a dataset with "
+            "__getitem__",
         )
     if any(isinstance(stage, DataLoader) for stage in getattr(dataset, "pipeline", ())):
         raise DataError(
             f"{role} is a {type(dataset).__name__} around a DataLoader, which yields whole batches",
-            "pass the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for its own batches",
+            "pass the dataset itself; or, if the dataset makes the batches, DataLoader(dataset.batched(16), "
+            "batch_size=None)",
         )
 
 

@@ -26,12 +26,12 @@ from ddp_kit.distributed.world import RandomStates, World, mixed_seed, set_rando
 from ddp_kit.errors import DataError
 
 _SKIPPED_TURN = 0
-"""The sample count that a worker yields to skip its first turn, if another worker has the first turn after a resume."""
+"""The sample count that a worker yields to skip a turn if, after a resume, another worker has the first turn."""
 
 
 @dataclass(frozen=True)
 class ReaderState:
-    """The position of a process that reads a stream, after one of its batches."""
+    """The position of a process in the stream that it reads, recorded after a batch."""
 
     reader: int
     """The index of the DataLoader worker; 0 without workers."""
@@ -50,13 +50,13 @@ class Stream:
         self._loader = loader
         self._epoch = epoch
         self.states = deque[ReaderState]()
-        """The states of the batches yielded so far, if the dataset has state; the caller removes states it has read."""
+        """The states of the batches yielded so far, if the dataset has state. The caller removes states after use."""
 
     def set_position(self, epoch: int, states: Sequence[ReaderState] = ()) -> None:
-        """Set where the next iteration starts: in `epoch`, after the batches of `states`.
+        """Set where the next iteration starts: in `epoch`, after the batches for which `states` were recorded.
 
-        `states`: the last state of each reader, in the order in which their batches were yielded. The iteration calls
-        the dataset's `set_epoch`, if it has one, in each process that reads the dataset.
+        `states`: the last state of each process that reads the dataset, in the order in which their batches were
+        yielded. The iteration calls the dataset's `set_epoch`, if there is one, in each of these processes.
         """
         self._epoch.fill_(epoch)
         self.states.clear()
@@ -89,7 +89,7 @@ def build_stream(
     `sizes`: batch j of an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer. `template`: the
     user's own DataLoader, whose options are used; if its batch_size is None, the dataset yields whole batches, and
     `sizes` is ignored. `record_states`: record a `ReaderState` with each batch if the dataset has state.
-    Raises `DataError` for `data.seed_samples`; iterating over the stream raises it for a batch of unknown size.
+    Raises `DataError` for `data.seed_samples`. Iteration raises `DataError` for a batch of unknown size.
     """
     if config.seed_samples:
         raise DataError(
@@ -116,7 +116,7 @@ def build_stream(
 
 
 class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
-    """Groups samples into batches in the process that reads them. `sizes`: None if the dataset yields whole batches."""
+    """Groups a stream's samples into batches, in the process that reads them. `sizes`: None for whole batches."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
 
 
 def _count(batch: Any) -> int:
-    """The number of samples in a whole batch from the dataset: the length of its first tensor. Raises `DataError`."""
+    """The number of samples in a batch: the length of its first tensor. Raises `DataError` if there is none."""
     tensor = next(_tensors(batch), None)
     if tensor is None or tensor.dim() == 0:
         found = "contains no tensor" if tensor is None else "begins with a scalar tensor"

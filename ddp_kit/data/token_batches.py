@@ -17,13 +17,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         Trainer(...).fit(loader)    # each batch is one micro-batch of one rank
 
     The order is a pure function of (seed, epoch). All epochs have the same number of batches. Batches have different
-    numbers of tokens, so let the loss function return `Loss(sum, number of tokens)`.
+    numbers of tokens, so the loss function should return `Loss(sum, number of tokens)`.
 
     Args:
         lengths: The number of tokens of each sample, in the dataset's order.
         tokens: The maximum number of tokens in a padded batch: (samples) x (length of the longest sample).
-        shuffle: Whether to shuffle, in each epoch, the batches and the samples of equal length.
-        seed: The seed of the order.
+        shuffle: Whether to shuffle, in each epoch, the order of batches and the order of samples of equal length.
+        seed: The seed of the shuffling.
 
     Raises:
         DataError: If there are no samples, or one is longer than `tokens`.
@@ -46,7 +46,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration uses.
+        """Set the epoch of the next iteration. The order of the batches depends on the epoch.
 
         Args:
             epoch: The index of the epoch, from 0.
@@ -74,7 +74,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 def _sizes(ascending: Sequence[int], tokens: int) -> Iterator[int]:
-    """The number of samples in each batch; each batch takes as many as fit."""
+    """The number of samples in each batch; each batch takes as many samples as fit."""
     size = 0
     for length in ascending:
         if length * (size + 1) > tokens:

@@ -1,14 +1,15 @@
 """A monitored barrier, which reports the missing ranks and where they are.
 
-All ranks pass it before the Trainer's collectives, and before they run FSDP's units in another order than before.
+All ranks wait at it before the Trainer's collectives, and when a pass runs FSDP's units in another order than the
+previous pass did.
 
-It uses the process group's store instead of a collective: if another rank is in a gradient reduction, the mismatched
-collectives would hang, crash, or silently return wrong numbers.
+It uses the process group's store, not a collective: if another rank is in a gradient reduction at that time, two
+different collectives would be paired, which hangs, crashes, or silently returns wrong numbers.
 
     wait_for_all(world, "trainer.fit() after step 0"):
         write to the store that this rank has arrived
         until all ranks have arrived:
-            another rank has arrived from another place      -> WorldError: the ranks made different calls
+            another rank has arrived with another call       -> WorldError: the ranks made different calls
             a missing rank's process has ended               -> WorldError
             a missing rank has started later collectives     -> WorldError: it skipped this barrier
             a few seconds have passed                        -> log which ranks are missing, and where they are
@@ -83,11 +84,11 @@ class _Barriers:
     """A separate connection to the same store."""
     rank: int
     passed: int = 0
-    """The number of barriers so far."""
+    """The number of barriers that this process has reached so far."""
     collectives: list[int] = field(default_factory=list)
     """The number of collectives that each rank had started at the last barrier."""
     heartbeat: HeartbeatWriter | None = None
-    """The heartbeat of the newest Trainer."""
+    """The heartbeat of the newest Trainer, which reports where this rank is."""
     owner: int = field(default_factory=os.getpid)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -152,7 +153,10 @@ def join_world(place: str, *, share_gpus: bool) -> World:
 
 @contextmanager
 def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
-    """Log a warning if creating the process group takes long. Without a store, the missing ranks are unknown."""
+    """A context that logs a warning if creating the process group takes long.
+
+    The warning cannot name the missing ranks, because there is no store yet.
+    """
 
     def warn() -> None:
         log.start(rank, world_size)
@@ -224,8 +228,7 @@ def _arrive_and_wait(
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {world.rank} is at {words}, but cannot reach the other ranks: the store does not answer ({error})",
-            "the process that serves the store (rank 0 or the launcher) has probably ended: see the output there. "
-            f"{hint}",
+            f"the process that serves the store (rank 0 or the launcher) has probably ended: see its output. {hint}",
         ) from None
 
 

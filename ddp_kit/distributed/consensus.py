@@ -20,7 +20,7 @@ _JOIN_SECONDS = 5.0  # how long to wait for the thread to end
 
 
 class Purpose(Enum):
-    """What a request asks for."""
+    """What a request asks the ranks to do."""
 
     SAVE = "save"
     STOP = "stop"
@@ -45,8 +45,9 @@ class StepConsensus:
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store(n)`: returns a store for only this purpose; `n` counts the calls of `begin` from 0. None if there is
-    only one rank. `poll()`: returns this rank's own request, if any; with several ranks, a thread calls it.
+    `open_store`: a function that returns a store for only this purpose, given the number of previous calls of `begin`.
+    None if there is only one rank. `poll`: a function that returns this rank's own request, if any; with several
+    ranks, a thread calls it.
     """
 
     def __init__(

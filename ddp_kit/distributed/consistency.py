@@ -63,7 +63,7 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _whole(flat: Tensor) -> list[Tensor]:
-    """The bytes of a tensor as int64 numbers, padded with zeros; summing eight bytes at a time is fastest."""
+    """The bytes of a tensor as int64 numbers, padded with zeros, because it is fastest to sum eight bytes at a time."""
     flat, size = flat.contiguous(), flat.element_size()
     rest = flat.numel() * size % 8 // size
     head, parts = flat[: flat.numel() - rest], []
@@ -167,7 +167,7 @@ def schedule(scheduler: LRScheduler | None) -> str:
 
 
 def rates(optimizer: Optimizer) -> int:
-    """A hash of learning rates and other values that schedulers change, below 2**56. Device tensors are skipped."""
+    """A hash below 2**56 of the learning rates and other values that schedulers change. Skips tensors on a device."""
     values = [
         tuple(
             value.item() if isinstance(value, Tensor) else value for value in map(group.get, _RATES) if _on_host(value)
@@ -182,7 +182,7 @@ def _on_host(value: Any) -> bool:
 
 
 def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The checksums that ranks compare at a log point with `differing`: float64 [n]. Does not wait for the device.
+    """The checksums that ranks compare with `differing` at a log point, as float64 [n]. Does not wait for the device.
 
     `verify`: the setting `verify_ranks`. `held`: the weights that this rank holds.
     """
@@ -234,7 +234,7 @@ class Difference:
     """The ranks that differ from the majority; see the function `minority`."""
 
     def error(self, world: World, message: str, hint: str) -> DataError:
-        """The error that all ranks raise. If a minority differs, its lowest rank reports it: the cause is there."""
+        """The error that all ranks raise. If a minority differs, only the lowest of its ranks reports the error."""
         error = DataError(message, hint)
         error.reported_elsewhere = bool(self.minority) and world.rank != self.minority[0]
         return error
@@ -264,7 +264,8 @@ def first_difference(
 ) -> Difference | None:
     """The first fact that differs between ranks; None if all are equal. A collective.
 
-    `groups`: compare ranks only within each group; empty: compare all ranks. `on_host`: do not wait for the device.
+    `groups`: groups of ranks to compare with each other; empty: compare all ranks. `on_host`: whether to exchange the
+    facts in host memory, without waiting for the device.
     """
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
     table = zip(*gathered(world, numbers, host_group(world) if on_host else None), strict=True)
@@ -313,7 +314,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
     """Exchange facts about each rank's first loss; returns them in rank order. A collective: all ranks call it once.
 
-    If any rank has a problem, all ranks raise an error; only the lowest rank with a problem reports its own.
+    If any rank has a problem, all ranks raise an error; only the lowest rank that has a problem reports it.
     """
     everyone = gathered(world, [*facts, problem is not None])
     troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]

@@ -62,9 +62,10 @@ def join(
 
     The group uses NCCL for GPU tensors and gloo for CPU tensors. A group that the script has initialised is used as it
     is; a single process needs no group.
-    `share_gpus`: allow fewer GPUs than processes on a node. All collectives then use gloo, because NCCL refuses a GPU
-    that two ranks use.
-    `starting(rank, world_size)`: a context that is entered while a new group is initialised.
+    `share_gpus`: whether to allow fewer GPUs than processes on a node. All collectives then use gloo, because NCCL
+    refuses a GPU that two ranks use.
+    `starting`: a function that returns a context, which is active while a new group is initialised. Its arguments are
+    the rank and the world size.
     Raises `WorldError` if there is no GPU for this rank.
     """
     show_without_traceback(rank_for_messages())
@@ -177,7 +178,7 @@ def random_states_kept() -> Iterator[None]:
 def host_group(world: World) -> dist.ProcessGroup | None:
     """A gloo group for collectives on host memory, which do not wait for the device.
 
-    None on the CPU, where the default group is such a group. The first call is a collective.
+    None on the CPU, where the default group already is such a group. The first call is a collective.
     """
     return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
@@ -214,7 +215,7 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
 
 
 def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None:
-    """Initialise the process group. `binds`: bind NCCL to this process's only GPU, which initialises it eagerly."""
+    """Initialise the process group. `binds`: whether to bind NCCL to the device and initialise it eagerly."""
     # Must not depend on this node's number of GPUs: all nodes need the same backend.
     nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"

@@ -279,7 +279,7 @@ def import_agent() -> None:
 
 @contextmanager
 def _import_quietly() -> Iterator[None]:
-    """Set the variables in QUIET_IMPORT while this process imports; workers do not get these variables."""
+    """Context manager for the import of torch: hides warnings of torch's C++ code here, but not in workers."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
     yield

@@ -108,7 +108,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:
-    """Rows for the cluster, its values, and the variable that each value comes from."""
+    """Rows with the name of the cluster and the values from its variables, each with the name of the variable."""
     place = rendezvous.place
     if place is None:
         return []
@@ -211,7 +211,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _assignment(plan: Plan) -> RankAssignment:
-    """The rank assignment of this node, if all nodes have equally many processes; unknown values get placeholders."""
+    """This node's rank assignment if all nodes run equally many processes; unknown values get placeholders."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
@@ -267,8 +267,8 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
     """The torchrun command line, preceded by the variables that the launcher adds to the environment.
 
-    It contains only the settings that differ from `defaults`, torchrun's defaults in this environment: a default may
-    be set by a PET_ variable. Flags that the installed torchrun does not have are left out.
+    It contains only the settings that differ from `defaults`, which are torchrun's defaults in this environment,
+    including those set by PET_ variables. Flags that the installed torchrun does not have are left out.
     """
     wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
     if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself

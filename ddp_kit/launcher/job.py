@@ -24,10 +24,10 @@ MAX_WAIT = 60.0
 
 @dataclass(frozen=True)
 class Steps:
-    """The range of optimizer steps of a round, as its Trainer recorded it."""
+    """The range of optimizer steps in one round, as recorded by the Trainer."""
 
     began: int
-    """The step from which the round started: 0, or the step of a checkpoint."""
+    """The step at which the round started: 0, or the step of the checkpoint from which it resumed."""
     reached: int
 
 
@@ -57,7 +57,7 @@ class Restarts:
     """
 
     def __init__(self, max_restarts: int) -> None:
-        """`max_restarts`: how many consecutive failures without progress lead to a restart."""
+        """`max_restarts`: the maximum number of consecutive restarts without progress."""
         self._max_restarts = max_restarts
         self.count = 0
         """Number of restarts after failures so far."""
@@ -107,7 +107,10 @@ class Restarts:
         return Restart(self._description(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """Count consecutive occurrences of this failure. Kills from outside and long rounds reset the crash count."""
+        """Return how often this failure has occurred in a row.
+
+        A kill from outside the job, or a long round of a script that records no steps, resets the crash count.
+        """
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
@@ -118,7 +121,10 @@ class Restarts:
         return before + 1
 
     def _is_repeated(self, first: Failure) -> bool:
-        """Whether this error occurred at this step before, on any rank: if all ranks fail, any rank may be first."""
+        """Whether this error occurred at this step before, on any rank.
+
+        The rank does not matter, because any rank may fail first if all ranks fail.
+        """
         if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
         error = (first.exit_code, normalised(_kind_of_error(first)), first.step)
@@ -194,7 +200,7 @@ class RankAssignment:
 
     round: int
     restarts: int
-    """Restarts after failures so far."""
+    """Number of restarts after failures so far."""
     group_rank: int
     group_world_size: int
     first_rank: int
@@ -342,7 +348,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended, so that no more orders follow."""
+        """Whether the job has ended. It then gives no further orders."""
         return self._phase is _Phase.ENDED
 
     @property
@@ -489,7 +495,7 @@ class Job:
     def _wait_for_replacement(self) -> list[Order]:
         """Wait for a replacement for a lost node, or end the job.
 
-        The job ends if the host is gone, if a node left on purpose, or if the replacement timeout is 0.
+        The job ends if the host is lost, if a node left after a stop signal, or if the replacement timeout is 0.
         """
         if HOST not in self._nodes or self._left or not self._limits.replacement_timeout:
             return self._end_with_too_few_nodes()
@@ -534,7 +540,7 @@ class Job:
         return self._go_after_loss("; ".join(self._round.lost)) if self._round.lost else self._go("")
 
     def _go_after_loss(self, why: str) -> list[Order]:
-        """Count a loss of nodes, then start the next round; end the job after too many losses without progress."""
+        """Start the next round after a loss of nodes, or end the job after too many losses without progress."""
         too_often = self._restarts.node_lost()
         return self._end(Outcome(tuple(self._round.failures), lost=too_often)) if too_often else self._go(why)
 

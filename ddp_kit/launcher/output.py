@@ -48,7 +48,10 @@ class Streams:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Let only this user access files and folders that are created inside the block, also by torch."""
+    """Context manager: files and folders created inside the block are accessible only to this user.
+
+    This includes files that torch creates.
+    """
     before = os.umask(0o077)
     try:
         yield
@@ -69,7 +72,7 @@ def is_same_file(one: int, other: int) -> bool:
 
 
 def open_terminal_or_pipe(console: int) -> tuple[int, int]:
-    """Open a pipe, or a pseudo-terminal if the console is a terminal; return the launcher's and the worker's end."""
+    """Open a pipe, or a pseudo-terminal if the console is a terminal; return the launcher's end and the worker's."""
     if os.isatty(console):
         with suppress(OSError):  # no pseudo-terminal is available
             ours, theirs = pty.openpty()
@@ -164,8 +167,8 @@ class Output:
     ) -> None:
         """`direct`: whether output that goes only to the console bypasses this process.
 
-        `colour`: whether labels may be coloured on a terminal. `is_ending`: whether a local rank is known to be ending
-        with an exception.
+        `colour`: whether labels may be coloured on a terminal. `is_ending`: a function that returns whether a local
+        rank is known to be ending with an exception.
         """
         self._is_ending = is_ending
         self._colour = colour
@@ -312,7 +315,7 @@ class Output:
         return bool(poll.poll(0))
 
     def _is_final(self, source: _Source) -> bool:
-        """Whether a held-back traceback is known to be the rank's final output: the rank has failed or is ending."""
+        """Whether a held-back traceback is the rank's final output, because the rank has failed or is ending."""
         return source.local_rank in self._failed or self._is_ending(source.local_rank)
 
     def _show_partial(self, source: _Source) -> None:
@@ -360,7 +363,7 @@ class Output:
     # End of the round -------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """Record that a worker failed. Its traceback, if held back, is then not shown before `end`."""
+        """Record that a worker failed. A traceback that is held back is then not shown before `end` is called."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
@@ -387,9 +390,10 @@ class Output:
     ) -> dict[int, FinalOutput]:
         """Show the rest of the workers' output, and return the final output of failed workers, by local rank.
 
-        `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do so even if
-        the traceback is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`:
-        whether to stop waiting for a blocked console.
+        `suppress_trace`: a function that returns whether to return a traceback without showing it. A traceback that is
+        too long for the verdict is still shown, unless the function `is_secondary` returns True for it. `seconds`: how
+        long to wait for further output. `interrupted`: a function that returns whether to stop waiting for a blocked
+        console.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake_write, b"!")

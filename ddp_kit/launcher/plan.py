@@ -79,7 +79,7 @@ class Logs:
     local_ranks_filter: frozenset[int]
     """The local ranks whose output is shown on the console; empty: all."""
     log_line_prefix_template: str | None
-    """Template for the labels; None: not given; empty: no labels, except torch's own if output also goes to a file."""
+    """Template for the labels; None: not given; empty: only torch's own labels, for output that also goes to a file."""
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
@@ -103,11 +103,11 @@ class Plan:
     """
 
     torchrun: Mapping[str, Any]
-    """torchrun's settings by their names in its parser: the user's settings, completed by the launcher's choices."""
+    """torchrun's settings by their names in torchrun's parser: the user's, completed by the launcher's choices."""
     read_by_torchrun: frozenset[str]
-    """Names of settings in `torchrun` that need no flags, because torchrun reads the same environment variables."""
+    """Names of settings that need no flags in a torchrun command, because torchrun reads the same variables."""
     ignored_signals: frozenset[str]
-    """Names of the signals that do not stop the job although --signals-to-handle contains them."""
+    """Names of the signals that were ignored when the launcher started, and therefore do not stop the job."""
     python: str
     """The interpreter of the workers."""
     may_fork: bool
@@ -123,7 +123,7 @@ class Plan:
     agent_serves_store: bool
     """Whether the launcher serves the workers' store; if not, the worker of rank 0 serves it."""
     hang_timeout: float | None
-    """Seconds without progress until a worker is killed; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
+    """Seconds without progress after which a worker is killed; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
     """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
     gpus_per_process: int
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def script_arguments(self) -> tuple[str, ...]:
-        """The arguments of the script, which may contain `${local_rank}`; the script itself may contain it too."""
+        """The arguments of the script. They may contain `${local_rank}`, as may the path of the script."""
         return tuple(map(str, self.torchrun["training_script_args"]))
 
     @property
@@ -269,7 +269,7 @@ def make(
     """Decide how many processes run on which GPUs and cores, and all other settings, including the rendezvous.
 
     `run_id`: the default for --rdzv-id. `cpus`: the cores that the launcher may use. `held`: GPU UUID -> the other
-    launch that reserved that GPU. `defaults`: variables for the workers that do not depend on the command line.
+    launch that reserved that GPU. `defaults`: environment variables for the workers, the same for every command line.
     Raises `UsageError` if the requested GPUs are not available, and for invalid settings.
     """
     each = spec.gpus_per_process or 1
@@ -323,7 +323,7 @@ def make(
 
 
 def _requested_gpus(spec: LaunchSpec) -> str | None:
-    """The value of --gpus, or the number of GPUs from --gpus-per-process and --nproc-per-node, or None."""
+    """The value of --gpus, or else the product of --gpus-per-process and --nproc-per-node, or else None."""
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
@@ -356,7 +356,7 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
         )
     if each > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
-            f"--gpus-per-process {each} contradicts --virtual-local-rank, with which each process sees a single GPU",
+            f"--gpus-per-process {each} contradicts --virtual-local-rank, which gives each process a single GPU",
             "remove one of the two flags",
         )
     if each > 1 and any(gpu.is_mig for _, gpu in chosen):
@@ -367,7 +367,10 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
 
 
 def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
-    """The number of processes: one per group of GPUs, --nproc-per-node, or 1. `gpus`: the number of GPU groups."""
+    """The number of processes: --nproc-per-node if given, else one per group of GPUs, but at least 1.
+
+    `gpus`: the number of groups of GPUs.
+    """
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
@@ -385,7 +388,10 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
 
 
 def _worker_resources(processes: str, chosen: Chosen, each: int, cpus: Cpus, bind: bool) -> tuple[WorkerResources, ...]:
-    """The resources of each process; `each`: GPUs per process."""
+    """The resources of each process.
+
+    `each`: GPUs per process. `bind`: whether to bind each process to the cores near its GPUs.
+    """
     if not chosen:
         return (WorkerResources(),) * (int(processes) if processes.isdecimal() else 0)
     groups = [tuple(gpu for _, gpu in chosen[first : first + each]) for first in range(0, len(chosen), each)]
@@ -434,7 +440,7 @@ def _thread_notices(variables: Mapping[str, tuple[str, str]], processes: str) ->
     if THREADS in variables:
         threads, _ = variables[THREADS]
         each = "the process" if processes == "1" else f"each of {processes} processes"
-        yield f"{THREADS}={threads} for {each}; set it to change this"
+        yield f"{THREADS}={threads} for {each}; set this variable to change the number"
 
 
 def _thread_variables(
@@ -467,10 +473,10 @@ def _fill_local_rank(local_rank: int, arguments: Iterable[str]) -> list[str]:
 
 
 def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env: Mapping[str, str]) -> frozenset[str]:
-    """Fill in the line prefix and the shutdown timeout if no flag set them; return the names that variables set.
+    """Fill in the line prefix and the shutdown timeout from the environment if no flag set them.
 
-    `given`: the names of the settings that flags or PET_ variables set. An empty prefix removes the labels, but only
-    if it comes from a flag or a PET_ variable.
+    Return the names of the settings that come from environment variables. `given`: the names of the settings that flags
+    or PET_ variables set. An empty prefix removes the labels, but only if it comes from a flag or a PET_ variable.
     Raises `UsageError` for a shutdown timeout that is not a number of seconds.
     """
     found = set[str]()

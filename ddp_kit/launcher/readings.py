@@ -1,4 +1,4 @@
-"""Current state of the jobs on this machine or on other hosts, seen from outside: heartbeats, memory, GPUs."""
+"""Read the current state of the jobs on this machine or on other hosts: heartbeats, memory and GPU usage."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ class RankReading:
     """Bytes of the process's resident memory."""
     gpus: tuple[GpuUsage, ...] = ()
     beats: int = 0
-    """Number of actions of the rank's Trainer so far."""
+    """Counter that every action of the rank's Trainer increments."""
     host: str = ""
     advice: str = ""
     """The last line of advice from the rank's Trainer; "": no advice so far."""

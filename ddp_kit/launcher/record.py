@@ -106,7 +106,7 @@ class RecordKeeper:
     """Sampler that records the state of this machine in a thread of the launcher while an attempt runs."""
 
     def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: the folder for the record if the Trainer has no folder of its own; None: no record in that case."""
+        """`kept`: the record's folder if the Trainer has no folder of its own; None: such a Trainer keeps no record."""
         self._note = attempt_folder / RECORD_NOTE
         self._kept = kept
         self._node = node
@@ -115,14 +115,14 @@ class RecordKeeper:
         self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
 
     def start(self) -> None:
-        """Write the note for the workers and start sampling, before the workers start."""
+        """Create the file in which a Trainer writes the record's path, and start sampling, before the workers start."""
         with suppress(OSError):
             self._note.touch(mode=0o600)
             self._note.write_text("" if self._kept is None else str(self._kept))
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling and remove the note, after the workers have ended."""
+        """Stop sampling and remove the file that `start` created, after the workers have ended."""
         self._ending.set()
         self._thread.join()
         self._find()
@@ -136,7 +136,7 @@ class RecordKeeper:
             _add(self._folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
 
     def _find(self) -> None:
-        """Look for the record, whose folder exists once a Trainer has begun to train."""
+        """Look up the record's folder, which exists once a Trainer has begun to train."""
         with suppress(OSError):
             text = self._note.read_text()
             if text and Path(text).is_dir():

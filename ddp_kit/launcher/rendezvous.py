@@ -190,7 +190,7 @@ def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str,
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int | None]:
-    """Host and port of `host`, `host:port` or `[v6 address]:port`."""
+    """Split `host`, `host:port` or `[IPv6 address]:port` into host and port."""
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
         return endpoint.strip().strip("[]") or "localhost", None
@@ -218,7 +218,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
-    """Read the limits on nodes and restarts, and the timeouts; the names in --rdzv-conf are torch's."""
+    """Read the limits on nodes and restarts, and the timeouts. In --rdzv-conf, these have torch's names."""
     found = _numbers(conf, torchrun["rdzv_backend"])
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))

@@ -79,11 +79,11 @@ class LaunchSpec:
     gpus_per_process: int | None = None
     """The value of --gpus-per-process; None: not given."""
     typed: frozenset[str] = frozenset()
-    """The names in `torchrun` of the flags that were typed."""
+    """Names of the settings in `torchrun` whose flags were typed."""
     given: frozenset[str] = frozenset()
-    """The names in `torchrun` of the flags that were typed or that PET_ variables set."""
+    """Names of the settings in `torchrun` whose flags were typed or that PET_ variables set."""
     place: JobPlace | None = None
-    """This node's place in the job, from the cluster's variables; None: no cluster, or the flags define it."""
+    """This node's place in the job, from the cluster's variables; None: no cluster, or flags set the place."""
 
     @property
     def script(self) -> str:
@@ -184,7 +184,7 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
 
 
 def _typed(argv: Sequence[str], known: Parser) -> frozenset[str]:
-    """The names of the flags among the launcher's arguments."""
+    """Names of the settings whose flags are among the launcher's arguments."""
     actions = {flag: action.dest for action in known.actions for flag in action.option_strings}
     names = (_written_out(word, known).partition("=")[0] for word in argv)
     return frozenset(actions[name] for name in names if name in actions)
@@ -196,7 +196,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of seconds: use a number of at least 0")
     return seconds
 
 
@@ -223,7 +223,8 @@ def _split(argv: Sequence[str], known: Parser) -> tuple[list[str], list[str], li
 def _written_out(word: str, known: Parser) -> str:
     """The word, with an abbreviated flag such as `--nproc` replaced by its full name.
 
-    In some Python versions, argparse rejects such an abbreviation as ambiguous, because of the flag's two spellings.
+    In some Python versions, argparse rejects such an abbreviation as ambiguous, because each flag has two spellings
+    (with `-` and with `_`).
     """
     name, equals, value = word.partition("=")
     spellings = [(flag, action) for action in known.actions for flag in action.option_strings]
@@ -247,7 +248,7 @@ def _takes_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
 
 
 def _without_dashes(arguments: list[str]) -> list[str]:
-    """Drop a leading `--`: argparse and torchrun drop one before the script and one after the script."""
+    """Drop a leading `--`, as argparse and torchrun do before the script and again after the script."""
     return arguments[1:] if arguments[:1] == ["--"] else arguments
 
 

@@ -423,7 +423,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended; the defaults mean success. The outcome is the same on every node, and in verdict.json."""
+    """How a job ended; the default values mean success. All nodes get the same outcome. verdict.json contains it."""
 
     failures: tuple[Failure, ...] = ()
     ended_well: tuple[int, ...] = ()
@@ -441,7 +441,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The last lines for the user, and the exit code."""
+    """The final message for the user, and the exit code of the launcher."""
 
     exit_code: int
     text: str = ""
@@ -450,9 +450,9 @@ class Verdict:
 
 
 def first_failure(failures: tuple[Failure, ...]) -> Failure:
-    """The earliest of the failures that are least likely to be consequences of another failure.
+    """Return the failure that most likely is the root cause; among several equally likely failures, the earliest.
 
-    If several ranks have the same error, this is the failure of the rank that printed the error.
+    If several ranks have the same error, return the failure of the rank that printed the error.
     """
     first = min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
     same = [each for each in failures if each.printed_here and each.message == first.message and not each.secondary]
@@ -481,9 +481,10 @@ def asks_for_another_run(outcome: Outcome) -> bool:
 
 
 def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
-    """Return the last lines for the user and the exit code; after a failure, the exit code of the first failed worker.
+    """Return the final message for the user and the exit code of the launcher.
 
-    `shown`: the ranks whose traceback is already the last output on this console.
+    After a failure, the exit code is that of the worker that failed first. `shown`: the ranks whose tracebacks are the
+    last output on this console and need not be shown again.
     """
     if asks_for_another_run(outcome):
         return Verdict(
@@ -534,9 +535,9 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
 
 
 def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:
-    """One line per group of other ranks with the same error, without ranks that the launcher stopped.
+    """Describe the other failures, one line for all ranks with the same error, without ranks that the launcher stopped.
 
-    An error that is the same as that of the rank that failed first is not repeated.
+    The message of an error is left out if the rank that failed first has the same error.
     """
     by_message: dict[str, list[int]] = {}
     for failure in failures:

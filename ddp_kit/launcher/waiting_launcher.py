@@ -1,9 +1,10 @@
 """A launcher for `ddp_kit.launch` that imports torch before it reads its command line from standard input.
 
-    python -m ddp_kit.launcher.waiting_launcher MODULE...      standard input: a line of JSON with words and env
+    python -m ddp_kit.launcher.waiting_launcher MODULE...
 
-The launcher's standard input is a pipe from the process that started it. When the pipe is closed, the launcher and its
-job end.
+The first line of standard input is a JSON object with the arguments of `ddpkit launch` (`words`) and the environment
+(`env`). Standard input is a pipe from the process that started the launcher. When the pipe is closed, the launcher and
+its job end.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Placements that fit: the choice of `parallel="auto"`, the advice of `ddpkit plan`, and errors for what cannot fit.
+"""Finds placements that fit in memory for `parallel="auto"` and `ddpkit plan`, and rejects runs that cannot fit.
 
                        counted bytes                                         must fit in
 "auto", OOM hints      all except activations: the batch is not known yet    a part of the memory
@@ -122,7 +122,7 @@ def candidates(
 def candidate_for(
     model: ModelMemory, parallel: ParallelConfig, memory: MemoryConfig, ranks: int, device_memory: int, **changes: Any
 ) -> Candidate:
-    """The candidate for a placement. `changes`: the settings of `memory` to show in its text."""
+    """The candidate for a placement. `changes`: the settings of `memory` to show in `text`."""
     plan = plan_memory(
         model,
         parallel,
@@ -139,7 +139,7 @@ def candidate_for(
 
 
 def choose(tried: Iterable[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """The first candidate that fits, and the candidates before it; None and all candidates if none fits."""
+    """Return the first candidate that fits, and the candidates before it; if none fits, None and all candidates."""
     refused: list[Candidate] = []
     for each in tried:
         if each.fits:
@@ -173,7 +173,7 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
 
 
 class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
-    """Ends the script after `ddpkit plan` has printed the plan."""
+    """Raised to end the script after `ddpkit plan` has printed the plan."""
 
 
 def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
@@ -190,7 +190,7 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """Plan a configuration. For ``parallel="auto"``, plan what it would choose, which needs `device_memory`."""
+    """Plan a configuration. ``parallel="auto"`` is first replaced with its choice, which depends on `device_memory`."""
     chosen, _ = _with_auto(model, config, ranks, device_memory)
     plan = plan_memory(
         model,
@@ -331,8 +331,8 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
 def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer) -> int | None:
     """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
-    Called after `strategy.setup`. `device_optimizer`: the optimizer that holds the model's parameters; differs from
-    `optimizer` if that one holds copies on the host. Returns the bytes on this rank; None on the CPU, or if unknown.
+    Called after `strategy.setup`. `device_optimizer`: the optimizer that holds the model's parameters; `optimizer`
+    itself, unless that holds copies on the host. Returns these bytes on this rank; None on the CPU, or if unknown.
     """
     memory = _memory_to_fit(strategy)
     if memory is None:
@@ -360,7 +360,8 @@ def refuse(plan: MemoryPlan, device_memory: int) -> None:
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
     raise ConfigError(
         f"the run cannot fit in memory: {shown} per device, but a device has {size_text(device_memory)}",
-        '`ddpkit plan` shows which settings fit; parallel="fsdp" divides all three by the number of ranks',
+        '`ddpkit plan` shows which settings fit; parallel="fsdp" divides weights, gradients and optimizer state by the '
+        "number of ranks",
     )
 
 

@@ -87,7 +87,7 @@ class PassMemory:
     """Copies of the blocks' weights in another dtype, which autocast keeps until the end of the forward pass."""
 
     def with_less(self, *, checkpointing: float, offload: bool) -> "PassMemory":
-        """An estimate with a fraction of blocks recomputed (`checkpointing`) or activations on the host (`offload`)."""
+        """An estimate with a fraction of blocks recomputed (`checkpointing`) or activations offloaded (`offload`)."""
         kept, temporary = self.kept, self.peak - self.kept
         if not self.blocks or not (checkpointing or offload):
             return self
@@ -125,7 +125,7 @@ class ModelMemory:
         return any(row.split is not None for row in self.rows)
 
     def in_half(self) -> "ModelMemory":
-        """The same model with weights of two bytes. Activations stay as measured, which is an upper bound."""
+        """The same model with two bytes per weight. Activations stay as measured, which is an upper bound."""
         rows = tuple(
             replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
             for row in self.rows
@@ -134,9 +134,9 @@ class ModelMemory:
 
 
 def tensor_size(rows: Sequence[ParameterRow], most: int) -> int:
-    """The number of ranks that the layers of the tensor plan can be split over; 1 without a plan.
+    """The number of ranks over which the layers of the tensor plan can be split; 1 without a plan.
 
-    This is the largest divisor of `most` that divides the widths of all these layers.
+    This is the largest divisor of `most` that also divides the size of the split dimension of each layer.
     """
     widths = [row.shape[row.split] for row in rows if row.split is not None]
     return math.gcd(most, *widths) if widths else 1
@@ -272,8 +272,8 @@ def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
     """The parameters of the largest pipeline stage.
 
     If the stages are unknown, this stage is assumed to have an equal share of blocks, and the largest other parameter.
-    With 1F1B, the first stage keeps the activations of as many micro-batches as there are stages, each for its share of
-    the layers: about as much as one device without a pipeline keeps for one micro-batch.
+    With 1F1B, the first stage keeps the activations of as many micro-batches as there are stages, but only for its
+    share of the layers: about as much as one device without a pipeline keeps for one micro-batch.
     """
     rows = model.rows
     if stages == 1:
@@ -288,7 +288,7 @@ def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
 
 
 def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
-    """A rank's part of a parameter with tensor parallelism. If the splits are not `known`, matrices are split."""
+    """A rank's part of a parameter with tensor parallelism. If splits are not `known`, all matrices count as split."""
     dimension = row.split if known else 0 if len(row.shape) == 2 else None
     return row if dimension is None else _part(row, dimension, tensor)
 
@@ -307,7 +307,7 @@ def _size(rows: Iterable[ParameterRow]) -> int:
 
 
 def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
-    """Bytes of optimizer state with ZeRO-1, on the rank with the most; and bytes of padding that make ranges equal."""
+    """Bytes of optimizer state with ZeRO-1 on the rank that holds the most, and bytes of padding for equal shards."""
     state, padding = [0] * ranks, 0
     for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
         flat = [row for row in rows if row.trained and row.itemsize == itemsize]

@@ -1,6 +1,6 @@
-"""Measurement of a model, its optimizer and one pass without allocating memory, and of the peak memory of a real run.
+"""Measures a model, its optimizer and one pass without allocating memory, and the peak memory of a real run.
 
-The model is copied to fake tensors, or was built from them: see `ddp_kit.trainer.plan_script`. Then
+The model is copied to fake tensors, or was built from them; see `ddp_kit.trainer.plan_script`. The measurement runs:
 
     optimizer.step() once, with gradients of the weights' shapes      -> optimizer state of each parameter
     loss_fn(model, batch).backward() once, with a real first batch    -> activations, the peak, the share of each block
@@ -36,7 +36,7 @@ from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 def config_to_plan(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration of the same run in one process, without checkpoints, compilation or micro-batch search.
 
-    fp8 is planned as bf16, which needs no GPU: weights are the same, and there are no copies in 8 bits.
+    fp8 is planned as bf16, which needs no GPU: fp8 training has the same weights, and keeps no 8-bit copies of them.
     """
     changes: dict[str, Any] = {
         "parallel": ParallelConfig(),
@@ -68,10 +68,10 @@ class TrainingPass:
 def measured(
     model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer, training: TrainingPass, *, accumulates: bool
 ) -> ModelMemory:
-    """Measure a model, its optimizer and a pass for a plan. Changes nothing, and allocates little.
+    """Measure a model, its optimizer and a pass for a plan. Leaves them unchanged, and allocates little memory.
 
-    `device_optimizer`: the optimizer that holds the model's parameters; differs from `optimizer` if that one holds
-    copies on the host. `accumulates`: whether an optimizer step has several passes.
+    `device_optimizer`: the optimizer that holds the model's parameters; `optimizer` itself, unless that holds copies
+    on the host. `accumulates`: whether an optimizer step has several passes.
     """
     if not any(map(is_fake, model.parameters())):
         model, optimizer = _without_memory(model, optimizer, device_optimizer)
@@ -198,7 +198,7 @@ def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass)
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """A context in training mode that restores random states and each module's mode on exit."""
+    """A context that sets the model to training mode, and restores random states and each module's mode on exit."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -246,7 +246,7 @@ def state_to_come(optimizer: Optimizer) -> int:
 
 
 def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
-    """Dimension along which tensor parallelism splits each parameter, and the reason if this is not known."""
+    """The dimension along which tensor parallelism splits each parameter, and why the dimensions are unknown, if so."""
     try:
         return split_dimensions(model, parallel), ""
     except ConfigError as error:
@@ -324,8 +324,8 @@ class PeakMemory:
             logger.info("memory: planned {}, measured peak {}", size_text(predicted), peak)
         elif self._counted is not None:
             logger.info(
-                "memory: calculated {} for weights, gradients and optimizer state; measured a peak of {} with "
-                "activations",
+                "memory: calculated {} for weights, gradients and optimizer state; measured a peak of {}, "
+                "including activations",
                 size_text(self._counted),
                 peak,
             )

@@ -8,9 +8,9 @@
     device_map.py    the layers of one model on several devices of each rank
     pipeline.py      the blocks of one model in stages on different ranks; stages.py divides the model and communicates
                      between stages, tensor.py splits the blocks of a stage, fsdp.py shards them
-    offload.py       the optimizer on the host
+    offload.py       an optimizer that runs on the host
     activations.py   activation checkpointing, offload and compression
-    shards.py        parts of sharded tensors, for several strategies
+    shards.py        the part of each parameter that the optimizer of this rank updates
 
 A new strategy needs a subclass of `Strategy`, in a file of its own, and a line in `ddp_kit.config.settings.STRATEGIES`.
 """
@@ -31,10 +31,10 @@ _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
 def strategy_for(
     config: ParallelConfig, world: World, *, recoverable: bool, parallelize: Parallelize | None = None
 ) -> Strategy:
-    """Create the strategy that the configuration names; for one rank, `SingleRank` or its variant with a device map.
+    """Create the configured strategy. For one rank, this is `SingleRank`, or `SingleRankDeviceMap` with a device map.
 
     `recoverable`: whether steps can be repeated after a rank ran out of memory; see `Strategy.finish_failed_passes`.
-    `parallelize`: the user's function that distributes the model instead of the strategy.
+    `parallelize`: a function of the user that distributes the model; None: the strategy distributes it.
     Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)

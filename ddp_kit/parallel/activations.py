@@ -1,14 +1,14 @@
-"""Reduces the memory of activations, which the forward pass saves for the backward pass (`MemoryConfig`).
+"""Reduces the memory used by activations, the tensors saved in the forward pass for the backward pass (`MemoryConfig`).
 
     checkpointing          blocks do not save activations; the backward pass calls each block's forward again
     offload_activations    activations are copied to the host, and copied back when the backward pass needs them
     activation_bits        activations are saved as 8-bit integers
 
-This affects only the forward pass of a training step, within `Activations.forward_context`.
+These settings affect only the forward passes of training steps, which run within `Activations.forward_context`.
 
 torch has no public call that recomputes a module in place: a wrapper module changes the names in `state_dict`, hooks
-cannot repeat a forward, and a permanent attribute would be part of every copy of the model. The `forward` of each block
-is therefore replaced, but only within that context.
+cannot call a forward again, and a permanently replaced `forward` would be part of every copy of the model. Therefore,
+the `forward` of each block is replaced only within that context.
 """
 
 from collections import deque
@@ -37,9 +37,9 @@ Forward = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 OFFLOADED_BYTES = 1 << 20
-"""The minimum size of offloaded activations: there are many smaller activations, and each copy costs a call."""
+"""The minimum size of offloaded activations, in bytes. There are many smaller ones, and each copy has a fixed cost."""
 COMPRESSED_BYTES = 1 << 16
-"""The minimum size of compressed activations; smaller ones are, for example, statistics of norm layers."""
+"""The minimum size of compressed activations, in bytes. Smaller ones are, for example, statistics of norm layers."""
 
 
 class Activations:
@@ -51,7 +51,7 @@ class Activations:
     """
 
     def __init__(self, model: nn.Module, config: MemoryConfig, *, compiled: bool = False) -> None:
-        """`compiled`: whether the forward passes run under torch.compile."""
+        """Select the blocks to recompute. `compiled`: whether the forward passes run under torch.compile."""
         self._model, self._config = model, config
         blocks = _recomputed(model, config)
         self._called: set[nn.Module] = set()  # the blocks called in this forward pass
@@ -83,7 +83,7 @@ class Activations:
 
 
 def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
-    """The blocks to recompute; if only a fraction of all blocks is recomputed, these are evenly spaced."""
+    """The blocks to recompute. If only a fraction of all blocks is recomputed, the chosen blocks are evenly spaced."""
     asked = config.activation_checkpointing
     if asked is None or asked == 0:
         return []
@@ -117,9 +117,10 @@ def _replaced_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
 
 
 def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | None) -> Forward:
-    """A replacement for the block's forward; its intermediate results are recomputed in the backward pass.
+    """Return a replacement for the block's forward that makes the backward pass recompute intermediate results.
 
-    `called`: the blocks that this forward pass has called; None: the model runs under torch.compile.
+    `by_operation`: save the results of some operations, and recompute only the others. `called`: the blocks that the
+    current forward pass has already called; None: the model runs under torch.compile.
     """
     own: Forward = block.forward
     compiled = called is None  # torch.compile repeats operations, not the call: no other state must be restored
@@ -147,7 +148,7 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
 def _contexts(
     block: nn.Module | None, by_operation: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Two contexts for one call of a block: for the forward, and for the recomputation."""
+    """Return two contexts for one call of a block, the first for the forward and the second for the recomputation."""
     first: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if by_operation:
@@ -170,9 +171,9 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 class _CallState:
     """The state that a block's forward changes. Recomputation starts from the same state as the forward did.
 
-    When the recomputation ends, the state from before the recomputation is restored. The state consists of buffers,
-    such as BatchNorm's statistics and the vectors of spectral_norm, and of the random states of Python and numpy; torch
-    restores its own random states.
+    When the recomputation ends, the state from before the recomputation is restored. The state consists of the buffers
+    of the block (such as BatchNorm's statistics and the vectors of spectral_norm) and the random states of Python and
+    NumPy. torch restores its own random states.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -195,9 +196,9 @@ class _CallState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context for the recomputation, which ends as soon as the backward pass has what it needs.
+        """A context for the recomputation, which may stop early, once the backward pass has all tensors that it needs.
 
-        Buffers are replaced, not written to in place, because autograd may have saved them elsewhere.
+        Buffers are replaced with other tensors, not changed in place, because autograd may have saved them.
         """
         changed = {module for module, _ in self._before}
         current = [(module, buffers) for module, buffers in _buffers(self._block) if module in changed]
@@ -241,9 +242,10 @@ _ATTENTION = "scaled_dot_product"
 
 
 def _every_second_product() -> Callable[..., CheckpointPolicy]:
-    """A policy for one call of a block: save attention and every second matrix product, recompute everything else.
+    """Return a selective checkpointing policy: save attention and every second matrix product, recompute the rest.
 
-    Source: TorchTitan's selective checkpointing, which saves memory at little cost in time.
+    A policy counts matrix products, so each call of a block needs its own. Source: TorchTitan's selective activation
+    checkpointing, which saves memory at little cost in time.
     """
     counts = {False: 0, True: 0}  # by `is_recompute`
 
@@ -290,7 +292,7 @@ class SavedTensors:
         return stored
 
     def unpack(self, kept: "_Unchanged | _Stored") -> Tensor:
-        """Return the tensor for a stored form, with the precision of that form."""
+        """Return the tensor for a stored form. Values that were stored as 8-bit integers are approximate."""
         return kept.tensor()
 
     def forget_recent(self) -> None:
@@ -329,7 +331,7 @@ class _Stored:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A host copy with the same strides. The host does not wait: the device's stream orders both copies."""
+    """Copy a tensor to the host, with the same strides. The device's stream orders copies; the host does not wait."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor, non_blocking=True)
 

@@ -1,8 +1,8 @@
 """A whole replica on every rank; torch's DistributedDataParallel (DDP) averages the gradients.
 
-The wrapper's forward, in which DDP prepares its reduction, is never called. Instead, `DdpReducer` prepares the
-reduction for a loss, so a loss function may call the model any number of times, or use parts of it. A backward pass
-from any other tensor adds only to the gradients of this rank; gradients are accumulated in this way.
+DDP usually prepares the reduction in the forward of the wrapper, which is never called here. Instead, `DdpReducer`
+prepares the reduction for a given loss, so a loss function may call the model any number of times, or use only parts
+of it. The backward pass of a loss that is not prepared only accumulates gradients on this rank.
 """
 
 import re
@@ -182,7 +182,7 @@ class DdpStrategy(Strategy):
         return self._ddp.forward_context()
 
     def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
-        """Run a backward pass. `reduces`: whether it is the last pass of this step that reduces gradients."""
+        """Run a backward pass. `reduces`: whether this is the last backward pass of the step that reduces gradients."""
         if reduces:
             passes.before_reduction(loss)
         self.backward(loss)
@@ -191,7 +191,7 @@ class DdpStrategy(Strategy):
     # --- Reduction order ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The order in which parameters are reduced; None if it is not fixed yet, or never changes."""
+        """The order in which DDP reduces the parameters; None if the order is not fixed yet, or need not be saved."""
         if self._updates:
             return {"updates": [each.state_dict() for each in self._updates]}
         changes = not self.config.static_graph and not self.config.find_unused_parameters
@@ -227,11 +227,13 @@ class DdpStrategy(Strategy):
     # --- Ranks without samples ----------------------------------------------------------------------------------------
 
     def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
-        """A zero loss whose backward pass contributes zeros to DDP's reduction, with parameters in the order `order`.
+        """Return a zero loss whose backward pass contributes zeros to DDP's reduction, for a rank without samples.
 
-        DDP needs every rank in every reduction. A batch with zero weight instead would cost a pass and change
-        BatchNorm's statistics, and an empty stream has no batch. On this rank gradients stay undefined, so that a
-        parameter that no rank's samples used ends up without a gradient instead of with a gradient of zeros.
+        DDP needs every rank in every reduction. A batch with zero weight would cost a pass and change BatchNorm's
+        statistics, and a rank with an empty stream has no batch. The gradients on this rank are undefined, not zeros:
+        a parameter that no rank used then ends up without a gradient.
+
+        `order`: the order in which the parameters are reduced; None: any order.
         """
         sparse = {
             module.weight  # DDP reduces the gradient of this weight as a sparse tensor
@@ -253,10 +255,11 @@ class DdpStrategy(Strategy):
     # --- Static graphs ------------------------------------------------------------------------------------------------
 
     def _learn_graph(self, passes: Passes) -> None:
-        """Run the first step with a static graph: all ranks run the same number of passes, and reduce each pass.
+        """Run the first step with a static graph: all ranks run the same number of passes, and reduce after each one.
 
-        DDP learns the graph from the backward passes up to its first reduction, so there must be only one such pass.
-        Gradients that were reduced in an earlier pass are equal on all ranks, so another mean does not change them.
+        DDP learns the graph from all backward passes up to the first reduction. That must be a single pass, so each
+        pass is reduced. The gradients of earlier passes are already equal on all ranks, and averaging them again does
+        not change them.
         """
         self._learns_graph = False
         self._wrap()  # so that DDP has seen no earlier backward pass
@@ -271,7 +274,7 @@ class DdpStrategy(Strategy):
                 self._note_unused()
 
     def _rehearse(self, passes: Passes) -> None:
-        """Let DDP learn a static graph again after a resume, from passes whose gradients are discarded.
+        """Make DDP learn a static graph again after a resume, from passes whose gradients are discarded.
 
         DDP learns from the first reduction which parameters take part, and from the second reduction their order. The
         gradients of the following steps are then reduced as in an uninterrupted run.

@@ -33,7 +33,7 @@ _STATES_PER_WEIGHT = 2  # assumes Adam, because the optimizer is created after t
 
 
 class _DeviceMapped(Strategy):
-    """A mixin that places a model according to its device map; the other base class reduces gradients."""
+    """A mixin for strategies that places the modules of a model on devices, according to a device map."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
@@ -72,11 +72,11 @@ class _DeviceMapped(Strategy):
 
 
 class SingleRankDeviceMap(_DeviceMapped, SingleRank):
-    """One rank with several devices."""
+    """The strategy for a single rank with several devices."""
 
 
 class DeviceMapStrategy(_DeviceMapped, DdpStrategy):
-    """Several ranks with several devices each. Each of DDP's buckets holds gradients of only one device."""
+    """DDP for ranks with several devices each. Each of DDP's buckets holds gradients of only one device."""
 
 
 # --- Devices ----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[s
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
     """Raise `ConfigError` for trained parameters of several dtypes, for which FSDP fails in the first forward pass.
 
-    `hint`: an alternative to converting the parameters, with "{}" for the names of the modules with the rarer dtype.
+    `hint`: another way to fix the error. "{}" in it is replaced with the names of the modules with the rarer dtype.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     for each, parameter in _own_parameters(unit, ignored).items():
@@ -79,17 +79,17 @@ def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Paramet
 
 
 class FsdpUnits:
-    """Units whose gradients are summed over the ranks, for steps with several backward passes."""
+    """FSDP units, with control over which backward passes of a step reduce (sum) gradients over the ranks."""
 
     def __init__(
         self, units: Iterable[FSDPModule], *, whole_gradients: bool, replicated: bool, gathered: bool = False
     ) -> None:
         """Set up the units.
 
-        `whole_gradients`: accumulate whole gradients, and reduce them in the last pass of a step. `replicated`: there
-        are several replicas; without `whole_gradients`, sharded gradients are accumulated, and reduced over the
-        replicas once per step. `gathered`: keep weights gathered from the first forward pass to the last backward pass
-        of a step.
+        `whole_gradients`: accumulate unsharded gradients, and reduce them in the last pass of a step. `replicated`:
+        whether there are several replicas. If so, and without `whole_gradients`, each pass accumulates sharded
+        gradients, and the last pass of a step reduces them over the replicas. `gathered`: keep weights gathered from
+        the first forward pass to the last backward pass of a step.
         """
         self._units = [*units]
         self._whole_gradients = whole_gradients
@@ -103,11 +103,11 @@ class FsdpUnits:
 
     @property
     def add_up(self) -> bool:
-        """Whether sharded gradients accumulate, and only the last backward pass of a step reduces over the replicas."""
+        """Whether passes accumulate sharded gradients, and only the last pass of a step reduces them over replicas."""
         return self._replicated and not self._whole_gradients
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare the units for a backward pass. `last`: whether it is the last one of the step."""
+        """Prepare the units for a backward pass. `last`: whether this is the last backward pass of the step."""
         for unit in self._units:
             if self._whole_gradients:
                 unit.set_requires_gradient_sync(last, recurse=False)
@@ -117,9 +117,9 @@ class FsdpUnits:
                 unit.set_reshard_after_backward(last, recurse=False)
 
     def reduce_too(self, units: Iterable[FSDPModule]) -> None:
-        """Reduce the gradients of earlier passes in these units, which the last backward pass does not run.
+        """Make the last backward pass also reduce the gradients of units that only earlier passes used.
 
-        Gradients of zero make torch reduce them in that backward pass.
+        The units get zero gradients, because torch reduces only units with new gradients.
         """
         for unit in units if self.add_up else ():
             unit.unshard()
@@ -134,7 +134,7 @@ class FsdpUnits:
 
 
 def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> bool:
-    """Whether whole gradients of these parameters fit on every rank; the same result on all ranks. A collective."""
+    """Whether the unsharded gradients of these parameters fit into memory on every rank. A collective."""
     size = sum(each.numel() * each.element_size() for each in parameters)
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
@@ -148,9 +148,10 @@ def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> 
 
 
 def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
-    """Yield equally many (samples, batch) on each rank: ranks with fewer batches add batches of 0 samples.
+    """Yield the same number of (samples, batch) pairs on each rank. A collective.
 
-    A collective.
+    Ranks with fewer batches repeat their last batch as a batch of 0 samples. `spare`: a function that returns a batch
+    for a rank that has none.
     """
     arriving, kept = iter(batches), None
     while True:
@@ -207,7 +208,8 @@ class UnitOrder:
     def in_pass(self, kind: str) -> Iterator[list[str]]:
         """The context of one forward pass. Yields a list to which the names of units are appended as they run.
 
-        `kind`: a name for passes that usually have the same order. Raises `WorldError` if the ranks differ.
+        `kind`: the kind of pass. Passes of one kind usually run the units in the same order. Raises `WorldError` if the
+        ranks run the units in different orders.
         """
         self._kind, self._expected, self._seen, self._at = kind, self._orders.get(kind, []), [], 0
         self._passes += 1
@@ -233,7 +235,7 @@ class UnitOrder:
             self._at = expected.index(name, self._at) + 1
 
     def _compare(self, place: str) -> None:
-        """Wait until all ranks are at the same place. Raises `WorldError` if one is elsewhere, or does not arrive."""
+        """Wait until all ranks reach this point of the pass. Raises `WorldError` if a rank does not reach it."""
         place = f"{place} in {self._kind} {self._passes}"
         if self._expected:
             left = self._expected[self._at : self._at + 1]
@@ -248,7 +250,7 @@ class UnitOrder:
 
 
 class FsdpStrategy(Strategy):
-    """FSDP2 over `shard` ranks in `replicate` groups (HSDP if there are several); layers are split over `tensor`."""
+    """FSDP2 over `shard` ranks, with `replicate` replicas (HSDP if several), and layers split over `tensor` ranks."""
 
     equal_passes = True
     shards = True
@@ -387,7 +389,7 @@ class FsdpStrategy(Strategy):
         if apart:
             raise ConfigError(
                 f"after parallelize(model, mesh), {some(apart)} are not on the mesh dimensions {sorted(needed)}: each "
-                "rank would train its own copy of them",
+                "rank would train its own copy of these parameters",
                 "end the function with fully_shard(model, mesh=mesh['shard']), or use mesh['replicate', 'shard']",
             )
         for name, module in model.named_modules():
@@ -395,7 +397,7 @@ class FsdpStrategy(Strategy):
                 check_dtypes(name, module, "call fully_shard on {} first in your function")
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The units by name, inner ones first; the remaining parameters belong to the root."""
+        """The FSDP units by module name, inner modules first. The root unit shards all other parameters."""
         modules = dict(model.named_modules())
         modules.pop("")
         if self.config.fsdp_units == "auto":
@@ -414,7 +416,7 @@ class FsdpStrategy(Strategy):
         return dict(sorted(chosen.items(), key=lambda one: -one[0].count(".")))
 
     def _place(self, unit: Any) -> None:
-        """Move a unit's buffers, and parameters that are not sharded yet, to the device, with rank 0's values."""
+        """Move a unit's buffers and unsharded parameters to the device, and copy rank 0's values to all ranks."""
         device = self.world.device
         whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
         for parameter in whole:
@@ -480,7 +482,7 @@ class FsdpStrategy(Strategy):
         return self._held
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm, computed from local sums of squares, added up over the ranks that hold different parts."""
+        """The 2-norm of all gradients. Local sums of squares are added up over the ranks that hold different parts."""
         split = set(map(id, self._split))
         rest = [each for each in self._held if id(each) not in split]
         squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
@@ -535,7 +537,7 @@ class FsdpStrategy(Strategy):
         return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
-        """The piece, marked as owned only on the first of the ranks that hold it."""
+        """The piece, with `owned` set only on the first of the ranks that hold it, which writes it to checkpoints."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 

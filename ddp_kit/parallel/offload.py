@@ -85,7 +85,7 @@ def _on_host(like: nn.Parameter) -> Tensor:
 
 
 def check_steps_on_cpu(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that does not support the CPU, which is tested with a small tensor."""
+    """Raise `ConfigError` if an optimizer does not support the CPU. Tries one step with a small tensor."""
     kind, group = type(optimizer), optimizer.param_groups[0]
     like = next(iter(group["params"]), torch.empty(0))
     parameter = nn.Parameter(torch.ones(2, 2, dtype=like.dtype))

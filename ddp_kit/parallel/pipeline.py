@@ -69,7 +69,7 @@ class _StageRoot(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Run `call`. Returns its result, or the `StageBoundary` that it raises, because FSDP's hooks need a return."""
+        """Return the result of `call`, or the `StageBoundary` that it raises: FSDP's hooks run only after a return."""
         try:
             return call()
         except StageBoundary as passed:
@@ -77,9 +77,9 @@ class _StageRoot(nn.Module):
 
 
 class PipelineStrategy(Strategy):
-    """Stages on `pipeline` ranks, with blocks split over `tensor` and sharded over `shard`, in `replicate` groups.
+    """Pipeline parallelism over `pipeline` ranks. Can be combined with tensor parallelism, FSDP and replication.
 
-        run the first pass of a run alone; free the weights outside of the blocks that this stage did not use
+        in the first step, run one pass alone, and free the weights outside of the blocks that this rank did not use
         run the other passes, and all passes of later steps, in the order of the schedule
         sum gradients over the ranks that hold the same weights
 
@@ -125,7 +125,7 @@ class PipelineStrategy(Strategy):
         self._links: dict[int, Links] = {}
         self._optimizer: Optimizer | None = None
         self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
-        """For each parameter, the places in the pipeline that hold it; the first one writes it to checkpoints."""
+        """Parameter -> pipeline coordinates of the ranks that hold it. The first one writes it to a checkpoint."""
         self._outer: list[nn.Parameter] = []  # trained weights whose users the first pass finds
         self._known: set[nn.Parameter] = set()  # the weights in `_outer` whose users are known
         self._owners: dict[str, int] = {}  # buffer that passes change -> the place with the valid value
@@ -179,7 +179,7 @@ class PipelineStrategy(Strategy):
         return self._place == self._places[-1]
 
     def _ranks(self, places: Iterable[int], tensor: int) -> list[int]:
-        """The ranks at these places that hold the same unsharded weights."""
+        """The ranks with these pipeline and tensor coordinates, all of which hold the same unsharded weights."""
         data = range(self.sizes.replicate), range(self.sizes.shard)
         return [self.sizes.rank(place, *data_rank, tensor) for place in places for data_rank in product(*data)]
 
@@ -240,7 +240,7 @@ class PipelineStrategy(Strategy):
     def check_recoverable(self) -> None:
         raise ConfigError(
             "micro_batch_size='auto' is not supported with parallel.pipeline: if one rank runs out of memory, the "
-            "other ranks wait for the tensors that it should send",
+            "other ranks wait forever for the tensors that it should send",
             "set micro_batch_size to a number",
         )
 
@@ -304,7 +304,7 @@ class PipelineStrategy(Strategy):
 
     @torch.no_grad()
     def _put_on_device(self, parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, tuple[int, ...]]) -> None:
-        """Copy rank 0's values to the devices, and free the parameters that only other places hold."""
+        """Copy rank 0's values to all devices, and free the parameters that this rank does not hold."""
         for each in parameters:
             each.data = each.data.to(self.world.device)
         broadcast([each.detach() for each in parameters])
@@ -345,7 +345,7 @@ class PipelineStrategy(Strategy):
         self._forget_state()
 
     def _held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The optimizer's parameter for a parameter of the model."""
+        """The parameter that the optimizer holds in place of a parameter of the model."""
         return self._shards.of.get(parameter, parameter)
 
     def _model_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -398,7 +398,7 @@ class PipelineStrategy(Strategy):
         self._reduce(has_passes=passes.count > 0)
 
     def _run_alone(self, passes: Passes) -> None:
-        """Run the first pass of a run; after the forward pass, the ranks agree on the kind of loss."""
+        """Run the first pass of a training run, in which the ranks agree on what the loss function returns."""
         before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
         stages = self._new_stages()
         for stage in stages:
@@ -447,7 +447,7 @@ class PipelineStrategy(Strategy):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free the gathered weights of all stages, including those without a backward pass: the shards will change."""
+        """Free the gathered weights of all stages, because they become outdated when the shards change."""
         for units in self._units.values():
             units.reshard()
 
@@ -533,7 +533,7 @@ class PipelineStrategy(Strategy):
     # --- Users of weights outside of the blocks -----------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Find the places that use each weight outside of the blocks, and the places that change each buffer.
+        """Find the ranks of the pipeline that use each weight outside of the blocks, and those that change each buffer.
 
         A collective.
         """
@@ -560,7 +560,7 @@ class PipelineStrategy(Strategy):
             self._make_group(stages)
 
     def _hold(self, parameter: nn.Parameter, places: tuple[int, ...]) -> None:
-        """Hold a weight outside of the blocks only at these places from now on."""
+        """From now on, hold a weight outside of the blocks only on the ranks with these pipeline coordinates."""
         self._holders[parameter] = places
         self._known.add(parameter)
         if self._place not in places:
@@ -597,7 +597,7 @@ class PipelineStrategy(Strategy):
                         gradient.copy_(part.view_as(gradient))
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Yield gradients in buckets of one dtype and a size of about `bucket_mb`."""
+        """Yield the gradients in buckets. Each bucket has one dtype and a size of about `bucket_mb` MiB."""
         for dtype in dict.fromkeys(each.dtype for each in parameters):
             bucket: list[Tensor] = []
             for each in parameters:
@@ -628,8 +628,8 @@ class PipelineStrategy(Strategy):
             raise LossError(
                 f"a pass changed {some(changed)}, which the first pass of the run did not change: a pipeline "
                 "synchronises only buffers that change in the first pass",
-                "update it in every pass, including the first, for example with a rate of 0; or update it in a "
-                "callback, in the same way on all ranks",
+                "update these buffers in place in every pass, including the first, even if the values stay the same; "
+                "or update them in a callback, in the same way on all ranks",
             )
 
     def check_gradients(self) -> None:
@@ -691,7 +691,7 @@ class PipelineStrategy(Strategy):
         return state
 
     def _buffer_place(self, name: str) -> int | None:
-        """The place that has the valid value of a buffer; None: all places have the same value."""
+        """The pipeline coordinate of the ranks with the valid value of a buffer; None: it is valid on all ranks."""
         return self._owners.get(name, self._block_buffers.get(name))
 
     def _piece(self, parameter: nn.Parameter) -> Piece:
@@ -702,7 +702,7 @@ class PipelineStrategy(Strategy):
         return replace(part, owned=self._replica == 0 and self._is_first_holder(parameter))
 
     def _tensor_piece(self, value: Tensor, shape: Sequence[int], places: tuple[int, ...]) -> Piece:
-        """A whole tensor on the places that hold it; an empty piece of the same dtype on others."""
+        """A piece with the whole tensor on ranks with these pipeline coordinates; an empty piece on other ranks."""
         if self._place not in places:
             value = value.new_empty((0, *shape[1:]) if len(shape) else ())
         owned = self._place == places[0] and (self._replica, self._shard, self._tensor) == (0, 0, 0)
@@ -734,7 +734,7 @@ class PipelineStrategy(Strategy):
         self.model.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The places that use each weight outside of the blocks, and the division into stages on which they depend."""
+        """The division into stages, and the ranks of the pipeline that use each weight outside of the blocks."""
         if not self._learned:
             return {}
         names = self.held_names()
@@ -751,7 +751,7 @@ class PipelineStrategy(Strategy):
             users = saved["users"].get(names[id(each)])
             if users is not None:
                 if not users or not set(users) <= set(range(self.sizes.pipeline)):
-                    raise ValueError("a weight has no valid place in the pipeline")
+                    raise ValueError("each weight must be assigned to one or more existing ranks of the pipeline")
                 self._hold(each, tuple(users))
         self._forget_state()
 
@@ -793,7 +793,7 @@ class PipelineStrategy(Strategy):
 
 
 def _schedule_for(name: str, passes: int, places: int) -> tuple[Any, bool]:
-    """The class of torch's schedule, and whether it takes a list of stages.
+    """The class of torch's schedule, and whether its constructor takes a list of stages.
 
     1F1B needs at least as many passes as stages, and interleaved 1F1B needs the same number of passes in each round.
     For other numbers of passes, all forward passes run before all backward passes, as in GPipe; `ScheduleLoopedBFS`
@@ -813,7 +813,7 @@ def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
 
 
 def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
-    """What other ranks need to know about a value of the optimizer state. `held`: this rank's part of `parameter`."""
+    """Describe a value of the optimizer state, for ranks without it. `held`: this rank's part of `parameter`."""
     if not isinstance(value, Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")
@@ -823,7 +823,7 @@ def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def _free(parameter: nn.Parameter) -> None:
-    """Free a parameter's memory. It keeps its shape, and all values are NaN, so that accidental use is detected."""
+    """Free a parameter's memory. The parameter keeps its shape, and its values become NaN to reveal accidental use."""
     part = memory_of(parameter)
     kind = torch.nan if part.is_floating_point() else 0
     part.data = torch.full((), kind, dtype=part.dtype, device=part.device).expand(part.shape)

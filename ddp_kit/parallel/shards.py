@@ -41,9 +41,10 @@ class Shards:
         self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
 
     def give_to(self, optimizer: Optimizer) -> None:
-        """Replace the model's parameters in the optimizer with the shards, and any state with the shards' part of it.
+        """Make the optimizer hold the shards instead of the model's parameters. Existing state is sharded too.
 
-        Some optimizers, such as Adagrad, already create state in their constructor. Raises `ConfigError`.
+        Some optimizers, such as Adagrad, create state in their constructor. Raises `ConfigError` if the optimizer or
+        its state cannot be sharded.
         """
         check_elementwise(optimizer)
         for whole, shard in self.of.items():
@@ -54,7 +55,7 @@ class Shards:
             group["params"] = [self.of.get(each, each) for each in group["params"]]
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
-        """The state of `whole`, but only this rank's part of tensors that have its shape; scalars are unchanged."""
+        """This rank's part of the optimizer state of the parameter `whole`. Scalars in the state are unchanged."""
         from ddp_kit.parallel.tensor import is_dtensor, local_part  # only needed here, and slow to import
 
         piece, part = self.pieces[id(self.of[whole])], {}
@@ -90,7 +91,7 @@ def check_dense_gradients(model: nn.Module, strategy: str) -> None:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that updates a shard differently from the same part of the whole tensor.
 
-    Runs an optimizer with the same class and settings on small tensors, and two more on the tensors' flattened halves.
+    Compares trial runs with the same class and settings: one on small tensors, two on the halves of the same tensors.
     """
     before = random_states()
     try:

@@ -33,19 +33,19 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Nodes between a stage's output and its input that share leaves, with the leaves that they share."""
+    """Autograd nodes of a stage that share leaves, such as weights, and the leaves that they share."""
 
     nodes: list[Node] = field(default_factory=list)
     leaves: dict[Tensor, None] = field(default_factory=dict)
 
 
 def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor | None) -> Callable[[], None]:
-    """Set `received.grad`, and return a function that accumulates the gradients of all other leaves.
+    """Compute the gradient of a stage's input, and return a function that computes the gradients of all other leaves.
 
-    `gradient`: the gradient of `output`; None: `output` is a scalar loss. `received`: the stage's input. If it is None,
-    or requires no gradient because nothing before this stage is trained, the returned function runs the whole backward
-    pass. Each weight's gradient is computed once. If several layers of a stage share weights, the backward pass between
-    these layers is computed twice.
+    `gradient`: the gradient of `output`; None: `output` is a scalar loss. `received`: the stage's input, whose `.grad`
+    is set. If it is None, or requires no gradient because nothing before this stage is trained, the returned function
+    runs the whole backward pass. Each weight's gradient is computed once. If several layers of a stage share weights,
+    the backward pass between these layers is computed twice.
     """
     if output.grad_fn is None:  # the output is the input
         torch.autograd.backward(output, gradient)
@@ -96,7 +96,7 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
 
 
 def _path(root: Node, received: Tensor) -> dict[Node, None]:
-    """The nodes from which a backward pass reaches `received`.
+    """The autograd nodes from which a backward pass reaches `received`.
 
     The order of the nodes is the same in every run, because gradients are added in this order.
     """
@@ -122,7 +122,7 @@ def _path(root: Node, received: Tensor) -> dict[Node, None]:
 
 
 def _groups(path: dict[Node, None]) -> list[_Group]:
-    """The groups for the second half of the backward pass; nodes that share a leaf are in the same group."""
+    """Divide nodes into groups for the second half of the backward pass. Nodes that share a leaf are in one group."""
     of_leaf: dict[Tensor, _Group] = {}
     for node in path:
         group = _Group([node], _leaves_beside(node, path))
@@ -134,7 +134,7 @@ def _groups(path: dict[Node, None]) -> list[_Group]:
 
 
 def _leaves_beside(node: Node, path: dict[Node, None]) -> dict[Tensor, None]:
-    """The leaves that get gradients from a node of the path through nodes outside of the path."""
+    """The leaves, such as weights, that `node` reaches through nodes that are not in `path`."""
     seen, leaves = set[Node](), dict[Tensor, None]()
     ahead = [node]
     while ahead:
@@ -186,7 +186,7 @@ class Links:
     def arriving(self) -> Received:
         """Receive the header of the previous stage's next activation, and allocate memory for the activation.
 
-        Waits until the previous stage has computed the activation. Raises `StageFailedError`.
+        Waits until the previous stage has computed the activation. Raises `StageFailedError` if that stage failed.
         """
         header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         dist.recv(header, src=self._rank(self.stage - 1), group=self._host_group, tag=self.stage)
@@ -197,7 +197,7 @@ class Links:
         return Received(tensor.requires_grad_(bool(trained)), items)
 
     def announce(self, tensor: Tensor, items: int) -> None:
-        """Send the header of an activation to the next stage. Raises `LossError`."""
+        """Send the header of an activation to the next stage. Raises `LossError` if the activation cannot be sent."""
         if tensor.dtype not in _DTYPES or tensor.ndim > _DIMENSIONS:
             raise LossError(
                 f"a pipeline stage cannot send a tensor of dtype {tensor.dtype} with {tensor.ndim} dimensions",
@@ -219,7 +219,7 @@ class Links:
         self._pending_headers.append((work, header))
 
     def operation(self, kind: Callable[..., Any], tensor: Tensor, offset: int) -> dist.P2POp:
-        """A send to or a receive from the previous stage (`offset` -1) or the next one (1)."""
+        """Create a send or receive operation with the previous stage (`offset` -1) or the next stage (`offset` 1)."""
         # Gloo matches messages between two ranks by tag; NCCL by order, which the schedule determines.
         peer = self.stage + offset
         return dist.P2POp(kind, tensor, self._rank(peer), self.group, max(self.stage, peer))
@@ -241,10 +241,10 @@ Backward = Callable[[Tensor | None, Callable[[], None]], None]
 
 
 class Stage(PipelineStage):
-    """A stage, for torch's pipeline schedules, whose passes may differ in shape.
+    """A pipeline stage for torch's schedules that supports passes with different shapes.
 
-    `PipelineStage` needs the same shape in all passes, so the methods that send, receive and compute are overridden;
-    torch's schedule calls them in its order. Pass number = the schedule's chunk number + `first`.
+    `PipelineStage` needs the same shape in all passes, so this class overrides the methods that send, receive and
+    compute. torch's schedule calls these methods. The number of a pass is the schedule's chunk number plus `first`.
     """
 
     def __init__(self, links: Links, stages: int, device: torch.device) -> None:
@@ -264,7 +264,7 @@ class Stage(PipelineStage):
         self._next: Stage | None = None
 
     def is_followed_by(self, following: "Stage") -> None:
-        """Connect the next stage, which is on the same rank; tensors are passed to it with `set_local_...`."""
+        """Connect to the next stage, on the same rank. The `set_local_...` methods pass tensors between them."""
         self._next, following._previous = following, self
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -325,7 +325,7 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,  # noqa: ARG002
     ) -> None:
-        """Compute gradients; without `full_backward`, only the input's gradient, which the previous stage waits for."""
+        """Compute gradients. Without `full_backward`, compute only the input's gradient, for the previous stage."""
         tensor, _ = self._outputs.pop(bwd_chunk_id)
         gradient, received = self._gradients.pop(bwd_chunk_id, None), self._received.get(bwd_chunk_id)
 
@@ -432,7 +432,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
 
 
 def stages_per_rank(config: ParallelConfig) -> int:
-    """The number of stages on each rank. Interleaved schedules place several, from different parts of the model."""
+    """The number of stages on each rank. Interleaved and V-shaped schedules use several."""
     if config.pipeline_schedule == "zbv":
         return 2
     if config.pipeline_schedule != "interleaved":
@@ -441,7 +441,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def places_of_stages(config: ParallelConfig) -> tuple[int, ...]:
-    """The place of each stage among the ranks of a pipeline: round-robin, or forward and back (V-shaped) for "zbv"."""
+    """The pipeline coordinate of each stage's rank: round-robin, or V-shaped (forward and back) for "zbv"."""
     places = tuple(range(config.pipeline))
     return (*places, *reversed(places)) if config.pipeline_schedule == "zbv" else places * stages_per_rank(config)
 
@@ -507,8 +507,8 @@ class StageModel:
     """The user's model, in which only the blocks of one stage run.
 
     code outside of the blocks         runs on every stage: masks and positions are computed from the real batch
-    blocks of earlier stages           return NaN in the right shape, which nothing may use; the last of these blocks
-                                       returns the activation that the previous stage sent
+    blocks of earlier stages           return NaN values of the right shape, which the model must not use; the last of
+                                       these blocks returns the activation that the previous stage sent
     first block of the next stage      raises `StageBoundary` with its first argument, which is then sent
     """
 
@@ -538,8 +538,8 @@ class StageModel:
     ) -> Any:
         """Call `function(model, batch)`, and return its value on the last stage; other stages raise `StageBoundary`.
 
-        `came`: the activation from the previous stage; None on the first stage. `before_blocks`: called before the
-        first block of this stage.
+        `came`: the activation from the previous stage; None on the first stage. `before_blocks`: a function that
+        is called before the first block of this stage.
         """
         self._before_blocks = before_blocks
         self._next, self._items = 0, -1
@@ -548,7 +548,7 @@ class StageModel:
             value = function(self.model, batch)
         if self._next != len(self._names):
             raise LossError(
-                f"in a pipeline, a call of the model ran {self._next} of its {len(self._names)} blocks",
+                f"the model ran {self._next} of its {len(self._names)} blocks, but a pipeline must run all of them",
                 "the loss function must call model(...) exactly once, and the model must call all of its blocks",
             )
         return value
@@ -588,7 +588,7 @@ class StageModel:
         if number != self._next:
             expected = self._names[self._next] if self._next < len(self._names) else "no further block"
             raise LossError(
-                f"the model calls its blocks out of order: {name}, where {expected} was expected",
+                f"the model calls its blocks out of order: {name} was called where {expected} was expected",
                 "a pipeline needs a model that calls each block once, in order, and a loss function that calls the "
                 "model once; parallel='fsdp' needs neither",
             )
@@ -607,9 +607,9 @@ class StageModel:
             )
 
     def _returned(self, *, is_sent: bool) -> Any:
-        """The placeholder for the output of an earlier stage's block: the received activation if `is_sent`, else NaN.
+        """The output of a placeholder for a block of an earlier stage: the received activation if `is_sent`, else NaN.
 
-        NaN makes any use of the placeholder visible, and a backward pass through it raises an error.
+        NaN makes any use of the output visible, and a backward pass through it raises an error.
         """
         assert self._received is not None, "only the first stage receives nothing"
         whole = self._received
@@ -627,7 +627,7 @@ def _refuse(_gradient: Tensor) -> None:
     raise LossError(
         "the loss depends directly on the output of a block of an earlier stage, not only through the next block",
         "a pipeline sends one tensor from each stage to the next: models with connections that skip blocks, and losses "
-        "of the outputs of several blocks, need another strategy, such as parallel='fsdp'",
+        "computed from the outputs of several blocks, need another strategy, such as parallel='fsdp'",
     )
 
 
@@ -637,10 +637,10 @@ def _refuse(_gradient: Tensor) -> None:
 def holders_before_first_pass(
     model: nn.Module, chain: Chain, places: Sequence[int]
 ) -> tuple[dict[nn.Parameter, tuple[int, ...]], list[nn.Parameter]]:
-    """The places in the pipeline that hold each parameter, and the trained parameters whose users are not known yet.
+    """The pipeline coordinates of the ranks that hold each parameter, and the parameters that the first pass assigns.
 
-    All places hold the parameters whose users are not known, until the first pass has shown which places use them.
-    `places`: the place of each stage.
+    The latter are the trained parameters outside of the blocks, or shared by blocks of different ranks. All ranks hold
+    them until the first pass has shown which ranks use them. `places`: the pipeline coordinate of each stage.
     """
     blocks = chain.blocks(model)
     inside: dict[nn.Parameter, set[int]] = {}
@@ -659,9 +659,10 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]
 
 
 def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str]:
-    """The parameters that FSDP shards, which are those that only one block uses, each with the name of the block.
+    """The parameters that FSDP shards, each with the name of the block that uses it.
 
-    Scalars stay whole, as do parameters outside of the blocks, whose users are known only after the first pass.
+    Parameters that several blocks use are not sharded, nor are scalars. Parameters outside of the blocks are not
+    sharded, because the stages that use them are known only after the first pass.
     """
     blocks = chain.blocks(model)
     uses = Counter(each for block in blocks for each in {*block.parameters()})
@@ -677,9 +678,9 @@ def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str
 def holders_after_first_pass(
     model: nn.Module, config: ParallelConfig, function: Callable[[nn.Module, Any], Any], batch: Any
 ) -> dict[nn.Parameter, tuple[int, ...]]:
-    """For each parameter, the places in the pipeline that hold it during training.
+    """For each parameter, the pipeline coordinates of the ranks that hold it during training.
 
-    They are found by running all stages in this process.
+    To find them, this function runs all stages in this process.
 
     Raises `ConfigError` if the model cannot be divided, and `LossError` if a stage cannot run.
     """
@@ -701,7 +702,7 @@ def holders_after_first_pass(
 
 
 def leaves_of(root: Any) -> set[Tensor]:
-    """The leaves that a backward pass from a tensor reaches."""
+    """The leaf tensors that a backward pass from `root` reaches."""
     found: set[Tensor] = set()
     seen: set[Any] = set()
     ahead = [root.grad_fn] if isinstance(root, Tensor) else []

@@ -74,7 +74,9 @@ def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
 
 
 def whole_gradients_fit(gradients: int, memory: int) -> bool:
-    """Whether FSDP accumulates whole gradients, and reduces them once per step instead of once per pass.
+    """Whether unsharded gradients take at most a small share of a device's memory.
+
+    If they do, FSDP accumulates them and reduces them once per step instead of once per pass.
 
     `gradients`: bytes of the whole model's gradients. `memory`: bytes of one device's memory.
     """
@@ -131,7 +133,7 @@ _WRAPPERS = {
     "DistributedDataParallel": _USE_ITS_MODULE,
     "DataParallel": f"{_USE_ITS_MODULE}, one process per GPU: `ddpkit launch --gpus all train.py`",
     "FullyShardedDataParallel": f'{_USE_ITS_MODULE}, with parallel="fsdp"',
-    "FSDPModule": 'pass the model before fully_shard(model), and set parallel="fsdp": the Trainer shards it',
+    "FSDPModule": 'do not call fully_shard(model): set parallel="fsdp", and the Trainer shards the model',
 }
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
@@ -155,26 +157,26 @@ class Passes(Protocol):
     """This rank's forward passes in an optimizer step, which a strategy runs."""
 
     count: int
-    """The number of passes, including passes of zero weight with `equal_passes`; 0 if the rank has no samples."""
+    """The number of passes; 0 if the rank has no samples. Strategies with `equal_passes` add passes of zero weight."""
 
     @property
     def max_passes(self) -> int:
         """The largest number of passes on any rank in the first step; known after the first forward pass."""
 
     def forward(self, number: int) -> Tensor:
-        """The scalar loss of pass `number`. Passes begin in order; each pass number is used in `calls_per_pass` calls.
+        """Return the scalar loss of a pass. Passes begin in order, and each needs `Strategy.calls_per_pass` calls.
 
         Raises `StageBoundary` on pipeline stages other than the last.
         """
 
     def without_loss(self) -> None:
-        """On a rank that has passes but no losses, agree with the other ranks about the first loss. A collective.
+        """Take part in the ranks' agreement on the first loss, on a rank that does not compute losses. A collective.
 
         Called after this rank's first pass of the first step.
         """
 
     def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
-        """A context that yields a function, which returns the loss of pass 0 and may be called any number of times.
+        """A context that yields a function. Each call of the function computes and returns the loss of pass 0.
 
         Buffers and random states are restored at the end, and `forward(0)` gets the same batch.
         """
@@ -287,7 +289,7 @@ class Strategy(ABC):
             )
 
     def use(self, parallelize: Parallelize) -> None:  # noqa: ARG002
-        """Let `setup` distribute the model with the user's own function. Not a collective."""
+        """Make `setup` distribute the model with the user's own function. Not a collective."""
         raise ConfigError(
             f"parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is {self.config.strategy!r}",
             "set the sizes of the mesh that the function gets, such as parallel={'shard': 4, 'tensor': 2}",
@@ -318,9 +320,9 @@ class Strategy(ABC):
         """Make the optimizer hold the parameters that this rank updates. Called after `setup`."""
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> "list[Self]":  # noqa: ARG002
-        """One strategy per update of a step, for several updates that each have their own loss and parameters.
+        """Return one strategy per update, for steps with several updates that each have their own loss and parameters.
 
-        In steps, the returned strategies are used instead of this one. Called after `setup`.
+        Steps use the returned strategies instead of this one. Called after `setup`.
         """
         raise ConfigError(
             f"several updates per step are not supported with parallel.strategy={self.config.strategy!r}",
@@ -358,7 +360,7 @@ class Strategy(ABC):
     def accumulate(self, passes: Passes, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
         """Run this rank's passes and accumulate their gradients, for `run_passes`. Not a collective.
 
-        `prepare`: takes the last loss, and returns a loss whose backward pass also reduces the gradients.
+        `prepare`: a function that turns the last loss into a loss whose backward pass also reduces the gradients.
         """
         for number in range(passes.count):
             loss = passes.forward(number)
@@ -386,14 +388,14 @@ class Strategy(ABC):
         return nullcontext()
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
-        """Call a function of the model and a batch, such as the loss function, and return its value.
+        """Call `function(model, batch)`, for example the loss function, and return its value.
 
         Raises `StageBoundary` on pipeline stages other than the last.
         """
         return function(self.model, batch)
 
     def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
-        """Run a forward pass of an evaluation or prediction, which uses `call`.
+        """Run `forward`, a forward pass of an evaluation or a prediction that uses `call`.
 
         Returns a tuple with the pass's result; an empty tuple on pipeline stages other than the last.
         """
@@ -403,7 +405,7 @@ class Strategy(ABC):
 
     @property
     def updated(self) -> Sequence[nn.Parameter]:
-        """The parameters that this rank's optimizer updates; the methods below use their gradients."""
+        """The parameters that this rank's optimizer updates. Methods such as `grad_norm` use their gradients."""
         return self.parameters
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -433,7 +435,8 @@ class Strategy(ABC):
         """Yield (number of samples, batch) for each batch of this rank; ranks may have different numbers of batches.
 
         The caller runs one forward pass per batch. With `equal_passes`, batches with 0 samples, whose results do not
-        count, make the number of batches equal on all ranks. `spare`: returns a batch for a rank that has none.
+        count, make the number of batches equal on all ranks. `spare`: a function that returns a batch for a rank that
+        has none.
         """
         yield from batches
 
@@ -448,7 +451,7 @@ class Strategy(ABC):
         self.model.load_state_dict(state)
 
     def held_names(self) -> dict[int, str]:
-        """The names of the parameters that the optimizer holds, by the ids of the parameters."""
+        """Parameter names by id, for the parameters that the optimizer holds."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def piece_of(self, parameter: Tensor) -> Piece | None:  # noqa: ARG002
@@ -460,7 +463,7 @@ class Strategy(ABC):
         return None
 
     def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:  # noqa: ARG002
-        """An optimizer's state with entries for the parts of other ranks. `forms`: `optimizer_form` of all ranks."""
+        """Add entries for the parts of other ranks to an optimizer's state. `forms`: `optimizer_form` of each rank."""
         return state
 
     def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:

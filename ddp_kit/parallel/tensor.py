@@ -84,8 +84,9 @@ _TOKENS = 1  # the dimension of the sequence
 
 
 def split_layers(model: nn.Module, inside: Set[nn.Module], plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Replace each parameter of the planned layers among the modules `inside` with this rank's part of the parameter.
+    """Replace each parameter of the layers in `plan` with this rank's part of the parameter.
 
+    `inside`: the modules to split; other layers in `plan` are unchanged. `plan`: module name -> kind of split.
     Every rank of `mesh` must hold the same whole parameters before the call.
     """
     layers = {name: module for name, module in model.named_modules() if name in plan}
@@ -104,8 +105,8 @@ def _is_split(layer: nn.Module) -> bool:
 def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> ParallelStyle:
     """The parallel style of a layer.
 
-    `paired`: whether a row layer takes the outputs. `sequence`: whether activations between pairs of layers are split
-    by tokens.
+    `paired`: whether a row layer gets the outputs of this column layer, so that they need not be gathered. `sequence`:
+    whether activations between pairs of layers are split along the sequence dimension.
     """
     between: Any = Shard(_TOKENS) if sequence else Replicate()
     embedding = isinstance(layer, nn.Embedding)

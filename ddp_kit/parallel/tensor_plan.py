@@ -49,8 +49,8 @@ def _own_plan(model: nn.Module) -> Mapping[str, str]:
             if not unknown:
                 return {name: _KINDS[kind] for name, kind in plan.items()}
             raise ConfigError(
-                f"the tensor-parallel plan of {type(model).__name__} has unsupported kinds: {unknown}",
-                "set parallel.tensor_plan",
+                f"the tensor-parallel plan of {type(model).__name__} has unsupported kinds of layers: {unknown}",
+                "set parallel.tensor_plan to a plan with the kinds 'column', 'row' and 'sequence'",
             )
     raise ConfigError(
         f"parallel.tensor needs a plan of the layers to split, but {type(model).__name__} does not define one",

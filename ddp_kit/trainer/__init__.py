@@ -1,4 +1,4 @@
-"""The Trainer: the training loop and what it calls."""
+"""The Trainer: the training loop and the modules that it uses."""
 
 from ddp_kit.trainer.learning_rates import scheduler_steps
 from ddp_kit.trainer.trainer import Trainer

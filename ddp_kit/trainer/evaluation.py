@@ -1,4 +1,4 @@
-"""Evaluation of a model, in which each sample counts exactly once for any number of ranks."""
+"""Evaluation of a model: each sample counts exactly once, for any number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +36,10 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 
 
 class Evaluator:
-    """Runs the evaluations of a Trainer. `call_callbacks(event, *values)`: calls this event on every callback."""
+    """Runs the evaluations of a Trainer.
+
+    `call_callbacks`: a function `(event, *values)` that calls the event of every callback.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Evaluator:
         self._call_callbacks = call_callbacks
 
     def watch(self, eval_data: object) -> None:
-        """Set the eval_data of `fit`: from then on, only metrics on this data determine which weights are best."""
+        """Record the eval_data of `fit`. From then on, only metrics on this data determine which weights are best."""
         if eval_data is not None:
             self._watched_data = _dataset(eval_data)
 
@@ -96,10 +99,11 @@ class Evaluator:
         notify_callbacks: bool = True,
         name: str = "evaluation",
     ) -> dict[str, float] | None:
-        """Evaluate, call the callbacks' events, and return all metrics; None if `stops` interrupted the evaluation.
+        """Evaluate, call the callbacks, and return all metrics; None if the evaluation was interrupted. A collective.
 
-        An interrupted evaluation restores the random states. `notify_callbacks`: whether callbacks and
-        `checkpoint.best_metric` get the metrics. `name`: the text at the start of the log line. A collective.
+        `stops`: a function that returns whether to interrupt the evaluation, which then restores the random states.
+        `notify_callbacks`: whether callbacks and `checkpoint.best_metric` get the metrics. `name`: the text at the
+        start of the log line.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
@@ -124,7 +128,7 @@ class Evaluator:
 
 
 def _shown(values: Mapping[str, float]) -> str:
-    """The metrics as one line of text, at most 32 of them: a metric such as a curve may have many values."""
+    """The first 32 values as one line of text, and the number of the others: a metric may return many values."""
     shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
     more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
     return "  ".join([*shown, *more])
@@ -133,8 +137,8 @@ def _shown(values: Mapping[str, float]) -> str:
 class FitEvaluations:
     """The evaluations of one call of `fit`.
 
-    `data`: the batches to evaluate. `stopping()`: whether the run ends after this step. `stops()`: whether to interrupt
-    a running evaluation.
+    `data`: the batches to evaluate. `stopping`: a function that returns whether the run ends after the current step.
+    `stops`: a function that returns whether to interrupt a running evaluation.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class FitEvaluations:
         """The step of the last evaluation."""
 
     def run(self, *, whole: bool = False) -> None:
-        """Evaluate after this step. `whole`: do not interrupt the evaluation.
+        """Evaluate after the current step. `whole`: do not interrupt the evaluation, even if a stop is requested.
 
         If this step was already evaluated before a restart, the metrics are computed again, but callbacks do not get
         them a second time.
@@ -172,7 +176,10 @@ class FitEvaluations:
         self.metrics, self.step = found or {}, position.step
 
     def repeat_interrupted(self) -> bool:
-        """Repeat the evaluation that a stop request interrupted. Returns whether the run was to end after it."""
+        """Repeat the evaluation that a stop request interrupted.
+
+        Returns whether the run must end now: if it had not been interrupted, it would have ended after this evaluation.
+        """
         self.run()
         position = self._position
         if position.evaluation_pending:  # interrupted again
@@ -198,10 +205,10 @@ def evaluate(
     stops: Callable[[], bool] | None = None,
     label: str = "evaluation",
 ) -> dict[str, float] | None:
-    """Return the mean loss, the metrics and the values that user code logs, by name, over the samples of all ranks.
+    """Return the mean loss, the metrics and the values that user code logs, over the samples of all ranks, by name.
 
-    A collective. `stops()`: called between batches, returns whether to interrupt the evaluation. `label`: the label of
-    the progress bar. Returns None if the evaluation was interrupted on any rank.
+    A collective. `stops`: a function that is called between batches and returns whether to interrupt the evaluation.
+    `label`: the label of the progress bar. Returns None if the evaluation was interrupted on any rank.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
@@ -253,7 +260,7 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """Put the model in evaluation mode and record its last output; each module's mode is restored on exit."""
+    """A context with the model in evaluation mode. It yields a list that holds the model's last output."""
     modes = {module: module.training for module in model.modules()}
     outputs: list[Any] = []
 

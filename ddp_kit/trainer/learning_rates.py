@@ -1,4 +1,4 @@
-"""Learning rates: scaling with the batch size, warm-up, and how often and when schedulers are stepped."""
+"""Learning rates: scaling with the batch size, warm-up, and the number and timing of scheduler steps."""
 
 import math
 from bisect import bisect_right
@@ -46,7 +46,7 @@ class Plateau(Callback):
     """Steps a ReduceLROnPlateau at each evaluation. The Trainer adds this callback for such a scheduler.
 
     `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: the mode that the scheduler must have; None:
-    any mode. `after_step`: evaluations before this optimizer step, which ends the warm-up, do not step the scheduler.
+    any mode. `after_step`: the number of warm-up steps; evaluations during the warm-up do not step the scheduler.
     Raises `ConfigError` if the scheduler's mode is not `mode`.
     """
 
@@ -98,10 +98,10 @@ def scale_learning_rate(
     Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287), who also
     scale betas and epsilon; here only the rate is scaled.
 
-    `global_batch`, `reference`: in samples. `scheduler`: the Trainer's argument. A function `optimizer -> LRScheduler`
-    is called after the scaling, so its scheduler starts from the scaled rates; settings of the scheduler, such as
-    OneCycleLR's max_lr, are not scaled.
-    Raises `ConfigError` for a scheduler instance, because it was created with the unscaled rates.
+    `global_batch`, `reference`: batch sizes in samples. `scheduler`: the Trainer's argument. If it is a function
+    `optimizer -> LRScheduler`, it is called after the scaling, so that the scheduler starts from the scaled rates; but
+    settings such as OneCycleLR's max_lr are not scaled.
+    Raises `ConfigError` if it is a scheduler instance, because that was created with the unscaled rates.
     """
     if isinstance(scheduler, LRScheduler):
         raise ConfigError(
@@ -140,9 +140,10 @@ class WarmUp(LRScheduler):
     step == steps:  rate = the scheduler's initial rate, bitwise identical
     afterwards:     scheduler.step()
 
-    torch's SequentialLR with a LinearLR is not equivalent: it rises to the optimizer's rate instead of the scheduler's,
-    and re-initialises the scheduler. Re-initialising fails for nested schedulers (SequentialLR, ChainedScheduler),
-    starts MultiplicativeLR below the full rate, and restarts a scheduler that has already been stepped.
+    torch's SequentialLR with a LinearLR is not equivalent: its warm-up ends at the optimizer's rate instead of the
+    scheduler's, and it re-initialises the scheduler. Re-initialising fails for nested schedulers (SequentialLR,
+    ChainedScheduler), starts MultiplicativeLR below the full rate, and restarts a scheduler that has already been
+    stepped.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
@@ -206,7 +207,7 @@ class EveryEpoch(WarmUp):
 
 @contextmanager
 def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
-    """A context that raises a `ConfigError` in place of the ValueError from a scheduler stepped after its last step."""
+    """A context that replaces the ValueError of a scheduler that is stepped too often with a `ConfigError`."""
     try:
         yield
     except ValueError as error:
@@ -220,8 +221,8 @@ def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
 class DecayWatch:
     """Warns if a scheduler ends, or reduces its rate to almost zero, during the first of several epochs.
 
-    Such a scheduler was probably made for one step per epoch. Schedulers that are stepped at the end of epochs, and
-    those that are periodic by design, are not watched. Reads only rates that are on the host.
+    Such a scheduler was probably created to be stepped once per epoch. Schedulers that are stepped at the end of each
+    epoch, and schedulers that are periodic by design, are not watched. Rates in GPU tensors are not read.
     `schedulers`: the schedulers by update name. If there is only one optimizer, its scheduler has the name "".
     """
 
@@ -283,7 +284,7 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 
 
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
-    """Raise `ConfigError` if the scheduler ends before the run does: OneCycleLR raises after its total_steps.
+    """Raise `ConfigError` if the scheduler ends before the run does, such as a OneCycleLR with too few total_steps.
 
     `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done. `epochs`: epochs that the run
     will still complete, not counting epochs that end within the warm-up; None: unknown.
@@ -313,10 +314,10 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
 
 
 def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
-    """Warn that a new epoch has changed the number of steps of the run, because the scheduler may no longer fit.
+    """Warn that the length of a new epoch has changed the run's number of steps: the scheduler may no longer match it.
 
-    Raises `ConfigError` if the scheduler ends before the run does. `total`, `before`: the optimizer steps of the
-    run with and without the change. `done`: optimizer steps done.
+    Raises `ConfigError` if the scheduler ends before the run does. `total`: the run's number of optimizer steps.
+    `before`: this number before the change. `done`: optimizer steps done.
     """
     counts_epochs = isinstance(scheduler, EveryEpoch)
     if scheduler is None or counts_epochs or (isinstance(scheduler, WarmUp) and scheduler.scheduler is None):
@@ -329,7 +330,7 @@ def check_new_length(scheduler: LRScheduler | None, total: int, before: int, don
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
-    """Number of steps that a scheduler still allows; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
+    """Steps that a scheduler still allows. In torch 2.10 to 2.15, only OneCycleLR has a limit; infinity for others."""
     if isinstance(scheduler, WarmUp):
         within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
         return max(0, scheduler.steps - scheduler.last_epoch) + within
@@ -354,7 +355,7 @@ def _copy(rate: "float | Tensor") -> "float | Tensor":
 
 
 def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
-    """Set a rate; a tensor is updated in place, because other objects may hold it."""
+    """Set a rate. A tensor is updated in place, because other objects may refer to it."""
     if isinstance(group[name], Tensor):
         group[name].copy_(rate)
     else:
@@ -366,9 +367,9 @@ def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
 
 
 def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
-    """The number of times that a run steps its scheduler: the optimizer steps that follow `config.warmup_steps`.
+    """Return how often a run steps its scheduler: the number of optimizer steps after the warm-up.
 
-    A scheduler with `scheduler_every="epoch"` is stepped once per epoch instead.
+    With `scheduler_every="epoch"`, this number does not apply: the scheduler is stepped once per epoch.
 
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
@@ -383,8 +384,8 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
         The number of steps, at least 1.
 
     Raises:
-        ConfigError: For a stream, unless only `max_steps` limits the run; if the run has no step after the warm-up; and
-            if the batch sizes or `config.parallel` do not fit the number of ranks.
+        ConfigError: For a stream, unless `max_steps` is set and `epochs` is not; if the run has no step after the
+            warm-up; and if the batch sizes or `config.parallel` do not fit the number of ranks.
         DataError: For unusable data.
     """
     epochs = config.last_epoch

@@ -1,4 +1,4 @@
-"""Log points: losses and times measured between two log points, the rows made from them, and advice on slow steps."""
+"""Log points: losses and times measured since the previous log point, log rows, and advice about slow steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ WATCHED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Watched:
-    """The measurements of one interval."""
+    """The measurements of one interval between two log points."""
 
     step: int
     """The last optimizer step of the interval."""
@@ -68,10 +68,10 @@ class Watched:
 
 
 class Adviser:
-    """Gives advice after intervals, each kind of advice at most once. The first interval is ignored as warm-up.
+    """Gives advice after an interval, each kind of advice at most once. The first interval is ignored as warm-up.
 
-    `num_workers`: `data.num_workers`. `compressed`: whether gradients are compressed. `fused`: whether the optimizer is
-    fused. `waits`: whether the configuration makes the host wait for the device in each step.
+    `num_workers`: the setting `data.num_workers`. `compressed`: whether gradients are compressed. `fused`: whether the
+    optimizer is fused. `waits`: whether the configuration makes the host wait for the device in each step.
     """
 
     def __init__(self, num_workers: int | str, *, compressed: bool, fused: bool, waits: bool = False) -> None:
@@ -118,7 +118,7 @@ class Adviser:
 def advice(
     times: Sequence[StepTimes], num_workers: int | str, *, compressed: bool = False, fused: bool = False
 ) -> str | None:
-    """One line about the largest problem; None if nothing stands out.
+    """One line of advice about the largest cause of slow steps; None if nothing stands out.
 
     `times`: the times of each rank. The other arguments are as in `Adviser`.
     """
@@ -136,7 +136,7 @@ def advice(
 
 
 def slowest_rank(times: Sequence[StepTimes]) -> tuple[int, float]:
-    """The rank with the largest `StepTimes.own`, and that time divided by the median time of the other ranks."""
+    """The slowest rank, by `StepTimes.own`, and its time divided by the median of the other ranks' times."""
     own = [each.own for each in times]
     rank = own.index(max(own))
     others = own[:rank] + own[rank + 1 :]
@@ -247,7 +247,7 @@ class Interval:
         self._logged.drop_step()
 
     def end_step(self, samples: int) -> None:
-        """Record that a step is done. `samples`: its samples over all ranks."""
+        """Record that a step is done. `samples`: the step's samples over all ranks."""
         self.steps += 1
         self.samples += samples
         if len(self._sums) >= _FOLD:
@@ -256,9 +256,10 @@ class Interval:
         self._logged.end_step()
 
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
-        """Start the reduction over all ranks and the copy to the host. A collective; does not wait for the device.
+        """Start to reduce losses and times over all ranks, and to copy the results to the host. A collective.
 
-        `facts`: a float64 tensor [n] on the device, with the same n on each rank; it is gathered from all ranks.
+        Does not wait for the device. `facts`: a float64 tensor [n] on the device, which is gathered from all ranks; n
+        must be the same on all ranks.
         """
         self._fold()
         world = self.world
@@ -281,7 +282,7 @@ class Interval:
         return Reading(self, seconds, table, pairs, self._step_of, [*means], logged)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """Like `Reading.first_non_finite`, for the steps so far. Waits for the device. A collective."""
+        """Like `Reading.first_non_finite`, for the current interval so far. Waits for the device. A collective."""
         self._fold()
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
         return _first_non_finite(self.world, pairs[:, column], self._step_of)
@@ -361,7 +362,7 @@ class Reading:
             self._arrived.record()
 
     def values(self) -> "Values":
-        """Return the values, after the copy to the host. A collective on host memory if any rank has logged values."""
+        """Wait for the copy to the host, and return the values. A collective if any rank has logged values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, weight, norm, anything, *rest = self._table.tolist()
@@ -382,15 +383,16 @@ class Reading:
         )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """The (step, rank) of the first non-finite loss (or weight); None if all are finite. A collective.
+        """The (step, rank) of the first loss that is not finite; None if all are finite. A collective.
 
-        If several ranks have a non-finite loss in that optimizer step, returns the lowest of these ranks.
+        If several ranks have such a loss in that step, returns the lowest of these ranks. `column`: pass WEIGHT to
+        check the weights of the losses instead.
         """
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, which is complete once the device has executed it."""
+    """Start a copy to pinned host memory. The values are valid once the device has executed the copy."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
 
@@ -439,7 +441,10 @@ class LogPoints:
         advise: Callable[[str], None] = lambda _: None,
         utilisation: Callable[[float], float | None] = lambda _: None,
     ) -> None:
-        """`advise`: is called with each line of advice. `utilisation`: returns the MFU for a rate in samples/s."""
+        """`advise`: a function that is called with each line of advice.
+
+        `utilisation`: a function that returns the MFU for a number of samples per second.
+        """
         self._utilisation = utilisation
         self._parts = parts
         self._advise = advise
@@ -483,7 +488,7 @@ class LogPoints:
         return [self._row(point) for point in ready]
 
     def _checksums(self) -> Tensor | None:
-        """The checksums that ranks compare; None if there is only one rank."""
+        """This rank's checksums, which are compared with those of other ranks; None if there is only one rank."""
         parts, world = self._parts, self._parts.world
         if world.world_size == 1:
             return None
@@ -491,7 +496,7 @@ class LogPoints:
         return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
 
     def rest(self) -> list[LogRow]:
-        """Return the rows that have not been read yet after a run was stopped right after a log point."""
+        """Return the rows that are still unread if a run ends right after a log point."""
         late, self._late = self._late, []
         return [self._row(point) for point in late]
 
@@ -547,7 +552,7 @@ class LogPoints:
         self._refuse(self.interval.first_non_finite())
 
     def _check(self, point: _Point, values: Values) -> None:
-        """Raise `LossError` for non-finite values. All ranks have the same values, so all ranks raise it, or none."""
+        """Raise `LossError` for non-finite values. All ranks have the same values, so all or none raise it."""
         if not isfinite(values.weight):
             self._refuse_weight(point.reading.first_non_finite(WEIGHT))
         if self._parts.config.non_finite_gradients == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
@@ -557,7 +562,7 @@ class LogPoints:
             raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
 
     def _compare(self, step: int, values: Values) -> None:
-        """Raise `DataError` if ranks differ. All ranks have the same values, so all ranks raise it, or none."""
+        """Raise `DataError` if checksums differ. All ranks have the same values, so all or none raise it."""
         parts, strategy, world = self._parts, self._parts.strategy, self._parts.world
         what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
         if what is None:
@@ -606,10 +611,10 @@ def _waits(config: TrainerConfig) -> bool:
 
 
 class LogSchedule:
-    """Closes an interval every `log_every_steps` steps and at the end."""
+    """Closes the current interval every `log_every_steps` steps, and after the last step."""
 
     def __init__(self, points: LogPoints, every: int, call_callbacks: Callable[..., None]) -> None:
-        """`call_callbacks`: called with the event `on_log` and its row."""
+        """`call_callbacks`: a function that is called with "on_log" and a row, and passes the row to every callback."""
         self._points = points
         self._every = every
         self._call_callbacks = call_callbacks
@@ -623,7 +628,7 @@ class LogSchedule:
         self.rows = []
 
     def after_step(self, step: Step, *, last: bool) -> LogRow | None:
-        """The row that is ready after this step; None if no row is ready. `last`: whether this is the last step."""
+        """Record that a step is done. Returns the row that is ready, if any. `last`: whether this is the last step."""
         self._points.interval.end_step(step.samples)
         rows: list[LogRow] = []
         if last or step.number % self._every == 0:

@@ -31,9 +31,9 @@ class PeakRates:
     """Peak rates of one kind of GPU."""
 
     name: str
-    """A regular expression that matches torch's full name of the device without the prefix "NVIDIA "."""
+    """A regular expression that must match torch's whole name of the device, without the prefix "NVIDIA "."""
     teraflops: Mapping[str, float]
-    """TFLOP/s by data type of the products: fp32, tf32, bf16, fp16, fp8. Unsupported data types are left out."""
+    """TFLOP/s by data type of matrix products: fp32, tf32, bf16, fp16, fp8. Unsupported data types are left out."""
     source: str
 
 
@@ -93,7 +93,7 @@ TABLE: tuple[PeakRates, ...] = (
 
 
 def peak_rates(device_name: str) -> Mapping[str, float]:
-    """FLOP/s of one device by data type; empty if the device, such as a part of a GPU, is not in the table."""
+    """FLOP/s of one device by data type; empty if the device, such as a MIG slice of a GPU, is not in the table."""
     name = device_name.removeprefix("NVIDIA ")
     found = next((each.teraflops for each in TABLE if re.fullmatch(each.name, name)), {})
     return {kind: rate * 1e12 for kind, rate in found.items()}
@@ -118,7 +118,7 @@ class ModelFlops:
     """Counts the FLOPs of one sample, and computes the MFU from the samples per second."""
 
     def __init__(self, model: nn.Module, config: TrainerConfig, world: World, precision: Precision) -> None:
-        """Copy the model if `config.mfu` is set. Must be called before anything changes the model."""
+        """Copy the model if `config.mfu` is set. Must be called before the model is compiled or distributed."""
         self._world = world
         self._precision = config.precision
         self._devices = world.world_size
@@ -141,11 +141,14 @@ class ModelFlops:
 
     @property
     def ready(self) -> bool:
-        """Whether a batch was recorded whose FLOPs have not been counted yet."""
+        """Whether a batch has been recorded, and its FLOPs have not been counted yet."""
         return self._copy is not None and self._samples > 0
 
     def watched(self, fetch: Callable[[], Any], share: Share) -> Callable[[], Any]:
-        """Wrap `fetch`, which gets the next batch, to record shapes; once FLOPs are counted, return `fetch` itself."""
+        """Wrap `fetch`, a function that returns the next batch, so that the shapes of the first batch are recorded.
+
+        Returns `fetch` itself once the FLOPs have been counted, or if this rank has no samples in the step.
+        """
         if self._copy is None or not share.passes or not share.passes[0]:
             return fetch
 
@@ -164,7 +167,10 @@ class ModelFlops:
         return samples_per_second * self._seconds_per_sample / self._devices
 
     def count(self, parts: Parts, *, once_per_step: bool) -> None:
-        """Count the FLOPs of a sample, once. `once_per_step`: whether a step evaluates one loss, once per batch."""
+        """Count the FLOPs of a sample, once.
+
+        `once_per_step`: whether a step evaluates a single loss, once per batch; if not, the FLOPs are not counted.
+        """
         model, self._copy = self._copy, None
         batch, self._batch = self._batch, None
         assert model is not None, "it is ready"
@@ -246,7 +252,7 @@ class ModelFlops:
             )
 
     def _kind(self, dtype: torch.dtype) -> str:
-        """The name of `dtype`, the data type of most products, in the table of peak rates."""
+        """The key in the table of peak rates for `dtype`, the data type of most matrix products."""
         if self._precision in ("fp8", "tf32") and dtype in (torch.float32, torch.bfloat16):
             return self._precision
         return _KINDS.get(dtype, str(dtype).removeprefix("torch."))
@@ -257,7 +263,7 @@ class ModelFlops:
 
 
 class _CopiesWithoutMemory(TorchFunctionMode):
-    """A context in which `copy.deepcopy` makes fake tensors."""
+    """A context in which `copy.deepcopy` creates fake tensors instead of copying tensors."""
 
     def __init__(self, fakes: FakeTensors) -> None:
         super().__init__()

@@ -48,7 +48,9 @@ class LoggedValues:
     def add(self, values: Mapping[str, Logged]) -> None:
         """Add values by name. Raises `ConfigError` for invalid names, and for values that are not numbers."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"trainer.log got {kind_of(values)}", 'pass a dict: trainer.log({"accuracy": value})')
+            raise ConfigError(
+                f"trainer.log got {kind_of(values)}, not a dict", 'pass a dict: trainer.log({"accuracy": value})'
+            )
         for name, value in values.items():
             _check_name(name)
             entry = name, _detached(name, value), 1.0 if self.samples is None else self.samples
@@ -58,11 +60,11 @@ class LoggedValues:
                 self._pending.append(entry)
 
     def note(self, name: str, value: Tensor | Loss, samples: int) -> None:
-        """Add a value from the current step's passes under a name that ddpkit chooses."""
+        """Add a value of the current step under a name that ddpkit chooses, such as loss/generator."""
         self._pending.append((name, _detached(name, value), samples))
 
     def batch(self, samples: int) -> "_BatchContext":
-        """The context of a loss function whose batch has `samples` samples; if 0, values logged in it are discarded."""
+        """A context for a call of the loss function with `samples` samples; if 0, values logged in it are discarded."""
         return _BatchContext(self, float(samples))
 
     def end_step(self) -> None:
@@ -82,7 +84,7 @@ class LoggedValues:
         del self._pending[keep:]
 
     def take(self) -> "dict[str, Mean]":
-        """Return this rank's means of all values since the last call, by name."""
+        """Return this rank's means of all values added since the last call, by name."""
         means, self._means = self._means, {}
         return means
 
@@ -103,7 +105,7 @@ class LoggedValues:
 
 
 class _BatchContext:
-    """The context that `LoggedValues.batch` returns; a generator would take two microseconds more per pass."""
+    """The context that `LoggedValues.batch` returns. `@contextmanager` would take two microseconds more per pass."""
 
     def __init__(self, values: LoggedValues, samples: float) -> None:
         self._values = values
@@ -126,7 +128,7 @@ def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
 
 
 def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
-    """Compute the means over all ranks, by name; ranks may have different names. A collective on host memory.
+    """Compute the means over all ranks, by name; ranks may have different names. A collective.
 
     `table`: this rank's (sum, weight) for each of `names`. The result starts with rank 0's names, followed by the names
     that only later ranks have.
@@ -143,7 +145,7 @@ def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]")
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"trainer.log got the name {name!r}", "use strings as names, such as 'accuracy'")
+        raise ConfigError(f"trainer.log got the name {name!r}, not a non-empty string", "use names such as 'accuracy'")
     if name in _RESERVED:
         raise ConfigError(
             f"trainer.log got the name {name!r}, which is reserved for a value that ddpkit logs",
@@ -177,7 +179,7 @@ SchedulerInterval = Literal["step", "epoch"]
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that a Trainer trains with, fixed when it is created."""
+    """The objects that a Trainer trains with. They are fixed when the Trainer is created."""
 
     model: nn.Module
     """The user's model."""

@@ -1,8 +1,8 @@
 """`python -m ddp_kit.trainer.plan_script script.py args`: runs a training script for `ddpkit plan`.
 
 Each parameter is replaced by a fake tensor when its module registers it, so at most one real parameter is in memory at
-a time; other tensors are real. The script's Trainer finds the request for a plan in the environment, prints
-the plan, and ends the script.
+a time; other tensors are real. When the script starts to train, the Trainer finds the request for a plan in an
+environment variable, prints the plan, and ends the script.
 """
 
 import runpy
@@ -23,7 +23,7 @@ from ddp_kit.uncaught import show_without_traceback
 
 
 class _WithoutMemory:
-    """A parameter registration hook that replaces parameters by fake tensors, which have no memory."""
+    """A parameter registration hook that replaces parameters with fake tensors, which take no memory."""
 
     def __init__(self) -> None:
         self._fakes = FakeTensors()
@@ -39,7 +39,7 @@ class _WithoutMemory:
 
 
 def main(words: list[str]) -> None:
-    """Run a script as the main program, with fake parameters."""
+    """Run a script as the main program, with fake parameters. `words`: the script and its arguments."""
     script, sys.argv = words[0], words
     sys.path.insert(0, str(Path(script).resolve().parent))
     show_without_traceback()

@@ -24,7 +24,7 @@ from ddp_kit.state_values import flag, whole_number
 
 
 class Position:
-    """The position of a run: its progress so far. A checkpoint stores it, and a resumed run continues from there.
+    """The progress of a run so far. A checkpoint stores it, and a resumed run continues from there.
 
     The names of the attributes are keys in checkpoints.
     """
@@ -62,7 +62,7 @@ class Position:
     ) -> None:
         """Record that a step is done.
 
-        `samples`: the step's samples over all ranks. `epoch_length`: the number of steps in its epoch, if known.
+        `samples`: the step's samples over all ranks. `epoch_length`: the number of steps in the epoch, if known.
         `place`: this rank's position in its stream.
         """
         self.evaluation_pending = self.was_stopping = False
@@ -79,7 +79,7 @@ class Position:
             self.epoch_facts = {}
 
     def check(self, epoch_length: int | None, facts: Facts) -> None:
-        """Raise `DataError` if facts have changed, because the unfinished epoch would then continue with other samples.
+        """Raise `DataError` if `facts` have changed during the epoch: the run would continue with different samples.
 
         `epoch_length`: the number of steps in the epoch, if known. `facts`: see `epoch_facts`.
         """
@@ -106,9 +106,10 @@ class Position:
             )
 
     def last_step(self, config: TrainerConfig, steps_in: Callable[[range], int | None]) -> int | None:
-        """The number of optimizer steps in the whole run; None if only the data determines it.
+        """The number of optimizer steps in the whole run; None if unknown.
 
-        `steps_in(epochs)`: the optimizer steps in these epochs, from the current one on; None if unknown.
+        `steps_in`: a function that returns the number of optimizer steps in a range of epochs that starts with the
+        current one, or None if it is unknown.
         """
         by_steps, epochs = config.max_steps, config.last_epoch
         left = None if epochs is None else steps_in(range(self.epoch, epochs))
@@ -120,7 +121,7 @@ class Position:
     def epochs_left(
         self, config: TrainerConfig, last: int | None, steps_per_epoch: int | None, after: int = 0
     ) -> int | None:
-        """The number of epochs that the run has yet to complete; None if only the data determines it.
+        """The number of epochs that the run has yet to complete; None if unknown.
 
         `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: the number of steps
         in the current epoch, assumed for later epochs too; None: unknown. `after`: epochs that end at this optimizer
@@ -165,7 +166,7 @@ class Position:
 
 
 class ProgressPart(SavedPart):
-    """The run's position."""
+    """The part of a checkpoint that contains the position of the run."""
 
     name = "progress"
 
@@ -189,7 +190,7 @@ class ProgressPart(SavedPart):
 
 
 class StreamPart(SavedPart):
-    """Each rank's position in its stream."""
+    """The part of a checkpoint that contains each rank's position in its stream of data."""
 
     name = "streams"
     required = False
@@ -220,9 +221,9 @@ def place_as_text(place: Sequence[ReaderState]) -> str | None:
 
 
 def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:
-    """This rank's position from the texts of all ranks; empty if the number of ranks has changed.
+    """This rank's position in its stream, given the texts of all ranks; empty if the number of ranks has changed.
 
-    Invalid text may raise any error.
+    Invalid text may raise any exception.
     """
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
@@ -246,12 +247,12 @@ def _set(text: str) -> RandomStates:
 
 
 class RunState:
-    """The state of one Trainer's loop. What a call does depends on when it is made:
+    """The state of a Trainer's loop. The effect of a call depends on when the call is made:
 
     call          while no loop runs   between two steps     in a callback or an evaluation
     save()        saves                saves                 saves when the step is complete
     stop()        does nothing         no further step       no further step
-    evaluate()    evaluates            evaluates             evaluates; calls callbacks inside the running ones
+    evaluate()    evaluates            evaluates             evaluates; callback calls are nested
     fit, steps    trains               replaces the loop     replaces the loop
     """
 
@@ -269,12 +270,12 @@ class RunState:
 
     @property
     def loop(self) -> object:
-        """The identity of the loop that started last."""
+        """An object that identifies the loop that was started last."""
         return self._loop
 
     @property
     def may_save(self) -> bool:
-        """Whether to save at once: no step is incomplete, and no loop is running that would do the save."""
+        """Whether to do a requested save now: outside a loop, which would do it later, and outside callbacks."""
         return not self._in_loop and not self.callbacks.depth
 
     @property
@@ -283,12 +284,12 @@ class RunState:
         return self.callbacks.depth > 0
 
     def begin_loop(self) -> object:
-        """Start a new loop, which becomes the current one. Returns its identity."""
+        """Start a new loop, which replaces the current one. Returns an object that identifies the new loop."""
         self._loop, self.stop_agreed = object(), False
         return self._loop
 
     def check_current(self, loop: object) -> None:
-        """Raise `DataError` if another loop has started since this one."""
+        """Raise `DataError` if another loop was started, or a checkpoint was loaded, after `loop` was started."""
         if self._loop is not loop:
             raise DataError(
                 "another loop over steps() was started, or a checkpoint was loaded, before this loop was finished",
@@ -296,12 +297,12 @@ class RunState:
             )
 
     def resumed(self) -> None:
-        """Record that a checkpoint was loaded: a loop that is still open may not continue."""
+        """Record that a checkpoint was loaded. A loop that was started before must not continue."""
         self.seeded, self._loop = False, None
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """A context in which steps are done; requested saves wait for the end of a step."""
+        """A context for the steps of a loop. Saves that are requested in it are done at the end of the current step."""
         self._in_loop = True
         try:
             yield
@@ -310,7 +311,7 @@ class RunState:
 
 
 class Nesting:
-    """A reentrant context. One made from a generator would take two microseconds more per step."""
+    """A reentrant context that counts its depth. `@contextmanager` would take two microseconds more per step."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -334,7 +335,7 @@ Loop = Generator[Step, None, None]
 
 
 def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
-    """Yield the steps; if the loop is left after a step at which a save is due, do that save.
+    """Yield the steps. If the caller leaves the loop after a step at which a save is due, do that save.
 
     Waits until all saves are on disk, so that the next Trainer finds them. A generator cannot tell a `break` from an
     exception, which may occur on only some ranks. Therefore nothing is saved unless all ranks leave the loop.

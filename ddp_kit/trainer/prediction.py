@@ -25,9 +25,10 @@ PredictFunction = Callable[[Any, Any], Any]
 
 @torch.no_grad()
 def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData) -> Any:
-    """Return the results of `function(model, batch)` for all samples, concatenated in order, on every rank's CPU.
+    """Return `function(model, batch)` for all samples, concatenated in order, on the CPU of every rank.
 
-    A collective. If `function` is None: see `_predicted`. Raises `LossError` for results that cannot be concatenated.
+    A collective. If `function` is None, `_predicted` describes the results. Raises `LossError` for results that cannot
+    be concatenated.
     """
     columns: dict[str, list[Tensor]] = {}
     spec = None
@@ -58,7 +59,8 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
     """Return the prediction for a batch.
 
-    Without a function: the model's output if the batch is a single tensor, else its last output in the loss function.
+    If `function` is None: the model's output if the batch is a single tensor, and otherwise the model's last output
+    inside the loss function.
     """
     with parts.precision.forward():
         if function is not None:
@@ -77,7 +79,7 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
 
 
 def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a prediction by path, and the prediction's tree spec. Raises `LossError` for other leaves."""
+    """The tensors of a prediction by path, and its pytree spec. Raises `LossError` if any leaf is invalid."""
     recorded = _recorded(found)
     leaves, spec = pytree.tree_flatten(recorded)
     for leaf in leaves:
@@ -123,7 +125,7 @@ def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
 
 
 def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, Tensor], Any]:
-    """The leaves of all ranks, concatenated in rank order, and the tree spec. A collective.
+    """Concatenate the tensors of all ranks in rank order; returns them and the pytree spec. A collective.
 
     Exchanges tensors and JSON; nothing is pickled. Raises `LossError` if the ranks' predictions do not match.
     """
@@ -162,7 +164,7 @@ def _shown(form: Mapping[str, Any]) -> str:
 
 
 def _spec_of(source_rank: int, own: Any, world: World) -> Any:
-    """This rank's tree spec, or that of rank `source_rank` if this rank has none. A collective."""
+    """This rank's pytree spec; if it is None, the pytree spec of rank `source_rank`. A collective."""
     text, problem = "", ""
     if world.rank == source_rank:
         try:
@@ -195,7 +197,7 @@ class _Record:
 
     kind: type
     values: dict[str, Any]
-    """Values of the fields, None included."""
+    """Values of the fields, including fields that are None."""
 
 
 def _is_record(value: Any) -> bool:
@@ -265,7 +267,7 @@ def _loaded(context: Any) -> _Context:
     for part in name.split("."):
         kind = getattr(kind, part, None)
     if not isinstance(kind, type) or not (is_dataclass(kind) or hasattr(kind, "_fields")):
-        raise LookupError(f"it cannot find {module}.{name}")
+        raise LookupError(f"{module}.{name} is not a named tuple or dataclass that this rank has imported")
     return kind, tuple(held), tuple(empty)
 
 

@@ -39,8 +39,8 @@ _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 class StopSignals:
     """A context in which SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C set a flag instead of ending the process.
 
-    A second Ctrl-C interrupts as usual. Signals for which the user has set a handler are left alone; outside the main
-    thread nothing changes. Several Trainers may enter the context; the last one that exits restores the handlers.
+    A second Ctrl-C interrupts as usual. Handlers that user code has set are not replaced; outside the main thread, no
+    handler is set. Several Trainers may enter the context; the last one that exits restores the handlers.
     """
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ class Requests:
 class Preemption:
     """Saves at time intervals; on a stop request, saves and ends the run with `ExitCode.REQUEUE`.
 
-    A context manager that is active while steps are done. Without a checkpoint folder it does nothing, and signals end
-    the process as usual. If a process has several Trainers with checkpoint folders, the one that stops also
-    saves the others.
+    A context manager that is active during a loop over steps. Without a checkpoint folder it does nothing, and signals
+    end the process as usual. If a process has several Trainers with checkpoint folders, the Trainer that stops also
+    saves the other Trainers.
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints, position: Position) -> None:
@@ -166,14 +166,15 @@ class Preemption:
             self._consensus.begin()
 
     def stops(self) -> bool:
-        """Whether a stop request should interrupt an evaluation. Does not wait; the result may differ between ranks."""
+        """Whether a stop request should interrupt an evaluation. The result may differ between ranks."""
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
     def after_step(self, finished: bool) -> None:
-        """Save, or save and end the run, if the ranks have agreed to do so after this step. Raises `SystemExit`.
+        """Save, or save and end the run, if the ranks have agreed to do so after this step.
 
-        `finished`: whether this was the last step: the run then ends without a stop request, after its evaluation.
+        Raises `SystemExit` to end the run. `finished`: whether this was the last step. Requests are then ignored,
+        unless an evaluation is still pending.
         """
         position = self._position
         if self._grace is not None and self._checkpoints.save_seconds is not None:
@@ -209,7 +210,7 @@ class Preemption:
         raise SystemExit(ExitCode.REQUEUE)
 
     def _compare_with_grace(self, seconds: float, grace: float) -> None:
-        """Log once whether a save fits between SIGTERM and SIGKILL."""
+        """Log once whether a save fits into the `grace` seconds between SIGTERM and SIGKILL."""
         self._grace = None
         if self._world.rank:
             return
@@ -249,7 +250,10 @@ def _save_others(stopping: Preemption, world: World) -> None:
 
 
 def _store(number: int, times: int) -> dist.Store:
-    """A namespace of the process group's store for one Trainer and call, on a separate connection for its thread."""
+    """Open a namespace of the process group's store, on a separate connection for the thread that uses it.
+
+    `number`: the number of the Trainer. `times`: how many loops this Trainer has run before.
+    """
     whole: Any = default_store()
     return dist.PrefixStore(f"ddp_kit/preemption/{number}/{times}", whole.clone())
 

@@ -45,7 +45,7 @@ _UNITS = ((1e9, "billion"), (1e6, "million"))
 
 
 def described_model(model: nn.Module) -> str:
-    """A line about a model that is not distributed yet: its class, number of parameters, trained share and size."""
+    """A one-line description of a model that is not distributed yet: class, number of parameters, and size."""
     every = list(model.parameters())
     total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
     share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
@@ -64,9 +64,9 @@ def announce(
     model: str = "",
     planned: int | None = None,
 ) -> None:
-    """Log what the run will train, from step `done` to step `total`, which is None if the data determines the end.
+    """Log what the run will train, from step `done` to step `total`. `total`: None if the data determines the end.
 
-    `division`: how a step is divided into batches, if not as in `plan`. `model`: see `described_model`.
+    `division`: the division of a step into batches; "" if `plan` describes it. `model`: see `described_model`.
     `planned`: bytes per device according to the memory plan; None if there is no plan.
     """
     if total == done:
@@ -147,7 +147,7 @@ def conclude(
 
 
 def time_shares(rows: Sequence[LogRow], began: int) -> dict[str, float]:
-    """The shares of a step's time by phase, the largest first; empty without rows."""
+    """The shares of a step's time by phase, the largest first; empty if there are no rows."""
     sums: dict[str, float] = {}
     for steps, row in _lengths(rows, began):
         for name, value in zip(_PHASES, row.times.figures, strict=True):
@@ -161,7 +161,7 @@ _PHASES = ("data", "transfer", "forward", "backward", "waiting for ranks", "opti
 
 
 def _lengths(rows: Sequence[LogRow], began: int) -> list[tuple[int, LogRow]]:
-    """Pairs of (number of steps, row), one for each row."""
+    """Pairs of (number of steps since the previous row, row)."""
     ends = [began, *(row.step for row in rows)]
     return [(row.step - before, row) for before, row in zip(ends, rows, strict=False)]
 
@@ -201,8 +201,8 @@ _GIT_SECONDS = 5.0
 class RunRecord(Callback):
     """Writes the run record on the main rank, into `record/` of the checkpoint folder or of the launcher's log folder.
 
-    Without such a folder, nothing is written. If the record cannot be written, a warning is logged, and the run
-    continues without it.
+    If there is no such folder, nothing is written. If the record cannot be written, a warning is logged, and the run
+    continues without a run record.
     """
 
     def __init__(self, config: TrainerConfig, world: World, model: str) -> None:
@@ -318,7 +318,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """The commit of the repository that contains `folder`, and whether files differ from it; None if unknown."""
+    """The Git commit of the repository around `folder`, and whether tracked files have changed; None if unknown."""
     commit, changed = _asked_git(folder, "rev-parse", "HEAD"), _asked_git(folder, "status", "--porcelain", "-uno")
     return None if commit is None else {"commit": commit, "changed": bool(changed)}
 

@@ -1,4 +1,4 @@
-"""Searches for the largest micro-batch that fits and for the learning rate; recovery from out-of-memory errors."""
+"""Search for the largest micro-batch that fits, learning-rate range test, recovery from out-of-memory errors."""
 
 import gc
 import math
@@ -51,7 +51,7 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         """This rank's error; None if another rank ran out of memory."""
 
     def error_to_raise(self, parts: Parts) -> BaseException:
-        """Return the error to raise if one sample does not fit. On ranks that had enough memory, it is not printed."""
+        """Return the error to raise if one sample does not fit. Ranks that had enough memory do not print it."""
         if self.error is not None:
             return with_hint(self.error, parts)
         silent = LossError("another rank ran out of memory with a micro-batch of 1", "see that rank's error")
@@ -60,14 +60,14 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory was exhausted, in which case a smaller micro-batch may help."""
+    """Whether an error means that memory was exhausted, so that a smaller micro-batch may help."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
 def with_hint(error: BaseException, parts: Parts) -> BaseException:
-    """Return the error, with a hint if a remedy is known; for out of memory, also the path of a memory snapshot."""
+    """Return the error, with a hint if a remedy is known; out-of-memory errors also name a memory snapshot, if any."""
     if "backward through the graph a second time" in str(error):
         error.add_note(f"hint: {_BACKWARD_TWICE_HINT}")
     if not is_out_of_memory(error):
@@ -86,7 +86,8 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
 
     Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
     step between them, which allocates the optimizer state; then the state of the run is restored.
-    `batches_of(n)`: returns a batch of n samples on the device, and as many further batches as training prefetches.
+    `batches_of`: a function that returns, for n, a batch of n samples on the device, followed by as many batches as
+    training prefetches.
     Raises the out-of-memory error if even one sample does not fit.
     """
     share = -(-plan.global_batch // plan.world_size)
@@ -104,14 +105,14 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
     if not found and failed is not None:
         raise failed.error_to_raise(parts) from None
     found = found or share  # if BatchNorm needs more samples than the largest size, training raises the error
-    logger.info("micro_batch_size='auto' chose {} samples (the limit is {})", found, share)
+    logger.info("micro_batch_size='auto' chose {} samples (a rank has at most {} per step)", found, share)
     return found
 
 
 def _tried(
     parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
 ) -> tuple[int, BaseException | None]:
-    """Try a micro-batch of `size` samples. Returns the outcome, and the out-of-memory error if there was one.
+    """Try a micro-batch of `size` samples. Returns the outcome, and the out-of-memory error, if any.
 
     `last`: whether the micro-batch is the rank's whole share, so that training does not accumulate gradients.
     """
@@ -248,10 +249,10 @@ class _Curve:
 
 
 def rates_between(start: float, end: float, steps: int) -> list[float]:
-    """The learning rates to try, spaced geometrically. Raises `ConfigError`."""
+    """The learning rates to try, spaced geometrically. Raises `ConfigError` for an invalid range."""
     if not 0 < start < end or steps < 2:
         raise ConfigError(
-            f"find_learning_rate got start={start}, end={end}, steps={steps}",
+            f"find_learning_rate got an invalid range: start={start}, end={end}, steps={steps}",
             "use 0 < start < end and at least 2 steps",
         )
     return [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
@@ -286,7 +287,7 @@ def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates:
 
 
 def _shares(feed: Feed) -> Iterator[Share]:
-    """Iterate over the shares of the steps of successive epochs, without end."""
+    """Yield this rank's share of each step, epoch after epoch, without end."""
     epoch = 0
     while True:
         feed.begin(epoch, 0)
@@ -302,7 +303,7 @@ def _shares(feed: Feed) -> Iterator[Share]:
 def _steepest(curve: _Curve) -> float | None:
     """The rate at which the loss falls most steeply; None if it never falls.
 
-    Slopes are measured over a tenth of the curve on either side.
+    The slope at a rate is measured over a tenth of the curve on each side of it.
     """
     losses, rates = curve.losses, curve.rates
     lowest = losses.index(min(losses)) if losses else 0

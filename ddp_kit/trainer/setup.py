@@ -1,4 +1,4 @@
-"""Checks the Trainer's arguments and converts them to what the loop needs."""
+"""Checks of the Trainer's arguments, and creation of the optimizer and the scheduler."""
 
 import inspect
 import multiprocessing
@@ -21,9 +21,9 @@ from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
 
 
 def check_main() -> None:
-    """Raise `ConfigError` if a spawned child process, such as a DataLoader worker, imports the script.
+    """Raise `ConfigError` if this is a spawned child process, such as a DataLoader worker, that imports the script.
 
-    The child process would join the process group as another process of this rank, and wait forever.
+    Otherwise the child process would join the process group with the rank of its parent process, and wait forever.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself checks
         raise ConfigError(
@@ -80,7 +80,8 @@ def checked_loss(loss_fn: Any, name: str = "loss_fn") -> Any:
         raise ConfigError(f"the Trainer got no {name}", f"{hint}; or pass updates=[Update(...), ...]")
     if isinstance(loss_fn, Optimizer):
         raise ConfigError(
-            f"{name} is {kind_of(loss_fn)}", "the order of the arguments is Trainer(model, optimizer, loss_fn, config)"
+            f"{name} is {kind_of(loss_fn)}, not a function",
+            "the order of the arguments is Trainer(model, optimizer, loss_fn, config)",
         )
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise ConfigError(f"{name} is {kind_of(loss_fn)}, not a function", hint)
@@ -104,7 +105,7 @@ def checked_model(model: object) -> None:
     meta = [name for name, each in tensors if each.is_meta]
     if meta:
         raise ConfigError(
-            f"the model {type(model).__name__} is on the meta device, without values: {some(meta)}",
+            f"the model {type(model).__name__} has tensors on the meta device, which have no values: {some(meta)}",
             "allocate it first with model.to_empty(device=...), then initialise or load its weights",
         )
 
@@ -187,12 +188,12 @@ def scheduler_for(
 ) -> LRScheduler | None:
     """Return or create the scheduler. Raises `ConfigError` if it does not belong to this optimizer.
 
-    `every`: when the scheduler is stepped. Raises `ConfigError` if it cannot be stepped then.
+    `every`: "step" or "epoch". Raises `ConfigError` if the scheduler cannot be stepped at the end of each epoch.
     """
     made: object = scheduler
     if every not in get_args(SchedulerInterval):
         raise ConfigError(
-            f"scheduler_every is {every!r}",
+            f"scheduler_every is {every!r}, not 'step' or 'epoch'",
             'set it to "epoch" to step the scheduler at the end of each epoch, or to "step", the default',
         )
     if scheduler is None:
@@ -261,7 +262,7 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
 
 def _check_events(callback: Callback) -> None:
-    """Raise `ConfigError` if a method's name resembles an event but is not one: it would never be called."""
+    """Raise `ConfigError` if a method has almost the same name as an event: the method would never be called."""
     events = [name for name in vars(Callback) if name.startswith("on_")]
     unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in events]
     for name in unknown:

@@ -18,7 +18,7 @@ from ddp_kit.trainer.parts import Parts
 
 
 class BufferCopies:
-    """A copy of a model's buffers. They are looked up by name, because a module may replace a buffer's tensor."""
+    """A copy of a model's buffers. `restore` finds buffers by name, because a module may replace a buffer's tensor."""
 
     def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
         self._kept = [
@@ -29,7 +29,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers' tensors and their values."""
+        """Restore the tensors that the modules had as buffers, and the values of these tensors."""
         for module, name, buffer, before in self._kept:
             if buffer is not None and before is not None:
                 stored(buffer).copy_(before)
@@ -65,7 +65,7 @@ def buffers_exchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(buffer: Tensor) -> Tensor:
-    """A copy that takes no more memory than the buffer."""
+    """A copy that takes no more memory than the buffer, which may be an expanded tensor."""
     copied = stored(buffer.detach()).clone()
     return copied if copied.shape == buffer.shape else copied.expand(buffer.shape)
 
@@ -100,7 +100,7 @@ def without_trace(parts: Parts) -> Iterator[None]:
 class RunSnapshot:
     """Snapshot of the state that optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
 
-    It is kept in host memory, so that it does not reduce the device memory for trial steps.
+    It is kept in host memory, so that trial steps can use all device memory.
     """
 
     def __init__(self, parts: Parts) -> None:

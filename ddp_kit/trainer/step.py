@@ -78,9 +78,9 @@ class RunParameters:
         ):
             if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
                 raise ConfigError(
-                    f"the parameters of {what} were replaced after the Trainer was created: there were {len(before)}, "
-                    f"and now there are {len(now)}",
-                    "change the model first, then create a new optimizer and the Trainer",
+                    f"the parameters of {what} were replaced, added or removed after the Trainer was created "
+                    f"({len(before)} parameters then, {len(now)} now)",
+                    "change the model first, then create a new optimizer and a new Trainer",
                 )
 
 
@@ -99,8 +99,9 @@ _IGNORED = -100  # the default ignore_index of torch's cross_entropy
 class LossCalls:
     """Calls the loss function for the passes of a Trainer's steps.
 
-    Before the first backward pass, each rank sends the others the kind of its loss, or its error, because the
-    reductions of a step depend on the kind of loss. The host waits for the device once, during this exchange.
+    Before the first backward pass, each rank sends the other ranks the kind of its loss (a plain tensor or a `Loss`) or
+    its error, because the reductions of a step depend on the kind of loss. The host waits for the device once, during
+    this exchange.
     """
 
     def __init__(self, parts: Parts, parameters: RunParameters) -> None:
@@ -139,7 +140,7 @@ class LossCalls:
         """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
 
         `found`: this rank's first loss, or its error; None if the rank has no samples. `passes`: this rank's number of
-        passes in the first step. Raises `LossError` if the ranks have different kinds of loss, or if one has an error.
+        passes in the first step. Raises `LossError` if the kinds of loss differ, or if any rank has an error.
         """
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
@@ -187,7 +188,7 @@ class LossCalls:
         return value
 
     def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
-        """Log advice if the loss is probably a mean over tokens: its average depends on how the samples are divided."""
+        """Log advice if the loss is probably a mean over tokens: such a mean depends on how samples are grouped."""
         parts = self._parts
         divided = passes > 1 or parts.strategy.data_ranks > 1
         if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
@@ -210,7 +211,7 @@ class LossCalls:
 
 
 def backward_called() -> LossError:
-    """The error for a loss function that calls backward() itself."""
+    """Create the error for a loss function that calls backward() itself."""
     return LossError(
         "the loss function calls backward(), which the Trainer does itself",
         "return the loss, without backward(), optimizer.step() and zero_grad(); for several losses use updates=[...]",
@@ -280,8 +281,8 @@ class OptimizerStep:
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
         """Run one step.
 
-        `share`: the number of samples in each pass. `batch()`: returns the batch of the next pass. `interval`: records
-        the losses. `measure_norm`: also record the gradient norm.
+        `share`: the number of samples in each pass. `batch`: a function that returns the batch of the next pass.
+        `interval`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
         """
         parts, strategy = self._parts, self._strategy
         self._begin()
@@ -381,7 +382,7 @@ class OptimizerStep:
                 scheduler.end_epoch()
 
     def _skip(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
-        """Skip a step with a non-finite gradient: restore the state that its passes changed."""
+        """Skip a step with a non-finite gradient: restore the buffers that its passes have changed."""
         if self._parts.config.non_finite_gradients == "skip":
             if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
                 raise bad_weight(interval.step)
@@ -427,7 +428,7 @@ class StepPasses:
 
     @property
     def weighed(self) -> bool:
-        """Whether the reduction of the ranks' weights has started."""
+        """Whether the all-reduce that sums the loss weights of all ranks has started."""
         return self._total is not None
 
     def weight(self) -> Tensor:
@@ -512,10 +513,11 @@ class StepPasses:
         self._total = _over_all_ranks(self._own_weight, self._parts.world)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
-        """The loss to backpropagate: this pass's term in the loss of the global batch, times the strategy's divisor.
+        """The loss to backpropagate: this pass's share of the mean loss of the global batch.
 
-        A plain mean is weighted by its samples, which are known in advance without communication. A `Loss` is first
-        divided by the samples of the step; `_gradient` corrects the gradients once the sum of all weights is known.
+        It is multiplied by the number by which the strategy will divide the sum of the gradients. A plain mean is
+        weighted by its number of samples. A `Loss` is divided by the number of samples in the step; `_gradient`
+        corrects the gradients once the sum of all weights is known.
         """
         divisor, all_samples = self._parts.strategy.divisor, self._share.samples
         if isinstance(value, Loss):
@@ -558,7 +560,7 @@ class StepBatches:
         self._kept: list[Any] = []
 
     def again(self) -> Callable[[], Any]:
-        """Return a function that returns the batches of the step in order, from the first."""
+        """Return a function whose calls return the batches of the step one after another, starting with the first."""
         kept = iter(self._from_the_first())
         return lambda: with_copied_containers(next(kept))
 

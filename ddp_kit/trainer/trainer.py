@@ -119,16 +119,16 @@ class Trainer:
             for each of this rank's micro-batches:               # gradients are reduced with the last one only
                 loss_fn(model, batch).backward()                 # weighted by its share of the global batch
             clip the gradients, step the optimizer, step the scheduler
-            every log_every_steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
+            every log_every_steps: reduce the loss, report       # on a GPU one interval late, without waiting
         evaluate every eval_every_steps, or after each epoch; and at the end
 
-    Creating a Trainer is a collective: all ranks do it. The new Trainer resumes from a checkpoint according to
+    Creating a Trainer is a collective: all ranks must create it. The new Trainer resumes from a checkpoint according to
     `config.checkpoint`.
 
     Args:
-        model: Any Module. If `torch.compile` returned it, the module inside is used, compiled in place.
-        optimizer: An Optimizer, or a callable `parameters -> Optimizer`. A strategy that shards the weights needs the
-            callable. None: only with `updates`.
+        model: Any Module. If it was returned by `torch.compile`, the original module is used, and compiled in place.
+        optimizer: An Optimizer, or a callable `parameters -> Optimizer`, which is required if the strategy shards the
+            weights. None: only with `updates`.
         loss_fn: A function `loss_fn(model, batch)` that returns the mean over the batch's samples as a scalar tensor,
             or `Loss(sum, weight)`. None: only with `updates`.
         config: The settings of the run. None: the defaults of `TrainerConfig`.
@@ -141,15 +141,16 @@ class Trainer:
             each epoch.
         metrics: Name -> metric. None: no metrics. A metric is one of
 
-            - a function `fn(output, batch)` that returns what a loss function may return and is averaged exactly over
-              all ranks; `output` is what the model last returned inside `loss_fn`
-            - an object with the methods update, compute and reset, such as a metric of torchmetrics, which is updated
+            - a function `fn(output, batch)` that returns a mean as a scalar tensor, or a `Loss`, like a loss function;
+              the values are averaged exactly over all ranks. `output` is the model's last output inside `loss_fn`
+            - an object with the methods update, compute and reset, such as a metric of torchmetrics; update is called
               with the output and the second item of the batch
             - a pair of such an object and a function `fn(output, batch)` that returns the arguments of update
-        callbacks: `Callback`s, whose events are called in this order.
-        parallelize: A function `parallelize(model, mesh)` that applies torch's own parallelism APIs to the model,
-            instead of the strategy. `mesh` is a DeviceMesh with the dimensions replicate, shard and tensor, whose sizes
-            are those of `config.parallel`. With one rank, it is not called. None: the strategy distributes the model.
+        callbacks: The `Callback`s. Each event is called on the callbacks in this order.
+        parallelize: A function `parallelize(model, mesh)` that applies torch's own parallelism APIs to the model.
+            `mesh` is a DeviceMesh with the dimensions replicate, shard and tensor, in the sizes of `config.parallel`.
+            The function is not called if there is only one rank. None: `config.parallel.strategy` distributes the
+            model.
 
     Raises:
         ConfigError: If an argument or a combination of settings is invalid.
@@ -239,7 +240,7 @@ class Trainer:
     def _place_model(
         self, model: nn.Module, settings: TrainerConfig, strategy: Strategy
     ) -> tuple[Precision, Activations]:
-        """Convert the model to its precision, compile it, and spread it over the ranks. A collective."""
+        """Convert the model to its precision, compile it, and distribute it over the ranks. A collective."""
         precision = Precision(
             settings.precision,
             self.world.device,
@@ -262,7 +263,7 @@ class Trainer:
         return precision, activations
 
     def _prepare_loop(self, settings: TrainerConfig, schedulers: dict[str, LRScheduler], counted: int | None) -> None:
-        """Create the objects the loop calls. `counted`: bytes of weights, gradients and optimizer state, if known."""
+        """Create the objects that the loop calls. `counted`: bytes of weights, gradients and optimizer state."""
         parts = self._parts
         self._position = Position()
         self._state = RunState()
@@ -360,7 +361,7 @@ class Trainer:
         return self._parts.strategy.data_ranks
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state_dict as this rank holds it: the model's own tensors, or `Piece`s of sharded ones."""
+        """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` of each sharded one."""
         return self._parts.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -374,7 +375,7 @@ class Trainer:
     def _schedulers(self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval) -> dict[str, LRScheduler]:
         """The schedulers, including the warm-up, by update name; a single optimizer's scheduler has the name "".
 
-        Scales the learning rates first, because schedulers start from them.
+        Before a scheduler is created, the learning rates that it starts from are scaled.
         """
         found = {}
         given = [(each.name, each.optimizer, each.scheduler, each.scheduler_every) for each in self._updates]
@@ -467,8 +468,8 @@ class Trainer:
     def steps(self, train_data: Data) -> Iterator[Step]:
         """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
-        The loop may be left at any step, but all ranks must leave it at the same one. A later call continues from
-        there. If a save is due after a step, it is done after the loop body, even if the body leaves the loop. A
+        The loop may be left at any step, but all ranks must leave it at the same step. A later call continues
+        from there. If a save is due after a step, it is done after the loop body, even if the body leaves the loop. A
         collective: all ranks call it.
 
         Args:
@@ -487,7 +488,7 @@ class Trainer:
         return save_when_left(steps, self.world, self._checkpoints, self._state)
 
     def save(self) -> None:
-        """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
+        """Write a checkpoint of the current step into `checkpoint.dir`. A collective: all ranks call it.
 
         In a callback or during an evaluation, the save is postponed until the step is complete. A transient error, such
         as a full disk, is logged as a warning, and the next save tries again.
@@ -524,9 +525,9 @@ class Trainer:
         """Add your own values to the next log row or, during an evaluation, to the metrics of that evaluation.
 
         The values are averaged over ranks, micro-batches and the steps since the last row. A value logged in the loss
-        function is weighted by the samples of its batch, a `Loss` by its own weight; elsewhere, such as in a callback,
-        each call has weight 1. Does not wait for the device; the ranks communicate only at log points. Ranks may log
-        different names.
+        function is weighted by the number of samples in its batch; a value logged elsewhere, such as in a callback, has
+        weight 1; a `Loss` has its own weight. Does not wait for the device; the ranks communicate only at log points.
+        Ranks may log different names.
 
         Args:
             values: Name -> number, tensor with one element, or `Loss(sum, weight)`.
@@ -544,17 +545,18 @@ class Trainer:
     def evaluate(
         self, data: Data, *, name: str = "evaluation", notify_callbacks: bool | None = None
     ) -> dict[str, float]:
-        """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
+        """Evaluate the model on `data`, where each sample counts exactly once. A collective: all ranks call it.
 
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-            name: Text that begins the log line, such as "test at step 300: loss 0.1".
+            name: The start of the log line, such as "test" for the line "test at step 300: loss 0.1".
             notify_callbacks: Whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.best_metric` get
                 the values. None: yes, unless `fit` was given other eval_data, so that a test set does not determine
                 which weights are best.
 
         Returns:
-            The loss, the metrics and the values passed to `log` during the evaluation, by name; the same on every rank.
+            The mean loss, the metrics and the values passed to `log` during the evaluation, by name; the same on every
+            rank.
 
         Raises:
             DataError: For unusable data, and if the ranks differ in data or settings.
@@ -569,15 +571,15 @@ class Trainer:
 
     @named_arguments
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
-        """The model's outputs for all samples of `data`, concatenated in the dataset's order, on the CPU of every rank.
+        """Return the model's outputs for all samples of `data`, in the dataset's order, on the CPU of every rank.
 
         A collective: all ranks call it.
 
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-            predict_fn: A function `predict_fn(model, batch)` that returns tensors whose first dimension is the samples,
-                in any nested containers. None: use the model's output if the batch is a single tensor, and otherwise
-                the model's last output inside the loss function.
+            predict_fn: A function `predict_fn(model, batch)` that returns tensors in any nested containers. The first
+                dimension of each tensor has one entry per sample. None: use the model's output if the batch is a single
+                tensor, and otherwise the model's last output inside the loss function.
 
         Returns:
             The containers that `predict_fn` or the model returns, with tensors of shape [samples, ...].
@@ -632,7 +634,7 @@ class Trainer:
                 feed, _ = self._halve_micro_batch(failed, train_data)
 
     def plan(self, data: Data) -> MemoryPlan:
-        """The memory per device, in bytes, that training on `data` needs with this configuration and number of ranks.
+        """Estimate the memory per device that training on `data` needs with this configuration and number of ranks.
 
         Reads one micro-batch; allocates nothing on the device, and changes nothing. After the first training steps on a
         GPU, a log line compares the plan with the measured peak. A collective: all ranks call it.
@@ -641,7 +643,7 @@ class Trainer:
             data: The training data, as for `fit`.
 
         Returns:
-            A `MemoryPlan`, which prints as a table.
+            A `MemoryPlan` with sizes in bytes. Printing it shows a table.
 
         Raises:
             ConfigError: If the strategy has already sharded the model. Use `ddpkit plan` instead.
@@ -662,7 +664,7 @@ class Trainer:
         return plan
 
     def _measured(self, data: Data) -> tuple[ModelMemory, int]:
-        """The model's memory as measured with fake tensors, and the samples per micro-batch."""
+        """The model's memory, measured with fake tensors, and the number of samples per micro-batch."""
         ranks = self._parts.strategy.data_ranks
         size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
         feeds = self._feed_builder(BatchPlan(size * ranks, size, 1, ranks))
@@ -746,7 +748,7 @@ class Trainer:
                 self._checkpoints.finish()
 
     def _begin_loop(self, feed: Feed) -> object:
-        """Prepare a loop over steps; returns its identity."""
+        """Prepare a loop over steps. Returns an object that identifies the loop."""
         self._prepare(feed, ticks=True)
         self._decay_watch.begin(self._position.epochs_left(self.config, self.total_steps, feed.steps))
         self._run_record.begin(self.step, self.total_steps, self._peak_memory.planned)
@@ -754,7 +756,7 @@ class Trainer:
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
-        """The contexts in which steps are done. Each context ends what it has started, however the loop is left."""
+        """A context for the steps of a loop. What it starts is ended on exit, however the loop is left."""
         with (
             self._heartbeat.follow(self.step),
             self._heartbeat.during(Phase.DATA),
@@ -806,7 +808,7 @@ class Trainer:
         return Step(number, epoch, samples, ends_epoch, None)
 
     def _wait_at_a_stop(self) -> None:
-        """After `stop`, wait once per loop until all ranks have called it, before the collectives that end a run."""
+        """After `stop`, wait once per loop until all ranks have called it, because the run ends with collectives."""
         if self._state.stopping and not self._state.stop_agreed:
             self._state.stop_agreed = True
             if not self._is_complete():
@@ -820,7 +822,7 @@ class Trainer:
             self._log_points.interval.started += time.perf_counter() - began  # this is not training
 
     def _begin_epoch(self, feed: Feed) -> Share | None:
-        """Start or continue an epoch, and return its next step's share."""
+        """Start or continue an epoch, and return this rank's share of the next step."""
         self._heartbeat.mark(Phase.DATA)
         self._clock.skip()
         self._position.begin_epoch(feed.facts(self.epoch))
@@ -829,7 +831,7 @@ class Trainer:
         return feed.next()
 
     def _count_steps(self, feed: Feed) -> None:
-        """Count the run's steps again if this epoch's length is unexpected, and check that schedulers still fit."""
+        """Update the run's number of steps if this epoch has an unexpected length; check that schedulers still fit."""
         total, before = self._position.last_step(self.config, feed.steps_in), self._total_steps
         if total is None or before is None or total == before:
             return
@@ -845,7 +847,7 @@ class Trainer:
             self._preemption.after_step(self._is_finished())
 
     def _feed(self, train_data: Data) -> Feed:
-        """Create the feed of training data. The micro-batch is configured, the DataLoader's, or found by a search."""
+        """Choose the micro-batch (by DataLoader, settings, or search), and create the feed of training data."""
         config = self.config
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
@@ -862,7 +864,7 @@ class Trainer:
         return feed
 
     def _feed_builder(self, plan: BatchPlan) -> FeedBuilder:
-        """Create the object that opens data for steps that are divided as in `plan`."""
+        """Create the object that opens data. `plan`: how each step is divided into micro-batches."""
 
         def fetched() -> None:
             self._clock.mark(DATA)
@@ -883,7 +885,7 @@ class Trainer:
 
     @property
     def _epoch_to_train(self) -> int:
-        """The epoch of the next step; if the run is finished, the last epoch, because samplers may not have more."""
+        """The epoch of the next step; if the run is finished, the last epoch, because samplers may not support more."""
         last = self.config.last_epoch
         return self.epoch if last is None else min(self.epoch, last - 1)
 
@@ -895,7 +897,7 @@ class Trainer:
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
 
     def _halve_micro_batch(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share]:
-        """Halve the micro-batch after a step ran out of memory. Returns the new feed and the step's new share.
+        """Halve the micro-batch after a step ran out of memory. Returns the new feed and the new share of the step.
 
         A collective. Raises the out-of-memory error if the micro-batch is already 1.
         """
@@ -913,7 +915,7 @@ class Trainer:
         return feed, share
 
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
-        """Check and set up a call, before its first step. `ticks`: whether the schedulers will be stepped."""
+        """Check the state of the run and prepare the first step. `ticks`: whether the schedulers will be stepped."""
         if self._position.steps_in_epoch:
             facts = feed.facts(self.epoch)
             self._position.check(feed.steps, facts)
@@ -946,11 +948,11 @@ class Trainer:
                 getattr(callback, event)(self, *values)
 
     def _wait_for_all(self, call: str) -> None:
-        """A monitored barrier before collectives: wait until all ranks are at the same call."""
+        """Before collectives, wait at a monitored barrier until all ranks have made the same call."""
         barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
 
     def _check_ranks_agree(self, call: str, **data: object) -> None:
-        """Raise an error if ranks differ in data, settings or state, and would diverge or wait forever."""
+        """Raise an error if the ranks differ in data, settings or state: they would diverge or wait forever."""
         if self._plan_request is not None:
             raise ConfigError(
                 f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
@@ -990,7 +992,7 @@ class DeferredGarbageCollection:
     def deferred(self) -> Iterator[None]:
         """A context without automatic collection.
 
-        Objects that exist when it is entered are exempted (`gc.freeze`), so a collection does not traverse them.
+        Objects that exist before the context are frozen (`gc.freeze`), so collections do not traverse them.
         """
         if not gc.isenabled():
             yield

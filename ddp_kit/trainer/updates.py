@@ -94,12 +94,12 @@ class JointOptimizer(Optimizer):
 
 
 def joint_scheduler(schedulers: Mapping[str, LRScheduler]) -> "JointScheduler | None":
-    """Combine schedulers, given by update name, into one. Returns None if there are none."""
+    """Combine the schedulers of several updates into one. Returns None if there are none."""
     return JointScheduler(schedulers) if schedulers else None
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:
-    """The name of an optimizer's class; for a `JointOptimizer`, the names of all its optimizers' classes."""
+    """The class name of an optimizer; for a `JointOptimizer`, the class names of all its optimizers."""
     return optimizer.kind if isinstance(optimizer, JointOptimizer) else type(optimizer).__name__
 
 
@@ -141,14 +141,14 @@ class Update:
             config=TrainerConfig(...),
         )
 
-    A step runs its updates in order, on the same batch; each update uses the weights that the previous one left.
-    An update computes gradients only for the parameters of its own optimizer.
+    A step runs its updates in order, on the same batch. Each update uses the weights that the previous update has
+    changed. An update computes gradients only for the parameters of its own optimizer.
     """
 
     name: str
-    """A unique name; the update's loss is logged as loss/name."""
+    """A unique name, such as generator; the update's loss is logged as loss/generator."""
     loss_fn: LossFunction
-    """`loss_fn(model, batch)` as for the Trainer; `model` is the Trainer's whole model."""
+    """A function `loss_fn(model, batch)`, as for the Trainer. It gets the Trainer's whole model."""
     optimizer: Optimizer
     """An optimizer for a part of the model's parameters; updates must not share parameters."""
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
@@ -187,18 +187,18 @@ def checked_updates(
         )
     names = [each.name for each in updates]
     if len(set(names)) < len(names):
-        raise ConfigError(f"two updates have the same name: {', '.join(names)}", "give each update a unique name")
+        raise ConfigError(f"update names are not unique: {', '.join(names)}", "give each update a unique name")
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     holder: dict[int, str] = {}
     for update in updates:
         if not isinstance(update.optimizer, Optimizer):
             raise ConfigError(
-                f"update {update.name!r} has {kind_of(update.optimizer)} as its optimizer",
+                f"update {update.name!r} has {kind_of(update.optimizer)} as its optimizer, not an Optimizer",
                 "pass a torch Optimizer with the parameters that this update trains",
             )
         checked_loss(update.loss_fn, f"loss_fn of update {update.name!r}")
         if update.every < 1:
-            raise ConfigError(f"update {update.name!r} has every={update.every}", "set a number of steps, at least 1")
+            raise ConfigError(f"update {update.name!r} has every={update.every}", "set every to at least 1 step")
         for group in update.optimizer.param_groups:
             for parameter in group["params"]:
                 first = holder.setdefault(id(parameter), update.name)
@@ -230,7 +230,7 @@ def _check_settings(config: TrainerConfig) -> None:
 
 
 def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
-    """Create the loss function for evaluation: it returns the loss of the first update, and logs the losses of all."""
+    """Create the loss function for evaluation. It returns the loss of the first update, and logs all losses."""
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor | Loss:
         values = [update.loss_fn(model, with_copied_containers(batch)) for update in updates]
@@ -307,7 +307,10 @@ class _UpdateRecord:
 
 
 def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
-    """Create the object that runs one optimizer's steps. `closure`: `step` takes a closure. Raises `ConfigError`."""
+    """Create the object that runs the steps of one optimizer. `closure`: whether its `step` takes a closure.
+
+    Raises `ConfigError` for settings that are not supported with a closure.
+    """
     if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
         check_closure(parts)
         return ClosureStep(parts, clock)
@@ -315,7 +318,7 @@ def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False)
 
 
 def check_closure(parts: Parts) -> None:
-    """Raise `ConfigError` for settings that do not allow a step to evaluate its loss several times."""
+    """Raise `ConfigError` for settings that are not supported if a step evaluates its loss several times."""
     optimizer, config = type(parts.optimizer).__name__, parts.config
     for setting, asked in {
         "precision='fp16'": config.precision == "fp16",

@@ -197,5 +197,5 @@ def test_an_evaluation_before_the_first_step_is_of_the_weights(build: Build, eva
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
 def test_a_decay_that_averages_nothing_is_refused(decay: float) -> None:
-    with pytest.raises(ConfigError, match="EMA got decay="):
+    with pytest.raises(ConfigError, match="EMA got an invalid argument: decay="):
         EMA(decay)

@@ -38,5 +38,5 @@ def test_fp8_trains_resumes_bitwise_and_leaves_a_checkpoint_of_a_plain_model(ddp
 def test_without_a_gpu_it_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Path) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, SCRIPT, tmp_path, WITHOUT, env={"CUDA_VISIBLE_DEVICES": ""})
     assert run.returncode == 1
-    assert "precision='fp8' needs a GPU of compute capability 8.9 or more" in run.stderr
+    assert "precision='fp8' needs a GPU of compute capability 8.9 or higher" in run.stderr
     assert "Traceback" not in run.stderr

@@ -341,7 +341,7 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
         (
             "--gpus-per-process 2 --virtual-local-rank",
             4,
-            "contradicts --virtual-local-rank, with which each process sees a single GPU",
+            "contradicts --virtual-local-rank, which gives each process a single GPU",
             "remove",
         ),
         ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not specify how many GPUs", "set --gpus to the total"),
@@ -381,7 +381,7 @@ def test_the_binding_of_torchrun_wins() -> None:
 def test_threads_are_shared_out_evenly_unless_the_user_chose() -> None:
     made = planned("--nproc-per-node 2 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS=4 for each of 2 processes; set it to change this" in made.notices
+    assert "OMP_NUM_THREADS=4 for each of 2 processes; set this variable to change the number" in made.notices
     assert planned("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
@@ -420,7 +420,7 @@ def test_a_single_worker_bound_to_some_cores_has_threads_for_these() -> None:
     near = (replace(machine(0)[0], near=(0, 1, 8, 9)),)
     made = planned("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS=2 for the process; set it to change this" in made.notices
+    assert "OMP_NUM_THREADS=2 for the process; set this variable to change the number" in made.notices
     everywhere = (replace(machine(0)[0], near=tuple(range(16))),)
     assert "OMP_NUM_THREADS" not in planned("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
 

@@ -64,12 +64,12 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--nodes", "2", "train.py"], "no engine is named"),
+        (["--nodes", "2", "train.py"], "no engine is given"),
         (["--on", "slrm", "--nodes", "2", "train.py"], "type --on slurm"),
         (["--on", "slurm", "train.py"], "the number of nodes is not given"),
-        (["--on", "slurm", "--nodes", "0", "train.py"], "not a number of at least 1"),
+        (["--on", "slurm", "--nodes", "0", "train.py"], "not a whole number of at least 1"),
         (["--on", "slurm", "--nodes", "2", "tran.py"], "did you mean train.py?"),
-        (["--on", "slurm", "--nodes", "2", "--time", "soon", "train.py"], "--time soon is not a time"),
+        (["--on", "slurm", "--nodes", "2", "--time", "soon", "train.py"], "--time soon is not a valid time limit"),
         (["--on", "slurm", "--nodes", "2", "--hosts", "a,b", "train.py"], "slurm does not support --hosts"),
         (["--on", "slurm", "--nodes", "2", "--cold", "--time", "1h", "train.py"], "type it before --cold"),
         (["--on", "slurm", "--nnodes", "2", "train.py"], "--nodes"),

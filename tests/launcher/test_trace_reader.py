@@ -555,7 +555,7 @@ def test_a_file_that_is_no_trace_is_an_error_that_says_what_it_is(
     with pytest.raises(UsageError, match=said) as found:
         read_trace(path)
     assert found.value.message.startswith(str(path))
-    assert "record again" in found.value.hint or "Trainer(profile=" in found.value.hint
+    assert "record the steps again" in found.value.hint or "Trainer(profile=" in found.value.hint
     assert not (tmp_path / "unpickled").exists()
 
 

@@ -88,12 +88,12 @@ def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
         (
             Model(order=(0, 2, 1, 3)),
             mean,
-            "out of order: blocks.2, where blocks.1 was expected.*\n.*parallel='fsdp' needs neither",
+            "out of order: blocks.2 was called where blocks.1 was expected.*\n.*parallel='fsdp' needs neither",
         ),
         (Model(order=(0, 1, 2)), mean, "ran 3 of its 4 blocks"),
         (Model(between=torch.relu), mean, "changes the output of blocks.1 before it calls blocks.2"),
         (Model(after=lambda outputs: outputs[1] + outputs[-1]), mean, "not only through the next block"),
-        (Model(), lambda model, batch: mean(model, batch) + mean(model, batch), "out of order: blocks.0, where"),
+        (Model(), lambda model, batch: mean(model, batch) + mean(model, batch), "out of order: blocks.0 was"),
     ],
 )
 def test_what_is_no_chain_is_an_error_and_not_another_gradient(model: nn.Module, function: Any, found: str) -> None:

@@ -154,7 +154,7 @@ def test_a_plain_sampler_is_counted_for_a_scheduler() -> None:
 @pytest.mark.parametrize("make", MAKERS)
 def test_an_epoch_without_samples_is_refused(make: Any) -> None:
     run = Run(global_batch_size=4 if make is Numbers else None)
-    with pytest.raises(DataError, match="has length 0 in epoch 3: there is no step"):
+    with pytest.raises(DataError, match="has length 0 in epoch 3: there are no samples"):
         run.train(make([8, 4, 0]))
     assert run.trainer.step == (3 if make is Numbers else 0), "a sampler is asked before the first step"
 

@@ -62,7 +62,7 @@ def test_the_optimizer_s_state_takes_memory_too(said: list[str]) -> None:
     trainer = trainer_for(loss)
     trainer.fit(data())
     assert trainer.batch_plan.micro_batch == 4
-    assert "micro_batch_size='auto' chose 4 samples (the limit is 16)" in said
+    assert "micro_batch_size='auto' chose 4 samples (a rank has at most 16 per step)" in said
     assert not any("halved" in line for line in said)
 
 

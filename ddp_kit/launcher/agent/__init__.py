@@ -4,7 +4,7 @@ This is the only launcher folder that imports torch.
 
     run.py       runs a plan: connects to the job, runs the agent, returns the outcome
     loop.py      the agent: receives orders from the job, sends reports to it
-    inbox.py     the queue of events that the loop reads; sockets; messages while a node waits for other nodes
+    inbox.py     the event queue of the loop, listening sockets, and the messages of a node that is waiting
     workers.py   the worker processes of one round
     hangs.py     detects workers that hang; stacks.py reads their stacks
     logs.py      where the workers' output goes: torch's log settings and file names, and ddpkit's streams

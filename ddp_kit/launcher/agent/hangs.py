@@ -41,14 +41,14 @@ _DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
 
 @dataclass(frozen=True)
 class NoProgress:
-    """A period in which no rank of this node made progress, in seconds, and the limit that it exceeded."""
+    """How long no rank of this node has made progress, and the limit that this time has reached, in seconds."""
 
     seconds: float
     limit: float
 
     @property
     def past_other_nodes_limit(self) -> bool:
-        """Whether another node would have reported the hang by now, if the cause were there."""
+        """Whether a node with a stuck rank would already have reported the hang."""
         return self.seconds >= _OTHER_NODES_FACTOR * self.limit
 
 
@@ -59,13 +59,13 @@ class _Rank:
     in_native_code: float = 0.0
     """Seconds without a sign that the rank's main thread executes Python code."""
     uncounted: float = 0.0
-    """Seconds since collectives were last counted; counting stops only while the rank holds the interpreter lock."""
+    """Seconds since collectives were last counted; counting stops only while the rank holds the GIL."""
     collectives: int = 0
-    """Number of collectives started in the default group, or in the last default group if it has been destroyed."""
+    """Number of collectives started in the default process group; kept when that group is destroyed."""
 
 
 class HangRule:
-    """Hang rule for one round on this node.
+    """Rule that decides whether the ranks of this node hang, for one round.
 
     `floor`: the minimum limit in seconds. `any_script`: whether the rule also applies to scripts without a Trainer.
     """
@@ -91,7 +91,7 @@ class HangRule:
         """Return how long no rank has made progress; None if that is less than the limit.
 
         `heartbeats`: the heartbeats of all running ranks. `stopped`: whether a signal such as SIGSTOP has stopped any
-        of these ranks; if so, the minimum limit applies. At most two intervals are counted per check, so that a
+        of these ranks; if so, the minimum limit applies. A check counts at most two check intervals, so that a
         suspended machine or launcher is not mistaken for a hang.
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
@@ -107,7 +107,7 @@ class HangRule:
         return NoProgress(idle, limit) if idle >= limit else None
 
     def reset(self) -> None:
-        """Reset the idle times, after a pause with a legitimate reason."""
+        """Reset the idle times, because there is a legitimate reason for the pause, such as a debugger."""
         for rank in self._ranks.values():
             rank.idle = rank.in_native_code = rank.uncounted = 0.0
 
@@ -118,7 +118,10 @@ class HangRule:
 
     @property
     def _settled(self) -> bool:
-        """Whether the run is past its first steps and not saving a checkpoint, which may be slow on some disks."""
+        """Whether all ranks are past their first steps or collectives, and none is saving a checkpoint.
+
+        If not, a higher limit applies, because start-up and saving may be slow.
+        """
         every = [rank.heartbeat for rank in self._ranks.values()]
         settled = all(map(self._has_settled, self._ranks.values()))
         return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
@@ -145,8 +148,8 @@ class HangRule:
     def _progress_expected(self) -> bool:
         """Whether any rank should make progress.
 
-        True if a rank is in the Trainer or in a collective that others did not reach, or if all ranks are stuck in
-        native code.
+        True if a rank is in the Trainer, if some ranks have started more collectives than others, or if all ranks are
+        stuck in native code.
         """
         every = [rank.heartbeat for rank in self._ranks.values()]
         apart = self._any_script and len({each.collectives for each in every}) > 1
@@ -155,8 +158,8 @@ class HangRule:
     def _is_in_native_code(self, rank: _Rank) -> bool:
         """Whether the rank's main thread has executed no Python code for as long as the limit.
 
-        In a script without collectives, this counts only if the interpreter lock is held: otherwise, the script may be
-        waiting for another program.
+        In a script without collectives, the rank must also hold the interpreter lock (GIL) for as long. Without the
+        lock, the script may be waiting for another program.
         """
         if not self._any_script or not rank.heartbeat.python_at or rank.in_native_code < self.limit:
             return False
@@ -168,7 +171,10 @@ class HangRule:
 
 
 def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) -> int:
-    """The rank that others wait for: a stopped one if any, else one outside a collective, else the furthest behind."""
+    """Return the rank that the others wait for.
+
+    A stopped rank takes precedence, then a rank outside a collective, then the rank that is furthest behind.
+    """
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
         stack, own = stacks.get(rank, Stack()), heartbeats[rank]
@@ -200,7 +206,7 @@ def is_debugged(stacks: Iterable[Stack]) -> bool:
 
 
 _RAISE_LIMIT = "if the rank is only slow, raise the limit with --hang-timeout SECONDS; --hang-timeout 0 disables it"
-_NO_STACK = ", but its stack cannot be read: py-spy is not installed, or the kernel does not let it read the process"
+_NO_STACK = ", but the stack cannot be read: py-spy is not installed, or the kernel prevents py-spy from reading it"
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
 
@@ -222,7 +228,8 @@ class Hung:
 class HangMonitor:
     """Monitors the workers of one round on this node.
 
-    `hang_timeout`: --hang-timeout in seconds; None: the default; 0: no limit. `interrupted`: whether to stop waiting.
+    `hang_timeout`: --hang-timeout in seconds; None: the default; 0: no limit. `interrupted`: a function that returns
+    whether to stop reading stacks.
     """
 
     def __init__(
@@ -243,7 +250,7 @@ class HangMonitor:
         self.count_interval = (
             self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
         )
-        """Seconds between counts of a worker's collectives, the heartbeat of a script without a Trainer; 0: never."""
+        """Seconds between counts of a worker's collectives, which show progress without a Trainer; 0: never."""
         self.found: dict[int, Hung] = {}
         """Hung workers by local rank; at most one."""
         self.others: tuple[str, ...] = ()
@@ -286,7 +293,7 @@ class HangMonitor:
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
-        """After a collective timed out, return the local rank that did not reach the collective; None: not known."""
+        """Return the local rank that did not reach a collective that timed out on other ranks; None: not known."""
         heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
         seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
         self.others = self._locations(seen, heartbeats)
@@ -382,7 +389,7 @@ class HangMonitor:
         )
 
     def remove_empty_files(self) -> None:
-        """Remove empty stack files, which workers that can write their own stacks create when they start."""
+        """Remove empty stack files. Workers that can write their own stacks create these files when they start."""
         for path in filter(None, map(self.stacks_file, self._ranks)):
             with suppress(OSError):
                 if not os.stat(path).st_size:  # noqa: PTH116
@@ -403,7 +410,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process ends within a second, like a rank whose own collective has also timed out."""
+    """Wait up to a second and return whether a process ends, for example because its own collective timed out."""
     try:
         end = os.pidfd_open(pid)
     except OSError:

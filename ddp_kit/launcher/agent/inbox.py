@@ -1,4 +1,4 @@
-"""Queue of events that the agent's loop reads, listening sockets, and messages of a node that waits for others."""
+"""Event queue of the agent, listening sockets, and the messages that a node prints while it waits for other nodes."""
 
 import errno
 import ipaddress
@@ -109,7 +109,8 @@ class Inbox:
     def wake_on_signals(self) -> None:
         """Make every signal wake the waiting thread.
 
-        The kernel may deliver a signal to another thread, and Python runs signal handlers only in the main thread.
+        Python runs signal handlers only in the main thread. If the kernel delivers a signal to another thread, the main
+        thread would otherwise keep waiting.
         """
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
@@ -118,7 +119,7 @@ class Inbox:
         wait_readable([self, *watched], timeout)
 
     def take_signal(self) -> StopSignal | None:
-        """Remove and return the oldest signal; orders stay in the queue."""
+        """Remove and return the oldest stop signal, or None; all other items stay in the queue."""
         found = next((item for item in self._items if isinstance(item, StopSignal)), None)
         if found is not None:
             self._items.remove(found)
@@ -144,9 +145,10 @@ _MAX_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Open a socket that listens on `port` (0: any free port), only on loopback if `address` is a loopback address.
+    """Open a socket that listens on `port` (0: any free port).
 
-    Raises `LaunchError` if the port is in use, and names the process that uses it.
+    If `address` is a loopback address, the socket listens only on loopback. Raises `LaunchError` if the port cannot be
+    used; if another process uses the port, the message names that process.
     """
     try:
         if is_loopback(address):
@@ -184,7 +186,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_loopback(address: str) -> str:
-    """The loopback address at which this machine reaches a socket that it opened for `address`."""
+    """The loopback address for local connections to a socket that `listen` opened with this `address`."""
     return "::1" if ":" in address and is_loopback(address) else "127.0.0.1"
 
 
@@ -224,7 +226,10 @@ _STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
 
 
 class Reminder:
-    """Decides when to print that a node waits: after 3 s, then at growing intervals. `at_once`: also at the start."""
+    """Timer for messages of a waiting node: due after 3 s, then at growing intervals.
+
+    `at_once`: whether the first message is due immediately.
+    """
 
     def __init__(self, now: float, at_once: bool = False) -> None:
         self._interval = _FIRST_SECONDS / _FACTOR if at_once else _FIRST_SECONDS
@@ -241,7 +246,10 @@ class Reminder:
 
 @dataclass(frozen=True)
 class Commands:
-    """Command lines for the other nodes of a job: this node's command line, except for the flags that must differ."""
+    """Command lines to type on the other nodes of a job.
+
+    They are this node's command line with different values for the flags that must differ between nodes.
+    """
 
     flags: Sequence[str]
     """The launcher's flags as they were typed here."""
@@ -249,9 +257,9 @@ class Commands:
     nodes: int
     """The maximum number of nodes."""
     static: bool = False
-    """Whether the nodes need --node-rank."""
+    """Whether every node needs --node-rank (static rendezvous)."""
     master: tuple[str, int] | None = None
-    """The values of --master-addr and --master-port, if these set the endpoint."""
+    """The values of --master-addr and --master-port; None: these flags do not set the endpoint."""
 
     @property
     def lack_endpoint(self) -> bool:

@@ -17,9 +17,9 @@ from ddp_kit.launcher.plan import Logs, Plan
 
 
 def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
-    """The `LogsSpecs` of torch or of a plug-in, which choose the files that the workers of a round write to.
+    """Create the `LogsSpecs` (torch's or a plug-in's), which chooses the files that the workers of a round write to.
 
-    Raises `UsageError` for settings that these `LogsSpecs` reject.
+    Raises `UsageError` for settings that this class rejects.
     """
     try:
         with private_files():  # the constructor creates a folder
@@ -53,9 +53,12 @@ class RoundLogs:
         envs: dict[int, dict[str, str]],
         is_ending: Callable[[int], bool],
     ) -> None:
-        """Create the files; `specs` adds to each worker's environment the path of the worker's error file.
+        """Create the log files.
 
-        `is_ending`: see `Output`. Raises `LaunchError` if the folder cannot be used.
+        `specs` adds the path of a worker's error file to the worker's environment. `is_ending`: a function that returns
+        whether a local rank is known to be ending with an exception.
+
+        Raises `LaunchError` if the folder cannot be used.
         """
         try:
             with private_files():
@@ -76,13 +79,13 @@ class RoundLogs:
             ) from None
 
     def start(self) -> None:
-        """Start to read the output; call this only after every worker has inherited its streams."""
+        """Start reading the output. Call this only after every worker has inherited its streams."""
         self.output.start()
         for each in self._filtered:
             each.start()
 
     def end(self) -> None:
-        """Stop filtering; call this only once the workers' files are complete."""
+        """Stop collecting filtered lines. Call this only once the workers' files are complete."""
         for each in self._filtered:
             each.end()
 

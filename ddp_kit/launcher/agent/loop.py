@@ -221,7 +221,10 @@ _INTERVAL_SECONDS = 0.1  # as in torch's agent
 
 
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start a round's timer server, which kills workers that time out; their environment contains the server's path."""
+    """Start a round's timer server, which kills workers whose timers expire; None: timers are not enabled.
+
+    An environment variable tells the workers the path at which the server reads their timers.
+    """
     if os.environ.get(FILE_TIMER) != "1":
         return None
     path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
@@ -313,7 +316,7 @@ class Agent:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Wait for an item in the inbox or the end of a worker."""
+        """Wait until the inbox has an item, a worker ends, or the next check is due."""
         timeouts, watched = [self._link.next_check if hasattr(os, "pidfd_open") else _POLL_SECONDS], []
         if self._workers is not None and self._running:
             timeouts.append(self._workers.timeout())
@@ -344,7 +347,10 @@ class Agent:
         self._events.round_began(self._workers)
 
     def _serve(self, assignment: RankAssignment) -> TCPStore | None:
-        """Serve a new store for the workers of each round, on the first node: the old store has stale addresses."""
+        """Start the workers' store of this round, if this node has to serve one.
+
+        Each round gets a new store, because the old store contains stale addresses.
+        """
         listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
@@ -361,14 +367,14 @@ class Agent:
         )
 
     def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count: torch would remove them."""
+        """Rename the previous round's logs if this round has the same restart count; torch would delete them."""
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             folder.rename(f"{folder}.round_{assignment.round - 1}")
 
     @property
     def _attempt_folder(self) -> Path | None:
-        """The log folder of the latest workers on this node; None: no logs."""
+        """The log folder of this node's latest workers; None: there are no logs."""
         files = self._workers.error_files.values() if self._workers is not None else ()
         return next((Path(file).parents[1] for file in files if file != os.devnull), None)
 
@@ -418,7 +424,10 @@ class Agent:
         self._events.wait_begins()
 
     def _leave(self, item: StopSignal) -> None:
-        """Leave the job after a stop signal, which is forwarded to the workers so that they can save a checkpoint."""
+        """Leave the job after a stop signal.
+
+        The workers get the same signal, so that they can save a checkpoint.
+        """
         self._report(State.LEFT, signal=item.number)
         failures: tuple[Failure, ...] = ()
         if self._workers is not None:
@@ -445,7 +454,7 @@ class Agent:
 
     @property
     def shown(self) -> frozenset[int]:
-        """The ranks of this node whose traceback is already on the console."""
+        """The ranks on this node whose tracebacks are already on the console."""
         if self._workers is None:
             return frozenset()
         final_output = self._workers.final_output
@@ -463,7 +472,10 @@ class Agent:
         return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def recorded_failures(self) -> dict[int, ProcessFailure]:
-        """This node's failures; empty unless the script wrote an error file for one, as torch's @record does."""
+        """This node's failures by rank; empty if the script wrote no error file for any of them.
+
+        Scripts that use torch's @record write such files.
+        """
 
         def by_script(failure: ProcessFailure) -> bool:
             note = note_of(failure)

@@ -1,4 +1,4 @@
-"""Links between a node and the state machine of its job, `job.Job`: in this process, or over a TCPStore."""
+"""Links between a node and the state machine of its job (`job.Job`), either in this process or over a TCPStore."""
 
 import json
 import queue
@@ -59,7 +59,7 @@ class SingleNodeLink:
         self._enqueue(self._job.joined(replace(self._node, port=self._listen()), time.monotonic()))
 
     def report(self, report: Report) -> None:
-        """Report the state of the workers. LEFT and FAILING only matter to other nodes."""
+        """Report the state of the workers. LEFT and FAILING are ignored, because only other nodes need them."""
         if report.state in (State.LEFT, State.FAILING):
             return
         port = 0 if report.state is State.DONE else self._listen()
@@ -78,7 +78,7 @@ class SingleNodeLink:
         return listening
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket for the workers' store, unless it has been taken."""
         if self._listening is not None:
             self._listening.close()
 
@@ -109,7 +109,7 @@ LOST = "lost"
 
 
 class Coordinator:
-    """Coordinator of a job of several nodes: reads events and heartbeats, writes orders.
+    """Coordinator of a multi-node job: reads the nodes' events and heartbeats, and writes orders to the nodes.
 
     `store`: a TCPStore whose timeout is longer than any job.
     """
@@ -128,7 +128,7 @@ class Coordinator:
         self._informed: set[int] = set()  # nodes that know the outcome
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the two threads that run the state machine."""
         for work in (self._listen, self._watch):
             threading.Thread(target=self._run_until_closed, args=[work], name="ddpkit-coordinator", daemon=True).start()
 
@@ -144,7 +144,7 @@ class Coordinator:
             return not set(self._job.alive) - self._informed - {host}
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads that `start` started."""
         self._closed.set()
 
     def _run_until_closed(self, work: Any) -> None:
@@ -215,7 +215,7 @@ def _read_report(fields: dict[str, Any]) -> Report:
 
 
 def _read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert values back to the types that JSON does not support."""
+    """Convert the values of a JSON object back to tuples and `Failure` objects."""
     failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
     return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}
 
@@ -257,10 +257,10 @@ class MultiNodeLink:
     ) -> None:
         """Connect to the rendezvous, or host it, and register this node.
 
-        `shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: the command lines to
-        type on the other nodes, for messages.
+        `shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: the command lines
+        for the other nodes, to show in messages.
 
-        Raises `LaunchError` if the endpoint cannot be opened or reached, `StoppedError` if a stop signal arrives.
+        Raises `LaunchError` if the endpoint cannot be opened or reached, and `StoppedError` if a stop signal arrives.
         """
         self._limits, self._inbox, self._print_message = rendezvous.limits, inbox, print_message
         self._host, self._port, self._place = rendezvous.host, rendezvous.port or 0, rendezvous.place
@@ -277,7 +277,7 @@ class MultiNodeLink:
             self._node = self._register(node, rendezvous.run_id)
         except (DistError, OSError) as error:
             raise LaunchError(
-                f"this node lost the host of the rendezvous, {self._host}:{self._port}, while joining the job: {error}",
+                f"lost the connection to the rendezvous at {self._host}:{self._port} while joining the job: {error}",
                 "start this node again once the host is running",
             ) from None
         self.number = self._node.number
@@ -343,7 +343,7 @@ class MultiNodeLink:
         return store
 
     def _reach(self) -> TCPStore:
-        """Connect as soon as a process listens at the endpoint."""
+        """Wait until a process listens at the endpoint, and connect to it."""
         started = time.monotonic()
         while True:
             try:
@@ -423,7 +423,7 @@ class MultiNodeLink:
         return f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
 
     def close(self) -> None:
-        """Leave the job; the host waits until every other node knows the outcome."""
+        """Leave the job. On the host, wait until every other node knows the outcome."""
         self._is_over = True
         self._outgoing.put({"bye": self.number})
         self._outgoing.put(None)

@@ -52,7 +52,9 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
     total = torch.full((2**20,), int(rank) + 1.0, device=device)
     distributed.all_reduce(total)
     if not bool((total == 3).all()):
-        raise ArithmeticError(f"the all-reduce of 1 and 2 gave {total.min().item()} to {total.max().item()}, not 3")
+        raise ArithmeticError(
+            f"the all-reduce of 1 and 2 must give 3, but gave {total.min().item()} to {total.max().item()}"
+        )
     distributed.destroy_process_group()
     if first:
         store.wait(["done"])  # the store ends with this process
@@ -62,14 +64,16 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
 
 
 def product() -> dict[str, Any]:
-    """Compute a matrix product on the GPU. Raises `ArithmeticError` if it differs from the CPU's."""
+    """Compute a matrix product on the GPU. Raises `ArithmeticError` if the CPU's result differs."""
     import torch
 
     left, right = torch.randn(2, 1024, 1024, generator=torch.Generator().manual_seed(0))
     expected = left @ right
     off = ((left.cuda() @ right.cuda()).cpu() - expected).abs().max() / expected.abs().max()
     if not bool(off < _ROUNDING):  # also true for NaN
-        raise ArithmeticError(f"a matrix product differs from the CPU's by {off.item():.1e} of its largest element")
+        raise ArithmeticError(
+            f"the GPU's matrix product differs from the CPU's by {off.item():.1e}, relative to the largest element"
+        )
     return {}
 
 
@@ -90,7 +94,7 @@ def _is_own(family: int, address: Any) -> bool:
 
 
 def _why(error: Exception) -> str:
-    """The first line of an error, and NCCL's own message from the error's last line."""
+    """The type and first line of an error, followed by the last line if it contains NCCL's own message."""
     lines = str(error).strip().splitlines() or [""]
     last = f": {lines[-1]}" if "Last error:" in lines else ""
     return f"{type(error).__name__}: {lines[0]}{last}"

@@ -38,7 +38,7 @@ class RunResult:
 
     outcome: Outcome
     shown: frozenset[int] = frozenset()
-    """The ranks whose traceback is already the last output on the console."""
+    """The ranks whose tracebacks are the last output on the console and need not be shown again."""
     folder: str = ""
     """The log folder; empty: no logs are kept."""
     stacks: Mapping[int, str] = field(default_factory=dict)
@@ -67,9 +67,10 @@ def check(plan: Plan) -> None:
 
 
 def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
-    """Run this node's workers until the job ends. `warm`: the server that starts them; None: this process starts them.
+    """Run this node's workers until the job ends.
 
-    Raises `UsageError` for settings that torch rejects, `LaunchError` if the rendezvous fails.
+    `warm`: the server that starts the workers; None: this process starts them. Raises `UsageError` for settings that
+    torch rejects, and `LaunchError` if the rendezvous fails.
     """
     _check_event_handler(plan.event_log_handler)
     with _run_folder(plan.logs, warm, print_message) as folder:
@@ -126,7 +127,7 @@ def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLi
 
 
 def _check_host(rendezvous: Rendezvous, print_message: PrintMessage) -> None:
-    """Warn if the address of the rendezvous, which this node hosts, belongs to another machine."""
+    """Warn if the address of the rendezvous belongs to another machine, although this node hosts the rendezvous."""
     in_cluster = rendezvous.place is not None
     try:
         if is_local(rendezvous.host):
@@ -142,7 +143,11 @@ def _check_host(rendezvous: Rendezvous, print_message: PrintMessage) -> None:
 
 
 def _handle_signals(names: tuple[str, ...], inbox: Inbox, print_message: PrintMessage) -> None:
-    """Handle the signals `names`, which stop the job, and SIGUSR1 and SIGUSR2, which are forwarded unless ignored."""
+    """Install the agent's signal handlers.
+
+    The signals in `names` stop the job. SIGUSR1 and SIGUSR2 are forwarded to the workers, unless this process ignores
+    them.
+    """
     inbox.wake_on_signals()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -177,7 +182,10 @@ def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> Non
 
 @contextmanager
 def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage) -> Iterator[str]:
-    """The folder for logs and error files: the user's, or a private one that is removed when the job ends."""
+    """Yield the folder for logs and error files: that of --log-dir, or a temporary folder.
+
+    The temporary folder is removed when the job ends, unless --redirects writes logs to it.
+    """
     if logs.log_dir is not None:
         yield logs.log_dir
     elif logs.are_kept:  # with --redirects, the user needs the files after the job

@@ -108,7 +108,10 @@ class Stack:
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:
-        """Describe what the process does, as in `in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
+        """Describe what the process does, as in `in all_reduce (train.py:10 in main)`.
+
+        `phase`: the phase of training according to the heartbeat of the process.
+        """
         what = self.waits_for_ranks
         if not what:
             what = "data" if self.waits_for_data and phase.in_user_code else phase.description
@@ -116,7 +119,10 @@ class Stack:
         return f"in {what} ({location})" if location else f"in {what}"
 
     def as_trace(self) -> str:
-        """The Python frames in the form of a traceback: the user's code, and the first library frames below that."""
+        """The Python frames in the form of a traceback.
+
+        If there are frames of the user's code, most library frames are left out.
+        """
         frames = list(reversed(self.python))
         own = [number for number, frame in enumerate(frames) if frame.is_user_code]
         shown = {*own, *range(max(own, default=-1) + 1, len(frames))[:_MAX_CALLED]}
@@ -138,12 +144,12 @@ class Stack:
 def read_stacks(
     pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Read the stack of each process, by its key in `pids`; a stack that cannot be read is empty.
+    """Read the stack of each process. The result has the keys of `pids`; a stack that cannot be read is empty.
 
     `native_seconds`: time limit for native frames, which are slow to resolve. The time limit for Python frames is
-    the same, but at least 3 s: on a busy machine, py-spy takes seconds to start. `files`: the files to which
-    processes write their own stacks if py-spy cannot read them. `interrupted`: whether to return at once with the
-    stacks that have been read.
+    the same, but at least 3 s, because py-spy takes seconds to start on a busy machine. `files`: the files to which
+    processes write their own stacks if py-spy cannot read the processes. `interrupted`: a function that returns whether
+    to stop and return the stacks that have been read.
     """
     spy = program()
     if not spy:
@@ -161,7 +167,7 @@ def read_stacks(
 def _with_own_stacks(
     stacks: Mapping[int, Stack], files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Fill in empty stacks: ask processes that have a handler for STACKS_SIGNAL to write their stacks."""
+    """Fill in empty stacks by asking the processes with a handler for STACKS_SIGNAL to write their own stacks."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
     asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
     deadline = time.monotonic() + _TIMEOUT_SECONDS
@@ -193,7 +199,7 @@ def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
 
 
 def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
-    """The frames of the main thread, which handles the signal, and the whole text of the file."""
+    """Read stacks that a process wrote itself: return the frames of its main thread, and the whole text."""
     with suppress(OSError):
         text = Path(path).read_text(errors="replace")
         _, found, last = text.rpartition("Current thread ")
@@ -226,7 +232,7 @@ def wait_channel(pid: int) -> str:
 
 
 def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool]) -> Stack:
-    """Add the DataLoader worker that the process waits for, if there is one that is stopped or runs dataset code."""
+    """Add the DataLoader worker that the process waits for, if that worker is stopped or runs dataset code."""
     if not stack.waits_for_data:
         return stack
     children = _children(stack.pid)
@@ -247,7 +253,7 @@ def _children(pid: int) -> list[int]:
 def _dumps(
     spy: str, pids: Collection[int], flags: list[str], seconds: float, interrupted: Callable[[], bool]
 ) -> dict[int, list[dict[str, Any]]]:
-    """Run py-spy on all processes in parallel; return its output for each process that it could read in time."""
+    """Run py-spy on all processes in parallel; return the output for each process that py-spy could read in time."""
     pipe, nothing, started = subprocess.PIPE, subprocess.DEVNULL, {}
     stopped = {pid for pid in pids if is_stopped(pid)}
     for pid in pids:

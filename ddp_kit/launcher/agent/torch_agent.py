@@ -1,4 +1,4 @@
-"""Run the job with torch's own agent, without the warm start: for etcd and rendezvous plug-ins."""
+"""Run the job with torch's own agent, for etcd and rendezvous plug-ins. torch also starts the workers."""
 
 import argparse
 import os
@@ -37,7 +37,10 @@ def config(plan: Plan, folder: str) -> LaunchConfig:
 
 
 def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict[int, ProcessFailure]]:
-    """Run the job; return its outcome and torch's record of the failures. `warm` is not used to start workers."""
+    """Run the job; return its outcome and torch's record of the failures.
+
+    `warm`: the warm server, if it is running. It starts no workers for this job.
+    """
     os.environ.update(plan.env)
     program, *arguments = plan.command
     try:
@@ -80,7 +83,7 @@ def _failure(rank: int, failure: ProcessFailure) -> Failure:
 def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
     """End workers that torch's agent lost track of because a signal arrived while it was starting them.
 
-    `warm`: the server, which is a child of this process but not a worker.
+    `warm`: a server that is a child of this process, but not a worker. It is not ended.
     """
     left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
     for worker in left:

@@ -55,16 +55,19 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     try:
         return torchrun.get_args_parser()
     except ValueError as error:
-        raise UsageError(f"a PET_ variable has an invalid value: {error}", "booleans are 0 or 1") from None
+        raise UsageError(f"a PET_ variable has an invalid value: {error}", "boolean variables must be 0 or 1") from None
 
 
 def local_world_size(nproc_per_node: str) -> int:
-    """The number of processes for --nproc-per-node auto, cpu, gpu or xpu on this machine. Raises `ValueError`."""
+    """The number of processes for --nproc-per-node auto, cpu, gpu or xpu on this machine.
+
+    Raises `ValueError` if torch does not know the word, or has no such device.
+    """
     return int(torchrun.determine_local_world_size(nproc_per_node))
 
 
 def launch_config(settings: argparse.Namespace) -> LaunchConfig:
-    """torchrun's own `LaunchConfig` for these settings. Raises several kinds of errors."""
+    """torchrun's own `LaunchConfig` for these settings. Raises exceptions of several types for invalid settings."""
     config: LaunchConfig = torchrun.config_from_args(settings)[0]
     return config
 

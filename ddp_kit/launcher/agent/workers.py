@@ -47,7 +47,8 @@ _LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes after all workers ha
 class Workers:
     """The workers of one round.
 
-    Usage: `start`; then `poll` whenever one of `watched` is readable or `timeout` has passed, until it returns True.
+    Usage: call `start`. Then call `poll` whenever an object in `watched` is readable or `timeout` seconds have passed,
+    until `poll` returns True.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Workers:
 
         `warm`: the server that starts the workers; None: this process starts them.
 
-        `on_failure`: called before a failure stops the other workers.
+        `on_failure`: a function that is called after a failure, before the other workers are stopped.
 
         Raises `LaunchError` if the log folder cannot be used.
         """
@@ -97,7 +98,10 @@ class Workers:
     # Starting ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all workers. Raises `LaunchError` if that fails, `UsageError` if --numa-binding is not available."""
+        """Start all workers.
+
+        Raises `LaunchError` if a worker cannot be started, and `UsageError` if --numa-binding is not available.
+        """
         self._note_shutdown_timeout()
         self._keep_record()
         if self._warm is None:
@@ -136,14 +140,17 @@ class Workers:
         )
 
     def _note_shutdown_timeout(self) -> None:
-        """Write the shutdown timeout to a file for workers: their environment must be the same as under torchrun."""
+        """Write the shutdown timeout to a file that the workers can read.
+
+        It is not passed as a variable, because the workers' environment must be the same as under torchrun.
+        """
         if self._folder is not None:
             noted = self._folder / GRACE_FILE
             noted.touch(mode=0o600)
             noted.write_text(str(self._plan.shutdown_timeout))
 
     def _keep_record(self) -> None:
-        """Sample this machine for the run record, as soon as a Trainer has created the record's folder."""
+        """Start the thread that adds samples of this machine's state to the run record, if a Trainer creates one."""
         if self._folder is not None:
             kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
             self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
@@ -177,9 +184,9 @@ class Workers:
         )
 
     def _wait_for_answers(self, processes: Collection[Process], warm: WarmServer) -> bool:
-        """Wait until all workers are started. False if a stop signal arrives while the server still imports torch.
+        """Wait until the warm server has started all workers. Return False if a stop signal ends the wait.
 
-        Once one worker has started, a first signal has to reach the workers, so only a second one ends the wait.
+        Once a worker has started, only a second signal ends the wait, because the first one is for the workers.
         """
         for process in processes:
             while not process.answered:
@@ -191,7 +198,7 @@ class Workers:
         return True
 
     def _start_here(self, local_rank: int) -> "subprocess.Popen[bytes]":
-        """Start a worker without the warm server, which needs Linux."""
+        """Start a worker as a child of this process, on systems other than Linux, where there is no warm server."""
         command, (out, err) = self._plan.command_line(local_rank), self._output.descriptors(local_rank)
         try:
             return subprocess.Popen(command, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
@@ -225,7 +232,7 @@ class Workers:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _timeout_of_others(self) -> float | None:
-        """Seconds left for the other workers after a worker has saved and asked for another run; None: no limit."""
+        """Seconds left for the other workers after one has exited with `ExitCode.REQUEUE`; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         limit = self._plan.shutdown_timeout
         return max(0.0, self._began + min(left) + limit - time.monotonic()) if left else None
@@ -252,7 +259,7 @@ class Workers:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
 
     def _asleep_too_long(self) -> int | None:
-        """Return a local rank that was in uninterruptible sleep at every check for too long, which counts as a hang."""
+        """Return a local rank that has been in uninterruptible sleep for too long, or None. This counts as a hang."""
         allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
         if not allowed:
             return None
@@ -322,7 +329,7 @@ class Workers:
         return tuple(self.assignment.first_rank + rank for rank in well)
 
     def saved(self) -> bool:
-        """Whether any worker asked for another run through its exit code, and no worker failed."""
+        """Whether any worker saved a checkpoint and exited with `ExitCode.REQUEUE`, and no worker failed."""
         codes = {self._exit_code(rank) for rank in self._after}
         return ExitCode.REQUEUE in codes and codes <= {0, ExitCode.REQUEUE}
 
@@ -374,7 +381,10 @@ class Workers:
         return {read_heartbeat(self.error_files[rank]).phase for rank in self._running}
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send the signal `number`, then SIGKILL after the shutdown timeout, or at a second signal to the launcher."""
+        """Send the signal `number` to all workers, and SIGKILL to those that do not end within the shutdown timeout.
+
+        A second signal to the launcher ends the timeout early.
+        """
         if self._processes:
             self._end(number, self._plan.shutdown_timeout)
 
@@ -419,11 +429,14 @@ class Workers:
         self._logs.end()
 
     def _is_ending(self, local_rank: int) -> bool:
-        """Whether a rank that printed a traceback is ending: it wrote its error file, or Ctrl-C interrupted it."""
+        """Whether a rank that printed a traceback is ending: it has written its error file, or was sent SIGINT."""
         return self._interrupted or Path(self.error_files[local_rank]).is_file()
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        """Signal ranks but not their DataLoader workers, which a save needs; signal a wrapper's whole process group."""
+        """Send a signal to the ranks, but not to their DataLoader workers, which are needed to save a checkpoint.
+
+        If the workers are wrappers, such as shells, the signal goes to their whole process groups.
+        """
         self._terminated |= self._running - self.hang_monitor.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:

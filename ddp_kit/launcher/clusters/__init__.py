@@ -1,6 +1,6 @@
-"""Environments that run one job on several nodes: the meaning of their variables, and their job files.
+"""Cluster environments: each module reads the variables that one environment sets, writes its job files, or both.
 
-One module per environment. Each has `read(env)`, which turns variables into a `JobPlace`, or `job_file(request)`,
-which turns a request into the text that the engine accepts, or both. `recognition.py` tries all `read` functions in
-turn; `engines.py` lists the engines that `ddpkit submit --on` accepts.
+`read(env)` turns environment variables into a `JobPlace`. `job_file(request)` turns a `Request` into the text of a job
+file. `recognition.py` tries all `read` functions in turn; `engines.py` lists the engines (Slurm, Kubernetes, Ray, ...)
+that `ddpkit submit --on` accepts.
 """

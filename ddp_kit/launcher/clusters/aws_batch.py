@@ -12,7 +12,7 @@ _POD = "HOSTNAME"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its job; None outside of a multi-node job."""
+    """Return this node's rank and the job's rendezvous settings, or None outside of a multi-node job."""
     if _NODES not in env or _INDEX not in env:
         return None
     index, main = number(env, _INDEX, _NAME), number(env, _MAIN, _NAME)
@@ -21,7 +21,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     # The variable with the address is not set on the main node itself.
     host = env.get(_ADDRESS) or (env.get(_POD) or "localhost" if rank == 0 else "")
     if not host:
-        raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "type --master-addr")
+        raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "type --master-addr ADDRESS")
     return check_rank(
         JobPlace(
             environment=_NAME,

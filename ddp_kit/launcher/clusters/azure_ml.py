@@ -14,12 +14,13 @@ _RUN, _RANK, _NODES = "AZUREML_RUN_ID", "NODE_RANK", "AZUREML_NODE_COUNT"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its job; None outside of a distributed job."""
+    """Return this node's rank and the job's rendezvous settings, or None outside of a distributed job."""
     if _RUN not in env or _RANK not in env or MASTER_ADDR not in env:
         return None
     if env.get(LOCAL_WORLD_SIZE, "1") != "1":
         raise UsageError(
-            f"{_NAME} starts {env[LOCAL_WORLD_SIZE]} processes per instance; `ddpkit launch` starts them itself",
+            f"{_NAME} starts {env[LOCAL_WORLD_SIZE]} processes per instance, but `ddpkit launch` starts the workers "
+            "itself",
             "set process_count_per_instance: 1 in the job's distribution",
         )
     nodes = _NODES if _NODES in env else WORLD_SIZE  # with one process per instance, both numbers are equal

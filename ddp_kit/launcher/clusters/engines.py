@@ -1,4 +1,4 @@
-"""The engines that `ddpkit submit --on` accepts."""
+"""The engines (Slurm, Kubernetes, Ray, ...) that `ddpkit submit --on` accepts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from ddp_kit.launcher.clusters.request import Request
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: its job file, and the command that submits it."""
+    """A system that runs jobs on a cluster, and what `ddpkit submit` needs to submit a job to it."""
 
     job_file: Callable[[Request], str]
-    """A pure function that turns a request into the text of the job file."""
+    """A pure function that turns a `Request` into the text of a job file."""
     submission: Callable[[Request, str], tuple[str, ...]]
-    """The command line that submits the job file at a path; its first word is the engine's program."""
+    """A function that returns the command that submits the job file at a given path, such as `sbatch PATH`."""
     flags: frozenset[str]
     """The flags of `ddpkit submit` that the engine supports, in addition to --nodes, --gpus and --name."""
     suffix: str
     """File name suffix of the job file."""
     install: str
-    """Hint to show when the engine's program is missing."""
+    """Hint to show if the program that submits the job is not installed."""
     script_needed: bool = True
-    """Whether the job file requires a script."""
+    """Whether a job needs a training script on the command line of `ddpkit submit`."""
     image_needed: bool = False
     run: Callable[[Request, Callable[[str], None]], int] | None = None
-    """Function that runs the job, for an engine without a program that takes a job file."""
+    """A function that runs the job and returns its exit code; None: run the command from `submission`."""
 
 
 _OF_PODS = frozenset({"cpus", "image", "queue", "retries", "grace"})

@@ -1,6 +1,6 @@
 """JobSet: an Indexed Job that is restarted as a whole. Source: JobSet 0.12, `jobset.x-k8s.io/v1alpha2`.
 
-Its pods have the variables of an Indexed Job, which kubernetes.py reads.
+The pods have the same environment variables as the pods of an Indexed Job, so `kubernetes.read` handles both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,10 @@ _NAME = {
 
 
 def job_set(request: Request, env: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification of a JobSet, without its API version.
+    """The `spec` of a JobSet.
 
-    `env`: variables of the container; `metadata`: metadata of the Job.
+    `env`: environment variables of the container. `metadata`: a dict with the `metadata` field of the Job template, or
+    an empty dict.
     """
     # The Job fails at the first pod failure that counts, because the JobSet counts the restarts.
     spec = {"backoffLimit": 0, **job_spec(request, env)}
@@ -33,7 +34,7 @@ def job_set(request: Request, env: Sequence[Mapping[str, Any]], metadata: Mappin
 
 
 def job_file(request: Request) -> str:
-    """A JobSet with one replicated job, `node`."""
+    """The manifest of a JobSet with one replicated job, named `node`."""
     return manifest(
         request,
         {

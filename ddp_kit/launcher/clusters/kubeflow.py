@@ -1,4 +1,4 @@
-"""Kubeflow Trainer: its TrainJobs set PET_ variables, from which torchrun's flags take their defaults."""
+"""Kubeflow Trainer: a TrainJob sets environment variables with the prefix PET_, the defaults of torchrun's flags."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _NAME = "a TrainJob of Kubeflow"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This pod's place in its job; None outside of a TrainJob."""
+    """Return this pod's node rank and the job's rendezvous settings, or None outside of a TrainJob."""
     wanted = (NODES_DEFAULT, NODE_RANK_DEFAULT, MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT)
     if not all(env.get(name) for name in wanted):
         return None
@@ -39,7 +39,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
 
 
 def job_file(request: Request) -> str:
-    """A TrainJob for the runtime `ddpkit`, which launch/kubeflow/runtime.yaml defines once per cluster."""
+    """The manifest of a TrainJob. It uses the runtime `ddpkit`, which launch/kubeflow/runtime.yaml defines."""
     trainer: dict[str, Any] = {
         "image": request.image,
         "command": list(request.launch),
@@ -59,7 +59,10 @@ def job_file(request: Request) -> str:
 
 
 def runtime(request: Request) -> str:
-    """The ClusterTrainingRuntime that TrainJobs refer to; a TrainJob replaces image, command and number of nodes."""
+    """The manifest of the ClusterTrainingRuntime that TrainJobs refer to.
+
+    Each TrainJob overrides the runtime's image, command and number of nodes.
+    """
     spec = job_set(request, [], {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}})
     return manifest(
         request,

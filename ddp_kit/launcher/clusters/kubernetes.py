@@ -1,4 +1,4 @@
-"""Kubernetes: Indexed Jobs, and the parts that manifests of Kubernetes, JobSet and Kubeflow share."""
+"""Kubernetes: Indexed Jobs, and the parts of manifests that JobSet and Kubeflow also use."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ _EXPLAINED = """\
 
 
 def manifest(request: Request, *objects: Mapping[str, Any]) -> str:
-    """The objects as YAML, after comments with the command that made them and the meaning of exit codes."""
+    """The objects as YAML, preceded by comments that show the command and explain the exit codes."""
     texts = [yaml.safe_dump(each, sort_keys=False, default_flow_style=None, width=120) for each in objects]
     return _EXPLAINED.format(command=request.command) + "---\n".join(texts)
 
 
 def labels(request: Request) -> dict[str, Any]:
-    """Metadata with the label that names the job's queue for Kueue; empty if the request names no queue."""
+    """Metadata with the label that tells Kueue the job's queue; empty if the request names no queue."""
     return {"labels": {_KUEUE_QUEUE: request.queue}} if request.queue else {}
 
 
@@ -50,7 +50,11 @@ def container(request: Request, env: Sequence[Mapping[str, Any]] = ()) -> dict[s
 
 
 def resources(request: Request) -> dict[str, Any]:
-    """Resources of a pod. GPUs are limits, which imply requests; cores are only requests: a pod may use idle cores."""
+    """Resources of a pod.
+
+    The number of GPUs is a limit, which Kubernetes also uses as the request. The number of CPU cores is only a request,
+    so that a pod may also use idle cores.
+    """
     found: dict[str, Any] = {}
     if request.cpus_per_node is not None:
         found["requests"] = {"cpu": str(request.cpus_per_node)}
@@ -60,12 +64,12 @@ def resources(request: Request) -> dict[str, Any]:
 
 
 def node_count(request: Request) -> dict[str, str]:
-    """The variable with the number of pods, which Kubernetes itself does not set."""
+    """The environment variable PET_NNODES with the number of pods. Kubernetes has no such variable."""
     return {"name": NODES_DEFAULT, "value": str(request.nodes)}
 
 
 def job_spec(request: Request, env: Sequence[Mapping[str, Any]] = (), **pod: Any) -> dict[str, Any]:
-    """The specification of an Indexed Job; `pod`: further fields of its pods."""
+    """The `spec` of an Indexed Job. `pod`: further fields for the `spec` of the pods."""
     limit = {} if request.seconds is None else {"activeDeadlineSeconds": request.seconds}
     return {
         "completions": request.nodes,
@@ -86,7 +90,7 @@ def job_spec(request: Request, env: Sequence[Mapping[str, Any]] = (), **pod: Any
 
 
 def _rules() -> list[dict[str, Any]]:
-    """Rules of the pod failure policy; the first match applies."""
+    """Rules of the pod failure policy. Kubernetes applies the first rule that matches."""
 
     def on_codes(action: str, operator: str, codes: Sequence[int]) -> dict[str, Any]:
         return {"action": action, "onExitCodes": {"operator": operator, "values": list(codes)}}
@@ -116,13 +120,19 @@ JOBSET = "JOBSET_NAME"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This pod's place in its job; None outside of an Indexed Job, or if PET_NNODES is not set (independent pods)."""
+    """Return this pod's node rank and the job's rendezvous settings, or None outside of an Indexed Job.
+
+    Also returns None if PET_NNODES is not set, because the pods of such a Job are independent of each other.
+    """
     if _INDEX not in env or NODES_DEFAULT not in env:
         return None
     name = "a JobSet of Kubernetes" if JOBSET in env else "an Indexed Job of Kubernetes"
     nodes, rank = env[NODES_DEFAULT].split(":")[-1], number(env, _INDEX, name)
     if not nodes.isdecimal():
-        raise UsageError(f"{NODES_DEFAULT}={env[NODES_DEFAULT]} is neither a number nor MIN:MAX", "set it to 2 or 2:4")
+        raise UsageError(
+            f"{NODES_DEFAULT}={env[NODES_DEFAULT]} is neither a number nor MIN:MAX",
+            "set it to a number of nodes such as 2, or to a range such as 2:4",
+        )
     host, source = _host(env, name, rank)
     return check_rank(
         JobPlace(
@@ -140,15 +150,15 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
 
 
 def _host(env: Mapping[str, str], name: str, rank: int) -> tuple[str, str]:
-    """The name of pod 0, and the variable it comes from."""
+    """Return the host name of pod 0, and the names of the environment variables that it comes from."""
     if env.get(MASTER_ADDR):
         return env[MASTER_ADDR], MASTER_ADDR
     found = re.fullmatch(rf"(.+)-{rank}", env.get(_POD, ""))
     if found is None:
         raise UsageError(
             f"this looks like {name}, but {_POD}={env.get(_POD, '')!r} does not end in -{rank}, the pod's index, so "
-            "the name of pod 0 is not known",
-            f"set {MASTER_ADDR} to the name of pod 0 in the manifest",
+            "the host name of pod 0 cannot be derived from it",
+            f"in the manifest, set {MASTER_ADDR} to the host name of pod 0",
         )
     if JOBSET in env:  # <jobset>-<replicated job>-<job>-<pod>.<jobset>
         return f"{found[1]}-0.{env[JOBSET]}", f"{_POD} and {JOBSET}"
@@ -156,7 +166,7 @@ def _host(env: Mapping[str, str], name: str, rank: int) -> tuple[str, str]:
 
 
 def job_file(request: Request) -> str:
-    """A headless Service, by which pods find each other, and an Indexed Job."""
+    """The manifest of an Indexed Job, and of a headless Service that gives the pods host names."""
     service = {
         "apiVersion": "v1",
         "kind": "Service",

@@ -1,4 +1,4 @@
-"""mpirun of Open MPI and of the MPICH family: variables of a process. The user has to set MASTER_ADDR.
+"""mpirun of Open MPI, and mpiexec of MPICH and its derivatives. Neither sets MASTER_ADDR: users have to set it.
 
 Source: Open MPI documentation, "Environment variables defined by Open MPI"; MPICH, "Hydra process management".
 """
@@ -17,7 +17,10 @@ _KINDS = {
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its job, with one process per node; None outside of mpirun."""
+    """Return this node's rank and the job's rendezvous settings, or None outside of mpirun.
+
+    Raises `UsageError` if mpirun started several processes per node, or if MASTER_ADDR is missing.
+    """
     name = next((name for name, variables in _KINDS.items() if all(each in env for each in variables)), None)
     if name is None:
         return None
@@ -27,15 +30,15 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
         if node_rank:
             raise SystemExit(2)  # only process 0 reports the error
         raise UsageError(
-            f"mpirun started {env[local_size]} processes on this node; run `ddpkit launch` once per node: it starts "
-            "the processes itself",
+            f"mpirun started {env[local_size]} processes on this node, but `ddpkit launch` starts the workers "
+            "itself: run it once per node",
             "add `--map-by ppr:1:node` to the mpirun command (mpiexec: -ppn 1)",
         )
     if nodes > 1 and not env.get(MASTER_ADDR):
         if node_rank:
             raise SystemExit(2)
         raise UsageError(
-            f"mpirun does not say where process 0 runs, and {MASTER_ADDR} is not set",
+            f"mpirun does not provide the address of process 0, and {MASTER_ADDR} is not set",
             f"type `mpirun -x {MASTER_ADDR}=<first host> ...` (mpiexec: -genv {MASTER_ADDR} <first host>)",
         )
     return check_rank(

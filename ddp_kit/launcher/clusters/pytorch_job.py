@@ -1,4 +1,4 @@
-"""PyTorchJob (Kubeflow Training Operator v1) and PAI-DLC: RANK and WORLD_SIZE mean nodes, not processes.
+"""PyTorchJob (Kubeflow Training Operator v1) and PAI-DLC: RANK and WORLD_SIZE count nodes, not processes.
 
 Source: Alibaba Cloud PAI documentation, "General environment variables"; Kubeflow documentation, "PyTorch Training
 (PyTorchJob)".
@@ -15,7 +15,9 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its job; None if the variables are absent, or belong to a worker or to a single machine.
+    """Return this node's rank and the job's rendezvous settings, or None outside of a multi-node PyTorchJob.
+
+    Also returns None in a worker, where RANK and WORLD_SIZE count processes.
 
     Raises `UsageError` if the variables contradict each other, for example because some of them are left over from a
     container image or a shell.

@@ -1,4 +1,4 @@
-"""Ray: a job whose driver runs one launcher per node. See ray_driver.py, which runs in Ray."""
+"""Ray: submit a job whose driver, ray_driver.py, runs one launcher per node."""
 
 import shlex
 
@@ -6,7 +6,7 @@ from ddp_kit.launcher.clusters.request import Request
 
 
 def command(request: Request) -> tuple[str, ...]:
-    """The command that submits the job. Ray uploads the working folder; all nodes need ddpkit."""
+    """The command that submits the job. Ray uploads the working folder; ddpkit must be installed on all nodes."""
     flags = ["--nodes", str(request.nodes), "--retries", str(request.retries)]
     flags += [] if request.gpus is None else ["--gpus", str(request.gpus)]
     flags += [] if request.cpus_per_node is None else ["--cpus", str(request.cpus_per_node)]
@@ -15,5 +15,5 @@ def command(request: Request) -> tuple[str, ...]:
 
 
 def job_file(request: Request) -> str:
-    """The command as a shell script."""
+    """A shell script that submits the job."""
     return f"#!/usr/bin/env bash\n# Made by: {request.command}\nexec {shlex.join(command(request))}\n"

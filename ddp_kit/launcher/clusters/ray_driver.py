@@ -1,10 +1,10 @@
-"""The driver of a job in Ray: a placement group with one bundle per node, and a launcher in each bundle.
+"""The driver of a Ray job: reserves a placement group with one bundle per node, and runs a launcher in each bundle.
 
     python -m ddp_kit.launcher.clusters.ray_driver --nodes 3 --gpus 8 -- train.py --lr 0.1
 
-Ray restarts the actor of a lost node on another node, where its launcher joins the remaining ones, which keep their
-processes. If node 0, which hosts the rendezvous, is lost, or no replacement arrives in time, all launchers end with
-exit code 4, and the driver restarts them all.
+If a node is lost, Ray restarts its actor on another node. The launchers on the remaining nodes keep their processes,
+and the new launcher joins them. If node 0, which hosts the rendezvous, is lost, or if no replacement arrives in time,
+all launchers end with exit code 4, and the driver restarts them all.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Host:
     """One node of the job: a Ray actor."""
 
     def address(self) -> str:
-        """The address of this actor's node."""
+        """The IP address of the node that this actor runs on."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, launch: Sequence[str]) -> int:
@@ -42,9 +42,9 @@ class Host:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the job until it ends, and restart it after retryable exit codes. Returns the exit code.
+    """Run the job, restart it after retryable exit codes, and return the last exit code.
 
-    `words`: the flags of this driver, `--`, and the words after `ddpkit launch`.
+    `words`: the flags of this driver, then `--`, then the arguments of `ddpkit launch`.
     """
     parser = argparse.ArgumentParser(prog="ray_driver", allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
@@ -102,7 +102,7 @@ def _place(nodes: int, rank: int, address: str) -> tuple[str, ...]:
 
 
 def _outcome(runs: Sequence[Any]) -> int:
-    """The exit code of the first launcher to fail, after which the others have 10 s to end; 0 if none fails."""
+    """The exit code of the first launcher that fails, or 0. After a failure, the other launchers have 10 s to end."""
     codes: list[int] = []
     left, deadline = list(runs), None
     while left:

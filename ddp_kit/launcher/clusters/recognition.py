@@ -1,4 +1,4 @@
-"""Find the cluster this launcher runs in, and complete the command line from its variables."""
+"""Recognise the cluster that this launcher runs in, and complete its settings from the cluster's variables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,9 +16,10 @@ _RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint"}
 
 
 def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
-    """The spec with this node's place in the job, unless the command line restricts the job to this machine.
+    """Complete the launch settings with this node's rank and the rendezvous settings from the cluster's variables.
 
-    Values given by flags are kept. Raises `UsageError` if variables are missing or contradict each other.
+    Values given by flags are kept. Returns `spec` unchanged outside of a cluster, and if the flags are complete or
+    restrict the job to this machine. Raises `UsageError` if variables are missing or contradict each other.
     """
     if spec.torchrun["standalone"] or ("nnodes" in spec.typed and _is_one(spec.torchrun)):
         return spec
@@ -50,7 +51,7 @@ def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in a job, from the first environment that recognises its own variables; None: no job.
+    """Return this node's rank and the job's rendezvous settings, or None outside of all supported clusters.
 
     Raises `UsageError` if variables are missing or contradict each other.
     """

@@ -1,4 +1,4 @@
-"""The place of a node in a job, read from the cluster's variables; and the request for a job of `ddpkit submit`."""
+"""Data classes that describe a node of a cluster job (`JobPlace`) and a job to submit (`Request`)."""
 
 import re
 from collections.abc import Mapping
@@ -16,34 +16,37 @@ PORT = 29400
 
 @dataclass(frozen=True)
 class JobPlace:
-    """The place of this node in a job of several nodes."""
+    """This node's rank in a cluster job, and the job's rendezvous settings."""
 
     environment: str
     """The environment's name, such as `Slurm`."""
     nodes: int
     node_rank: int
     host: str
-    """A name or address of node 0, which hosts the rendezvous."""
+    """Host name or address of node 0, which hosts the rendezvous."""
     port: int
     run_id: str
-    """The job's id, which is the same on all nodes: a node with a different id is rejected."""
+    """The job's id, the same on all nodes. The rendezvous rejects a node with a different id."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The variable that each value comes from: `nodes`, `node rank`, `host` and others, for --dry-run."""
+    """The environment variable that provided each value (`nodes`, `node rank`, `host`, ...), for --dry-run."""
     gpus: int | None = None
     """Number of GPUs that the environment gives this node; None: not known."""
     end_time: float | None = None
-    """When the environment ends the job, on the clock of `time.time`; None: not known."""
+    """Time at which the environment ends the job, in seconds since the epoch; None: not known."""
     replacement: float | None = None
-    """Seconds that the environment needs to replace a lost node; None: the launcher's default."""
+    """Seconds that the environment needs to replace a lost node; None: use the launcher's default."""
     waits_for: str = ""
-    """How to check why other nodes have not joined, for messages."""
+    """Text for error messages: how to check why other nodes have not joined."""
 
 
 def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) -> int:
-    """The whole number in the variable `name`. Raises `UsageError` if there is none, or if it is below `least`."""
+    """Return the environment variable `name` as an integer.
+
+    Raises `UsageError` if the variable is missing, not an integer, or less than `least`.
+    """
     text = env.get(name, "")
     if not text.isdecimal() or int(text) < least:
-        found = f"is {text!r}" if name in env else "is not set"
+        found = f"is {text!r}, which is not a valid number" if name in env else "is not set"
         raise UsageError(
             f"this looks like {environment}, but its variable {name} {found}",
             f"to run on this machine alone, unset all variables of {environment} or pass --nnodes 1; otherwise pass "
@@ -53,13 +56,13 @@ def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) 
 
 
 def optional_number(env: Mapping[str, str], name: str) -> int | None:
-    """The whole number in the variable `name`; None if the value is not a whole number."""
+    """Return the environment variable `name` as an integer; None if it is missing or not an integer."""
     text = env.get(name, "")
     return int(text) if text.isdecimal() else None
 
 
 def check_rank(place: JobPlace) -> JobPlace:
-    """Return the place itself. Raises `UsageError` if its node rank and its number of nodes contradict each other."""
+    """Return `place` unchanged. Raises `UsageError` if the node rank is not less than the number of nodes."""
     if place.node_rank < place.nodes:
         return place
     rank, nodes = place.sources["node rank"], place.sources["nodes"]
@@ -71,7 +74,10 @@ def check_rank(place: JobPlace) -> JobPlace:
 
 
 def derived_port(text: str) -> int:
-    """A port derived from a job's id, for jobs that share nodes; not in Linux's range of ephemeral ports."""
+    """A port derived from a job's id, so that jobs that share a node usually use different ports.
+
+    The port is outside of Linux's default range of ephemeral ports.
+    """
     digits = "".join(letter for letter in text if letter.isdecimal())
     return 10_000 + int(digits or "0") % 20_000
 
@@ -80,7 +86,10 @@ def derived_port(text: str) -> int:
 
 
 def hosts_of(text: str | None) -> tuple[str, ...]:
-    """Host names from `a,b`, or from a file with one name per line. Raises `UsageError`."""
+    """Host names from a list such as `a,b`, or from a file with one name per line.
+
+    Raises `UsageError` if there are no names, or if one is invalid.
+    """
     if text is None:
         return ()
     path = Path(text)
@@ -111,25 +120,25 @@ _CPUS_PER_GPU = 8
 
 @dataclass(frozen=True)
 class Request:
-    """One job: how many nodes, what each node gets, and the command that runs on each node."""
+    """A job to submit: the number of nodes, the resources of each node, and the command that runs on each node."""
 
     nodes: int
     words: tuple[str, ...]
-    """The words after `ddpkit launch`: its flags, the script, the script's arguments."""
+    """The arguments of `ddpkit launch`: flags, the script, and the script's arguments."""
     name: str
     command: str = ""
-    """The command line that made this request, for the first lines of the job file."""
+    """The `ddpkit submit` command line, shown in the first lines of the job file."""
     gpus: int | None = None
     """GPUs per node."""
     gpu_type: str | None = None
-    """The type of GPU in the engine's spelling, such as `H100`."""
+    """GPU type as the engine spells it, such as `H100`."""
     cpus: int | None = None
     """CPU cores per node."""
     seconds: int | None = None
-    """The time limit."""
+    """Time limit of the job in seconds; None: the engine's default."""
     image: str | None = None
     queue: str | None = None
-    """Slurm's partition, or the name of a queue."""
+    """Name of the queue or, for Slurm, of the partition."""
     hosts: tuple[str, ...] = ()
     array: str | None = None
     requeue: bool = False
@@ -138,13 +147,13 @@ class Request:
     grace: int = 120
     """Seconds from SIGTERM to SIGKILL when the engine stops the job."""
     folder: PurePosixPath = field(default_factory=PurePosixPath)
-    """The folder that the command runs in."""
+    """The working folder of the command."""
     programs: str = ""
-    """The folder of this environment's programs, `ddpkit` among them."""
+    """The folder that contains `ddpkit` and the other programs of this Python environment."""
 
     @property
     def cpus_per_node(self) -> int | None:
-        """The CPU cores for all processes of a node together; None: as many as the engine gives."""
+        """CPU cores of each node, by default 8 per GPU; None: the engine decides."""
         return self.cpus if self.cpus is not None else (self.gpus * _CPUS_PER_GPU if self.gpus else None)
 
     @property
@@ -154,14 +163,19 @@ class Request:
 
 
 def seconds_of(text: str) -> int:
-    """The seconds of a time limit: `90m`, `12h`, `2d`, `24:00:00` or `1-12:00:00`. Raises `UsageError`."""
+    """Convert a time limit such as `90m`, `12h`, `2d`, `24:00:00` or `1-12:00:00` to seconds.
+
+    Raises `UsageError` for any other format.
+    """
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     if found := re.fullmatch(r"(\d+)([smhd])", text):
         return int(found[1]) * units[found[2]]
     if found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    raise UsageError(f"--time {text} is not a time", "for example: --time 90m, --time 12h or --time 1-12:00:00")
+    raise UsageError(
+        f"--time {text} is not a valid time limit", "for example: --time 90m, --time 12h or --time 1-12:00:00"
+    )
 
 
 def clock(seconds: int) -> str:

@@ -1,4 +1,4 @@
-"""SkyPilot: variables of a task, and tasks for managed jobs.
+"""SkyPilot: read the environment variables of a task, and write the task file of a managed job.
 
 Source: SkyPilot 0.14 documentation, "Secrets and environment variables", "Managed jobs" and "YAML".
 """
@@ -26,7 +26,7 @@ _GPUS, _TASK = "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID"
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its job; None outside of a SkyPilot task."""
+    """Return this node's rank and the job's rendezvous settings, or None outside of a SkyPilot task."""
     if _ADDRESSES not in env:
         return None
     addresses = env[_ADDRESSES].split()
@@ -67,7 +67,7 @@ if [ "$code" -ge {signalled} ]; then code=1; fi  # SkyPilot uses 137 itself
 
 
 def job_file(request: Request) -> str:
-    """A task for a managed job."""
+    """The YAML file of a task that runs as a managed job."""
     resources: dict[str, Any] = {
         "job_recovery": {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": list(AGAIN)},
     }
@@ -98,5 +98,5 @@ def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 def submission(request: Request, path: str) -> tuple[str, ...]:
-    """The command that submits the task at `path`."""
+    """The command that submits the task file at `path`."""
     return "sky", "jobs", "launch", "--name", request.name, "--yes", path

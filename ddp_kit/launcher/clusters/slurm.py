@@ -1,4 +1,4 @@
-"""Slurm: variables of a job step, and batch scripts.
+"""Slurm: read the environment variables of a job step, and write batch scripts.
 
 Source: sbatch(1), srun(1) and scontrol(1) of Slurm 22.05 to 26.05.
 """
@@ -27,17 +27,17 @@ _STEP, _NODES, _LIST = "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODE
 _NODE, _TASK, _TASKS = "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 _HETEROGENEOUS = "SLURM_HET_SIZE"
 _SEVERAL_TASKS = (
-    "srun started {tasks} tasks on {nodes} nodes; run `ddpkit launch` once per node: it starts the processes itself"
+    "srun started {tasks} tasks on {nodes} nodes, but `ddpkit launch` starts the workers itself: run it once per node"
 )
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This node's place in its Slurm job step; None outside of Slurm."""
+    """Return this node's rank and the job's rendezvous settings, or None outside of Slurm."""
     if _JOB not in env:
         return None
     if optional_number(env, _HETEROGENEOUS):
         raise UsageError(
-            "this is a heterogeneous Slurm job, and ddpkit cannot number its nodes",
+            "this is a heterogeneous Slurm job, for which ddpkit cannot determine node ranks",
             "type --nnodes, --node-rank, --master-addr and --master-port",
         )
     if _STEP not in env or _LIST not in env:
@@ -69,7 +69,10 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
 
 
 def _outside_steps(env: Mapping[str, str]) -> JobPlace:
-    """This node's place in a batch script or an salloc shell, which runs on one node."""
+    """The `JobPlace` for a batch script or an salloc shell, which run on only one node.
+
+    Raises `UsageError` if the Slurm job has several nodes.
+    """
     nodes = number(env, _JOB_NODES, _NAME, 1) if _JOB_NODES in env else 1
     if nodes > 1:
         raise UsageError(
@@ -83,13 +86,13 @@ def _outside_steps(env: Mapping[str, str]) -> JobPlace:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a compressed list such as `gpu-[003-005,9],login`.
+    """The first host name in a Slurm node list such as `gpu-[003-005,9],login`.
 
-    Raises `UsageError` if the text is not such a list.
+    Raises `UsageError` if the text is not a node list.
     """
     found = re.match(r"(?:[^\[\],]+|\[[^\]]+\])+", node_list)
     if found is None:
-        raise UsageError(f"{_LIST}={node_list!r} is not a list of hosts", "let Slurm set it")
+        raise UsageError(f"{_LIST}={node_list!r} is not a valid list of hosts", "do not set this variable: Slurm does")
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", found[0])
 
 
@@ -99,7 +102,10 @@ _WARNING_SECONDS = 120
 
 
 def job_file(request: Request) -> str:
-    """A batch script for sbatch, which passes its own arguments to `ddpkit launch` if the request names no script."""
+    """A batch script for sbatch.
+
+    If the request names no script, the batch script passes its own arguments to `ddpkit launch`.
+    """
     log = "%x-%A_%a.log" if request.array else "%x-%j.log"
     directives = {
         "job-name": request.name,
@@ -159,7 +165,7 @@ _HOW_TO = {
 
 
 def _cases() -> str:
-    """The `case` branches of the batch script, which decide after which exit codes the job is requeued."""
+    """Branches of a `case` statement in the batch script that requeue the job after certain exit codes."""
     again, counted = "|".join(map(str, AGAIN)), "|".join(map(str, COUNTED))
     return f"""\
     {again}) again ;;  # a node was lost, or the workers have saved

@@ -1,4 +1,4 @@
-"""Jobs on plain hosts over ssh: the script that runs a launcher on a host, and the session that runs all launchers."""
+"""Run a job on several hosts over ssh, without a cluster engine: one launcher per host."""
 
 import shlex
 import signal
@@ -33,14 +33,15 @@ exit "$code"
 
 
 def found_first(command: Sequence[str], programs: str) -> str:
-    """A shell command line that looks for the program of `command` in the folder `programs` first."""
+    """A shell command line that runs `command` with the folder `programs` first in PATH."""
     return f'PATH={shlex.quote(programs)}:"$PATH" {shlex.join(command)}'
 
 
 def script(launch: Sequence[str], folder: str = "", programs: str = "") -> tuple[str, ...]:
-    """The command `sh -c ...` that runs `launch`; its exit code is the launcher's.
+    """A command `sh -c ...` that runs a launcher, and exits with the launcher's exit code.
 
-    `folder`: the launcher's working folder; `programs`: a folder to put first in PATH. An empty string changes nothing.
+    `launch`: the launcher's command line; `folder`: its working folder; `programs`: a folder to put first in PATH. An
+    empty string leaves the working folder or PATH unchanged.
     """
     start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
     start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
@@ -68,7 +69,7 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
 
 
 def job_file(request: Request) -> str:
-    """The commands as a shell script for --dry-run; `ddpkit submit` runs the commands itself."""
+    """A shell script with the commands, to show with --dry-run. `ddpkit submit` does not use the script."""
     lines = (f"{shlex.join(command)} &" for command in commands(request).values())
     return f"#!/usr/bin/env bash\n# Made by: {request.command}\n" + "\n".join(lines) + "\nwait\n"
 
@@ -88,9 +89,10 @@ Write = Callable[[str], None]
 
 
 def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> int:
-    """Run one command per host until the job ends; restart the job after retryable exit codes; return the exit code.
+    """Run one command per host, restart the job after retryable exit codes, and return the last exit code.
 
-    `retries`: the maximum number of counted restarts, such as restarts after ssh could not reach a host.
+    `retries`: the maximum number of restarts. Restarts after exit code 75 (saved) do not count, nor do restarts after
+    exit code 4 (a node was lost), unless ssh could not reach a host.
     """
     while True:
         session = _Session(commands, write)
@@ -126,7 +128,10 @@ class _Session:
         """The hosts without ddpkit."""
 
     def run(self) -> int:
-        """Run all launchers. Returns the exit code of the first that failed, or NODE_LOST if ssh lost a host."""
+        """Run all launchers, and return the exit code of the first one that failed, or 0.
+
+        Returns NODE_LOST if ssh could not reach a host, or lost the connection.
+        """
         before = {number: signal.signal(number, self._stop) for number in _STOP}
         try:
             for host, command in self._commands.items():
@@ -156,9 +161,9 @@ class _Session:
         return next((code for code in codes.values() if code), 0)
 
     def _wait(self) -> dict[str, int]:
-        """The exit codes by host, in the order in which the launchers ended.
+        """Wait for all launchers, and return the exit codes by host, in the order in which the launchers ended.
 
-        If ssh fails or finds no ddpkit on a host, the launchers on all hosts are stopped.
+        If ssh fails, or if ddpkit is not installed on a host, the launchers on all hosts are stopped.
         """
         codes: dict[str, int] = {}
         while len(codes) < len(self._running):
@@ -171,7 +176,11 @@ class _Session:
         return codes
 
     def _copy(self, host: str, source: IO[str], target: TextIO) -> None:
-        """Copy a host's output: add the host's name to the script's lines; print equal launcher lines only once."""
+        """Copy the output of one host to `target`.
+
+        With several hosts, lines of the training script get the host's name as a prefix. Launcher lines are printed
+        unchanged, and only once if several hosts send the same line.
+        """
         for line in source:
             if not line.startswith(_OURS):
                 text = f"{host}: {line}" if len(self._commands) > 1 else line
@@ -198,7 +207,10 @@ class _Session:
                 )
 
     def _stop(self, _number: int, _frame: object) -> None:
-        """Handle a signal: the first stops the launchers, which may take as long as a save; the second kills ssh."""
+        """Handle a signal: the first one stops the launchers, the second one kills ssh.
+
+        The launchers may first save a checkpoint, which takes time.
+        """
         if self.stopped:
             for process in self._running.values():
                 process.kill()

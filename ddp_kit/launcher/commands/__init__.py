@@ -8,7 +8,7 @@ from ddp_kit.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UsageError`, so that secrets in messages are masked and the exit code is 2."""
+    """An `ArgumentParser` that raises `UsageError` for invalid arguments, instead of printing a message and exiting."""
 
     @property
     def actions(self) -> list[argparse.Action]:

@@ -1,4 +1,4 @@
-"""`ddpkit checkpoints`: list the checkpoints in a folder, verify them, compare two of them."""
+"""`ddpkit checkpoints`: list the checkpoints in a folder, verify them, or compare two of them."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ _MISSING = object()
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit checkpoints`."""
+    """Create the argument parser of `ddpkit checkpoints`."""
     flags = Parser(
         prog="ddpkit checkpoints",
         description="List the checkpoints in a folder, verify them, or compare two of them.",
@@ -41,7 +41,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("dir", metavar="DIR", type=Path, help="the folder with the checkpoints")
-    flags.add_argument("--verify", action="store_true", help="read every byte and compare hashes, not only sizes")
+    flags.add_argument("--verify", action="store_true", help="compare the hashes of all files, not only the sizes")
     flags.add_argument(
         "--diff",
         nargs=2,
@@ -53,7 +53,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """List the checkpoints of a folder, or the differences between two of them, and return the exit code."""
+    """List the checkpoints in a folder, or the differences between two of them, and return the exit code."""
     args = parser().parse_args(argv)
     try:
         found = checkpoints(args.dir)
@@ -151,24 +151,26 @@ def _shown(value: Any) -> str:
 
 
 def _tensors(found: Found) -> dict[str, str]:
-    """Type and shape of each tensor, by name, such as `model: layer.weight`."""
+    """Type and shape of each tensor. The keys are names such as `model: layer.weight`."""
     tensors: dict[str, str] = {}
     for file in found.manifest.files if found.manifest else ():
         if (part := part_of(file.name)) is not None:
             try:
                 table = tensor_table(found.path / file.name)
             except (OSError, ValueError) as error:
-                raise UsageError(f"{found.path / file.name} cannot be read: {error}", "try --verify") from None
+                raise UsageError(
+                    f"{found.path / file.name} cannot be read: {error}", "add --verify to check all files"
+                ) from None
             tensors |= {f"{part}: {name}": str(record) for name, record in table.items()}
     return tensors
 
 
 def _values(found: Found) -> dict[str, Any]:
-    """Values by path, such as `optimizer.param_groups[0].lr`, without references to tensors."""
+    """All saved values except tensors. The keys are paths such as `optimizer.param_groups[0].lr`."""
     try:
         content = read_state(found)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{found.path / STATE} cannot be read: {error}", "try --verify") from None
+        raise UsageError(f"{found.path / STATE} cannot be read: {error}", "add --verify to check all files") from None
     return dict(_leaves("", content))
 
 

@@ -13,7 +13,7 @@ _UUID_SHOWN = 12  # characters, usually enough for --gpus
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit devices`."""
+    """Create the argument parser of `ddpkit devices`."""
     return Parser(
         prog="ddpkit devices",
         description="List the GPUs of this machine with their memory, load, NUMA node, links and processes, and "
@@ -22,7 +22,7 @@ def parser() -> Parser:
 
 
 def text(env: Mapping[str, str]) -> str:
-    """The GPUs of this machine, the processes on them and the launches that hold them."""
+    """Text that lists the GPUs of this machine, the processes that use them, and the launches that reserved them."""
     machine = gpus()
     if not machine:
         return "this machine has no NVIDIA GPU, or no driver for one"
@@ -65,7 +65,7 @@ def _process(user: GpuProcess) -> str:
 
 
 def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
-    """Yield one line per GPU: each kind of link, and the numbers of the GPUs that it leads to."""
+    """Yield one line per GPU that lists the kinds of links to other GPUs, and the numbers of these GPUs."""
     if not any(table.values()):
         return
     yield from ("", "links")
@@ -78,6 +78,6 @@ def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers in compact notation, such as `0, 2-7`."""
+    """The numbers as text, with ranges abbreviated, such as `0, 2-7`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

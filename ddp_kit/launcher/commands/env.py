@@ -27,7 +27,7 @@ _FURTHER_PACKAGES = (
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit env`."""
+    """Create the argument parser of `ddpkit env`."""
     flags = Parser(
         prog="ddpkit env",
         description="Print versions, hardware and environment variables for a bug report. Values that look secret are "
@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None]) -> int:
-    """Print the facts about this environment; secrets are masked."""
+    """Print versions, hardware and environment variables, with secrets masked, and return the exit code."""
     args = parser().parse_args(argv)
     found = facts(env)
     print_text(json.dumps(found, indent=1) if args.json else _lines(found))
@@ -46,7 +46,7 @@ def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str],
 
 
 def facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """All facts, as strings, lists of strings and dicts of strings."""
+    """Collect versions, hardware and environment variables. Values are strings, or lists or dicts of strings."""
     torch = machine.torch_facts(env)
     about = torch.facts
     nvidia = machine.detect()
@@ -97,7 +97,7 @@ def _cluster(env: Mapping[str, str]) -> str:
 
 
 def _packages() -> dict[str, str]:
-    """The versions of ddpkit's dependencies and of other packages for training."""
+    """Versions of the dependencies of ddpkit, and of other packages that training scripts often use."""
     needed = [line.split(";")[0] for line in requires("ddpkit") or () if "extra ==" not in line]
     names = [line.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip() for line in needed]
     found = {}

@@ -1,4 +1,4 @@
-"""`ddpkit export`: write the weights of a checkpoint, saved with any placement, to safetensors files."""
+"""`ddpkit export`: write the weights of a checkpoint, whether sharded or not, to safetensors files."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ Weights = Mapping[str, Whole]
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit export`."""
+    """Create the argument parser of `ddpkit export`."""
     flags = Parser(
         prog="ddpkit export",
         description="Write the weights of a checkpoint to safetensors files that other programs read.",
@@ -70,7 +70,10 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Write the files, print their paths, and return the exit code. Raises `UsageError` and `CheckpointError`."""
+    """Write the files, print their paths, and return the exit code.
+
+    Raises `UsageError` for invalid arguments, and `CheckpointError` if the checkpoint cannot be exported.
+    """
     args = parser().parse_args(argv)
     target: Path = args.target.absolute()
     if target.suffix != TENSORS:
@@ -89,7 +92,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint {found.path} cannot be exported: {error}",
-            f"choose another checkpoint; `ddpkit checkpoints {found.path.parent} --verify` shows which ones are whole",
+            f"choose another checkpoint; `ddpkit checkpoints {found.path.parent} --verify` shows damaged ones",
         ) from None
     return 0
 
@@ -98,12 +101,12 @@ def _size(text: str) -> float:
     match = _SIZE.fullmatch(text.upper())
     size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MiB")
     return size
 
 
 def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> Found:
-    """The checkpoint at a path; for a folder of checkpoints, its best or its newest complete checkpoint."""
+    """Find the checkpoint to export: `source` itself or, in a folder, the best or the newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
         found = best(source) if wants_best else examine(source)
         if found.whole:
@@ -117,7 +120,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
         print_text(f"skipped {damaged}")
     if choice.found is None:
         raise UsageError(
-            f"there is no whole checkpoint in {source}",
+            f"there is no complete checkpoint in {source}",
             f"`ddpkit checkpoints {source}` lists the checkpoints in this folder and their states",
         )
     return choice.found
@@ -168,7 +171,7 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
 
 
 def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
-    """The model's weights, as name -> key of the tensor; and aliases of tied weights, as alias -> first name."""
+    """Two dicts: the stored tensor's key by weight name, and the first name of a tied weight by each other name."""
     names: dict[str, Key] = {}
     tied: dict[str, str] = {}
     first: dict[Key, str] = {}
@@ -177,7 +180,7 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
             continue  # not a weight, for example a module's extra state
         if "dtype" in value:
             raise CheckpointError(
-                f"{name} is of the type {value['dtype']}, which safetensors does not support",
+                f"{name} has the dtype {value['dtype']}, which safetensors does not support",
                 "load the checkpoint in Python and convert the tensor there, for example with torch.view_as_real",
             )
         (key,) = keys_in([value])
@@ -191,7 +194,7 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
 
 
 def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:
-    """Divide the weights among shards of at most `most` bytes, in the model's order."""
+    """Divide the weights into shards of at most `most` bytes, in the order of the model."""
     shards: list[dict[str, Whole]] = [{}]
     size = 0
     for name, whole in weights.items():
@@ -215,11 +218,11 @@ def _index(weights: Weights, paths: Sequence[Path], shards: Sequence[Weights]) -
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists() or path.is_symlink():
-            raise UsageError(f"{path} already exists", "name another file, or remove this one")
+            raise UsageError(f"{path} already exists", "choose another file name, or remove this file")
 
 
 class _NewFile:
-    """A file that gets its final name only when it is completely on the disk, and is removed otherwise."""
+    """A file with a temporary name until `finish`. If an error occurs before that, the file is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -227,7 +230,7 @@ class _NewFile:
         self._file = os.open(self._unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Destination]]:
-        """Write the header, and return the places of all tensors in a memory map of the file."""
+        """Write the header, and map the file into memory. Returns, by name, where to copy the data of each tensor."""
         # Larger element sizes first, so that every tensor is aligned without padding.
         order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])
         table = ((name, weights[name].dtype, weights[name].shape, weights[name].bytes) for name in order)
@@ -245,7 +248,7 @@ class _NewFile:
         return places
 
     def write(self, content: bytes) -> None:
-        """Write the whole content."""
+        """Write the complete content of the file."""
         with open(self._file, "wb", closefd=False) as file:
             file.write(content)
 

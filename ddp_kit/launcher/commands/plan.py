@@ -30,7 +30,7 @@ estimates that have not been verified on a GPU.
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit plan`."""
+    """Create the argument parser of `ddpkit plan`."""
     flags = Parser(
         prog="ddpkit plan",
         description="Estimate the memory that a run will need on each device: whether it fits, and what to change if "
@@ -50,7 +50,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run the script, which prints its memory plan and ends; return its exit code."""
+    """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
     here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
     ranks = len(here) if args.gpus is None else args.gpus
@@ -76,7 +76,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def size_of(text: str) -> int:
-    """The number of bytes of a size such as 80GiB, 80GB or 85899345920. Raises `UsageError`."""
+    """Convert a size such as 80GiB, 80GB or 85899345920 to bytes. Raises `UsageError` if the size is invalid."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"--memory {text} is not a size", "type it as 80GiB, 80GB or a number of bytes")

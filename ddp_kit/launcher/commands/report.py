@@ -1,4 +1,4 @@
-"""`ddpkit report`: an HTML report about runs, from the records in their folders."""
+"""`ddpkit report`: write an HTML report about one or more runs, from the records in the folders of these runs."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ examples:
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit report`."""
+    """Create the argument parser of `ddpkit report`."""
     flags = Parser(
         prog="ddpkit report",
         description="Write an HTML report about one or more runs: loss, speed, ranks, memory, restarts, configuration, "
@@ -45,7 +45,10 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Write the page, print the findings, and return the exit code. Raises `UsageError`."""
+    """Write the page, print the findings, and return the exit code.
+
+    Raises `UsageError` if a run cannot be read, or a file cannot be written.
+    """
     args = parser().parse_args(argv)
     runs = read_runs(args.runs)
     try:
@@ -55,7 +58,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         pictures = [] if args.images is None else write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
-        raise UsageError(f"{where} cannot be written: {error.strerror}", "give another path") from None
+        raise UsageError(f"{where} cannot be written: {error.strerror}", "type another path") from None
     for each in runs:
         _print_findings(each, profiles[each.name], print_text)
     size = args.out.stat().st_size / 1000

@@ -9,7 +9,7 @@ from ddp_kit.launcher.commands import Parser
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit schema`."""
+    """Create the argument parser of `ddpkit schema`."""
     return Parser(
         prog="ddpkit schema",
         description="Print the JSON schema of TrainerConfig, for editors that complete and check YAML files: save it "
@@ -19,7 +19,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Print the schema."""
+    """Print the schema, and return the exit code."""
     parser().parse_args(argv)
     print_text(json.dumps(TrainerConfig.model_json_schema(), indent=2))
     return ExitCode.OK

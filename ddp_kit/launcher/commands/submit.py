@@ -1,4 +1,4 @@
-"""`ddpkit submit`: hand a job to the engine of a cluster."""
+"""`ddpkit submit`: submit a job to a cluster through an engine such as Slurm, Kubernetes or ssh."""
 
 import argparse
 import os
@@ -39,7 +39,7 @@ _DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
 
 
 def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
-    """Print the job file, or submit it to the engine (Slurm, Kubernetes, ...). Raises `UsageError`.
+    """Submit a job to an engine (Slurm, Kubernetes, ...), or only print the job file. Raises `UsageError`.
 
     `write`: a function that writes a line to standard error.
     """
@@ -49,7 +49,7 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
     name = flags.pop("on")
     if name is None:
-        raise UsageError("no engine is named", f"type --on and one of: {', '.join(ENGINES)}")
+        raise UsageError("no engine is given", f"type --on and one of: {', '.join(ENGINES)}")
     if name not in ENGINES:
         close = nearest(name, list(ENGINES))
         raise UsageError(
@@ -67,7 +67,7 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit submit`."""
+    """Create the argument parser of `ddpkit submit`."""
     flags = Parser(
         prog="ddpkit submit",
         usage="ddpkit submit --on ENGINE --nodes N [flags] [flags of launch] script.py [arguments of the script]",
@@ -76,16 +76,18 @@ def parser() -> Parser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("--on", metavar="ENGINE", help=f"one of: {', '.join(ENGINES)}")
+    flags.add_argument("--on", metavar="ENGINE", help=f"the engine, one of: {', '.join(ENGINES)}")
     flags.add_argument("--nodes", metavar="N", type=_count, help="the number of nodes; default with --hosts: all hosts")
-    flags.add_argument("--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs per node: 8 or H100:8; default: none")
-    flags.add_argument("--cpus", metavar="C", type=_count, help="CPU cores per node; default: 8 per GPU")
-    flags.add_argument("--time", metavar="TIME", help="the time limit: 90m, 12h, 2d or 1-12:00:00")
+    flags.add_argument(
+        "--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs per node, such as 8 or H100:8; default: none"
+    )
+    flags.add_argument("--cpus", metavar="C", type=_count, help="number of CPU cores per node; default: 8 per GPU")
+    flags.add_argument("--time", metavar="TIME", help="the time limit, such as 90m, 12h, 2d or 1-12:00:00")
     flags.add_argument("--name", metavar="NAME", help="the job's name; default: the script's name")
     flags.add_argument("--image", metavar="IMAGE", help="the container image, which must contain ddpkit")
     flags.add_argument("--queue", "--partition", metavar="NAME", dest="queue", help="the queue, or Slurm's partition")
-    flags.add_argument("--hosts", metavar="A,B|FILE", help="for ssh: hosts, or a file with one host per line")
-    flags.add_argument("--array", metavar="0-9", help="for Slurm: a job array")
+    flags.add_argument("--hosts", metavar="A,B|FILE", help="for ssh: host names, or a file with one name per line")
+    flags.add_argument("--array", metavar="0-9", help="for Slurm: the task indices of a job array")
     flags.add_argument("--requeue", action="store_true", help="for Slurm: requeue the job after a preemption")
     flags.add_argument(
         "--retries",
@@ -97,7 +99,7 @@ def parser() -> Parser:
         "--grace",
         metavar="SECONDS",
         type=_count,
-        help="time from SIGTERM to SIGKILL when the job is stopped; default: 120",
+        help="seconds from SIGTERM to SIGKILL when the job is stopped; default: 120",
     )
     flags.add_argument("--dry-run", action="store_true", help="print the job file, and submit nothing")
     return flags
@@ -105,12 +107,12 @@ def parser() -> Parser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _gpus(text: str) -> tuple[str | None, int]:
-    """The type of GPU (None: not given), and the number of GPUs."""
+    """Parse a value such as `8` or `H100:8`. Returns the GPU type (None if not given) and the number of GPUs."""
     kind, colon, number = text.rpartition(":")
     if not number.isdecimal() or int(number) < 1 or (colon and not kind):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of GPUs nor TYPE:NUMBER")
@@ -124,7 +126,10 @@ def _number(text: str) -> int:
 
 
 def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
-    """Split the words at the first one that is not a flag of `ddpkit submit`; the rest is for `ddpkit launch`."""
+    """Split the command line into the flags of `ddpkit submit` and the arguments of `ddpkit launch`.
+
+    The arguments begin at the first word that is neither a flag of `ddpkit submit` nor the value of such a flag.
+    """
     actions = {flag: action for action in known.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
@@ -177,7 +182,7 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
 
 
 def _job_name(launch: Sequence[str]) -> str:
-    """The script's name in lower-case letters, digits and dashes."""
+    """A job name derived from the script's name: lower-case letters, digits and dashes."""
     module = [after.rpartition(".")[2] for word, after in pairwise(launch) if word == "-m"]
     words = [PurePosixPath(word).stem for word in launch if word.endswith(".py")] or module
     stem = words[0] if words else "train"

@@ -47,7 +47,7 @@ examples:
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit top`."""
+    """Create the argument parser of `ddpkit top`."""
     flags = Parser(
         prog="ddpkit top",
         description="Show what each rank of your jobs on this machine is doing. The command only reads the ranks' "
@@ -56,7 +56,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("--once", action="store_true", help="print the current state once and exit")
-    flags.add_argument("--json", action="store_true", help="print JSON (with --once)")
+    flags.add_argument("--json", action="store_true", help="print JSON; requires --once")
     flags.add_argument(
         "--hosts",
         metavar="A,B|FILE",
@@ -69,7 +69,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Show the jobs once, or until the user quits."""
+    """Show the jobs once, or update the display until the user quits. Returns the exit code."""
     args = parser().parse_args(argv)
     if args.json and not args.once:
         raise UsageError("--json needs --once", "type: ddpkit top --once --json")
@@ -109,7 +109,7 @@ def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that returns the key pressed within a number of seconds, or an empty string."""
+    """Yield a function that waits up to a number of seconds for a key, and returns the key or an empty string."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -132,7 +132,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def render(found: HostReadings, width: int) -> RenderableType:
-    """The jobs as tables with as many columns as fit `width`."""
+    """Render the jobs as tables, with as many columns as fit into `width` characters."""
     problems = [Text(line, style="bold") for line in found.problems]
     if not found.jobs:
         return Group(*problems, Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one"))
@@ -148,7 +148,7 @@ def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
 
 
 def _title(job: JobReading, width: int) -> Text:
-    """The script's name, and as many facts about the job as fit the width."""
+    """The script's name, followed by as many facts about the job as fit into `width` characters."""
     read = len({each.host for each in job.ranks})
     nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
     if read > 1:
@@ -167,7 +167,7 @@ def _title(job: JobReading, width: int) -> Text:
 class _Column:
     title: str
     width: int
-    """The minimum width, which fits most values, so that columns do not move between updates."""
+    """Minimum width in characters. Most values fit, so that the columns do not move between updates."""
     value: Callable[[RankReading], str]
     priority: int
     """On a narrow terminal, columns with higher numbers are left out first."""

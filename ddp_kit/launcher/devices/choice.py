@@ -14,10 +14,10 @@ Chosen = tuple[tuple[str, Gpu], ...]
 def choose(
     asked: str | None, command: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
 ) -> Chosen:
-    """Choose the GPUs of a launch. Raises `UsageError` if a requested GPU is missing, held, or not free.
+    """Choose the GPUs of a launch. Raises `UsageError` if the requested GPUs are not available.
 
-    `asked`: the value of --gpus; None: --gpus was not given, which selects all visible GPUs, if there are any.
-    `held`: the launch that holds a GPU, by GPU UUID.
+    `asked`: the value of --gpus, or None if the option was not given. The default is all visible GPUs, if any.
+    `held`: GPU UUID -> the other launch that holds the GPU.
     """
     request = _Request(asked, command, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
     if asked is None:
@@ -36,7 +36,7 @@ def choose(
 class _Request:
     asked: str | None
     command: str
-    """The script and its arguments as the user typed them; hints repeat them."""
+    """The script and its arguments as the user typed them, for use in hints."""
     machine: tuple[Gpu, ...]
     seen: Chosen
     mask: str | None
@@ -49,7 +49,7 @@ class _Request:
 
     def number(self, wanted: int) -> Chosen:
         if wanted == 0:
-            raise UsageError("--gpus 0 requests no GPU", "to use only GPU 0, type --gpus 0, (with the comma)")
+            raise UsageError("--gpus 0 requests no GPU", "to use only GPU 0, type `--gpus 0,` with a trailing comma")
         if wanted > len(self.seen):
             raise self._not_found(wanted)
         available = self._not_held()
@@ -94,7 +94,7 @@ class _Request:
             labels = ", ".join(gpu.label for _, gpu in found)
             raise UsageError(
                 f"--gpus {self.asked}: the UUIDs of GPUs {labels} all start with {word}",
-                "type more characters of the UUID",
+                "type enough characters of the UUID to select one GPU",
             )
         if not found:
             raise self._not_found(wanted, "" if word.isdecimal() else f", none of which matches {word}")

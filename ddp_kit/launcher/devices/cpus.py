@@ -1,6 +1,6 @@
-"""Limits of this process: the memory and CPU limits of its control groups (in a container, say), and its CPU cores.
+"""The CPU cores of this process, and its memory and CPU limits, as set by control groups (for example in a container).
 
-`root` is the folder that contains `proc` and `sys`.
+In all functions, `root` is the folder that contains `proc` and `sys`.
 """
 
 import os

@@ -60,10 +60,10 @@ class Process:
     """A process of this machine."""
 
     pid: int
-    """The process id; 0: a process in another container, whose process ids are not valid here."""
+    """The process id; 0 if the process is in another container, because its id is not valid in this one."""
     user: str = ""
     command: str = ""
-    """The command; empty, like `user`, if this process is not permitted to read it."""
+    """The command line. `command` and `user` are empty if the caller is not permitted to read them."""
 
     def __str__(self) -> str:
         if not self.pid:
@@ -113,10 +113,10 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A whole GPU or a MIG device: the unit that one process uses. Memory in bytes."""
+    """The unit that one process uses: a whole GPU or a MIG device. Memory sizes are in bytes."""
 
     index: int
-    """The number that NVML gives the GPU, in the order of the PCI bus."""
+    """The NVML index of the GPU; GPUs are numbered in PCI bus order."""
     uuid: str
     name: str
     memory_total: int
@@ -127,9 +127,9 @@ class Gpu:
     """Utilisation in percent; None: not known."""
     numa_node: int | None = None
     near: tuple[int, ...] = ()
-    """The CPU cores near the GPU; empty: not known."""
+    """The CPU cores closest to the GPU; empty: not known."""
     mig: int | None = None
-    """The number of a MIG device on its GPU; None: a whole GPU."""
+    """The number of the MIG device on its GPU; None for a whole GPU."""
     usable: bool = True
     """False for a GPU in MIG mode without MIG devices."""
 
@@ -270,7 +270,7 @@ class GpuUsage:
     temperature: int | None = None
     """Degrees Celsius."""
     pids: tuple[int, ...] = ()
-    """The processes that use the GPU."""
+    """The ids of the processes that use the GPU."""
 
 
 def gpu_usage() -> tuple[GpuUsage, ...]:
@@ -335,9 +335,9 @@ _TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
 def links() -> Mapping[int, Mapping[int, str]]:
-    """The kind of link between two GPUs, such as `NV18` or `SYS`, by the numbers of both GPUs.
+    """For each pair of GPU numbers, the kind of link between the two GPUs, such as `NV18` or `SYS`.
 
-    Pairs that NVML does not report are left out. All NVLinks between two GPUs are counted, also through NVSwitches.
+    Pairs that NVML does not report are left out. The number of NVLinks includes those that go through NVSwitches.
     """
     with handles() as found:
         cables = {index: _nvlinks(handle) for index, handle in found}
@@ -357,7 +357,7 @@ def links() -> Mapping[int, Mapping[int, str]]:
 
 
 def _nvlinks(handle: Any) -> list[_Address | None]:
-    """What each NVLink of a GPU connects to: the PCI address of another GPU, or `_SWITCH`."""
+    """The other end of each NVLink of a GPU: the PCI address of another GPU, or `_SWITCH`; None: not known."""
     ends: list[_Address | None] = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)

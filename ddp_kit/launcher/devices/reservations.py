@@ -2,8 +2,8 @@
 
 A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). Binding is atomic
 and visible to all users, and the kernel removes the socket when the process ends. The name of a second socket contains
-the launcher's process id, so that other launchers can read it even if this one is suspended. Reservations need Linux
-and one network namespace: containers with their own network do not see each other's reservations.
+the launcher's process id, so that other launchers can read that id even while this one is suspended. Reservations work
+only on Linux and within one network namespace: containers with their own network do not see each other's reservations.
 """
 
 import os
@@ -29,10 +29,11 @@ _RETRY_SECONDS = 0.005
 
 @contextmanager
 def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
-    """Make a plan, and hold its GPUs until the end of the block.
+    """Yield a launch plan, and hold the GPUs of the plan until the end of the `with` block.
 
-    `make` creates the plan; its argument names the other launches that hold GPUs, by GPU UUID. Only one launch chooses
-    GPUs at a time: if two launches want the same GPUs, one gets all of them. `hold`: False if the plan is only printed.
+    `make`: a function that creates the plan from a mapping: GPU UUID -> the other launch that holds the GPU. Only one
+    launch at a time chooses GPUs, so if two launches want the same GPUs, one of them gets all of these GPUs.
+    `hold`: False if the plan is only printed.
     """
     if sys.platform != "linux":
         yield make({})
@@ -76,9 +77,10 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Wait until no other launch is choosing GPUs, for at most 10 s, because a launch may be suspended.
+    """Hold a lock, so that only one launch at a time chooses GPUs.
 
-    Even after a timeout, no GPU is reserved twice.
+    Waits for the lock for at most 10 s, because the launch that holds it may be suspended. Even without the lock, no
+    GPU is reserved twice.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline = time.monotonic() + _TIMEOUT_SECONDS

@@ -1,9 +1,11 @@
-"""`ddpkit doctor`: check whether this machine can run training. Each check is a function `Machine -> CheckResult`.
+"""`ddpkit doctor`: check whether this machine can run training.
 
-    machine.py     the input of the checks: the state of the driver, and the results of probe processes
-    checks.py      the checks and their results
+Each check is a function that takes a `Machine` and returns a `CheckResult`.
 
-Nothing here imports torch, because a broken torch must not break the doctor.
+    machine.py     the data that the checks use: the state of the driver, and the results of probe processes
+    checks.py      the checks, and their results
+
+This process never imports torch, so that the checks also run if torch is broken.
 """
 
 import argparse
@@ -62,7 +64,7 @@ exit codes:
 
 
 def parser() -> Parser:
-    """The flags of `ddpkit doctor`."""
+    """Create the argument parser of `ddpkit doctor`."""
     flags = Parser(
         prog="ddpkit doctor",
         description="Check whether this machine can run training, and print how to fix each problem.",

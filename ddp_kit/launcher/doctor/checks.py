@@ -1,4 +1,4 @@
-"""The checks of `ddpkit doctor`: functions `Machine -> CheckResult`, or None if a check does not apply."""
+"""The checks of `ddpkit doctor`. A check returns a `CheckResult`, or None if it does not apply to the machine."""
 
 import os
 import pwd
@@ -41,7 +41,7 @@ class CheckResult:
     status: Status
     found: str
     fix: str = ""
-    """The command that fixes the problem; empty: nothing to fix."""
+    """A command that fixes the problem; empty if no command is known or none is needed."""
 
 
 def ok(name: str, found: str) -> CheckResult:
@@ -71,7 +71,7 @@ _MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's default
 
 
 def memory(machine: Machine) -> CheckResult:
-    """The machine's memory, and the memory limit of this process's control groups."""
+    """Check how much memory this process may use, given the machine's memory and the cgroup limit."""
     total = _machine_memory(machine)
     limit = cpus.memory_limit(machine.root)
     may_use = min(total, limit if limit is not None else total)
@@ -80,12 +80,12 @@ def memory(machine: Machine) -> CheckResult:
         found = f"memory: {size_text(may_use)} of the machine's {size_text(total)} (cgroup limit)"
     if may_use < _MIN_MEMORY:
         fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
-        return warn("memory", f"{found}; torch alone takes about 0.5 GiB per process", fix)
+        return warn("memory", f"{found} may be too little; torch alone takes about 0.5 GiB per process", fix)
     return ok("memory", found)
 
 
 def cpu(machine: Machine) -> CheckResult:
-    """The machine's CPU cores, and how many of these the affinity and the control group quota allow this process."""
+    """Check how many of the machine's CPU cores this process may use, given its CPU affinity and the cgroup quota."""
     quota = cpus.cpu_quota(machine.root)
     may_use = min(machine.usable_cores, quota if quota is not None else machine.usable_cores)
     found = f"CPU cores: {machine.cores}"
@@ -103,7 +103,10 @@ def cpu(machine: Machine) -> CheckResult:
 
 
 def open_files(machine: Machine) -> CheckResult:
-    """The limit on open files. A DataLoader worker opens a file per tensor in transit; a connection is a file too."""
+    """Check the limit on open files.
+
+    DataLoader workers keep one file open for each tensor that they send. Network connections also count as open files.
+    """
     soft, hard = machine.open_files
     if soft < 0 or soft >= _MIN_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
@@ -118,7 +121,7 @@ def open_files(machine: Machine) -> CheckResult:
 
 
 def locked_memory(machine: Machine) -> CheckResult:
-    """The limit on locked memory, which pinned buffers and InfiniBand use."""
+    """Check the limit on locked memory. Pinned buffers and InfiniBand need locked memory."""
     soft, _ = machine.locked_memory
     if soft < 0:
         return ok("locked memory", "locked memory: no limit")
@@ -132,7 +135,10 @@ def locked_memory(machine: Machine) -> CheckResult:
 
 
 def shared_memory(machine: Machine) -> CheckResult:
-    """The size of shared memory, used by DataLoader workers and by NCCL between GPUs without peer access."""
+    """Check the size of shared memory (/dev/shm).
+
+    DataLoader workers use it, and so does NCCL between GPUs without peer-to-peer access.
+    """
     shm = machine.root / "dev/shm"
     larger = (
         "docker run --shm-size=8g ...  # or --ipc=host; outside a container: sudo mount -o remount,size=8G /dev/shm"
@@ -171,7 +177,7 @@ _TIMEOUT_SECONDS = 5
 
 
 def python(machine: Machine) -> CheckResult:
-    """Whether the Python version is supported."""
+    """Check whether the Python version is supported."""
     found = f"Python {'.'.join(map(str, machine.python))}"
     if machine.python < _OLDEST_PYTHON:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
@@ -180,7 +186,10 @@ def python(machine: Machine) -> CheckResult:
 
 
 def clock(machine: Machine) -> CheckResult:
-    """Whether the clock is synchronised, which certificates and the logs of several nodes depend on."""
+    """Check whether the clock is synchronised.
+
+    With a wrong clock, TLS certificates may be rejected, and the logs of several nodes cannot be compared.
+    """
     if machine.clock_synchronised is None:
         return ok("clock", "clock: synchronisation state unknown")
     if not machine.clock_synchronised:
@@ -189,7 +198,7 @@ def clock(machine: Machine) -> CheckResult:
 
 
 def host_name(machine: Machine) -> CheckResult:
-    """Whether the host name, which gloo and other nodes use, resolves to this machine."""
+    """Check whether the host name resolves to this machine. gloo and other nodes use the name to connect to it."""
     name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if result.error:
@@ -202,7 +211,7 @@ def host_name(machine: Machine) -> CheckResult:
 
 
 def loopback(_machine: Machine) -> CheckResult:
-    """Whether processes of this machine can connect to each other over TCP."""
+    """Check whether processes on this machine can connect to each other over TCP."""
     try:
         with socket.create_server((_LOOPBACK, 0)) as server:
             server.settimeout(_TIMEOUT_SECONDS)
@@ -214,7 +223,7 @@ def loopback(_machine: Machine) -> CheckResult:
 
 
 def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResult:
-    """Whether torch's default rendezvous ports are free."""
+    """Check whether torch's default rendezvous ports are free."""
     taken = [port for port in wanted if not _is_free(port)]
     if taken:
         found = "; ".join(f"port {port} is in use{holder(port)}" for port in taken)
@@ -223,7 +232,7 @@ def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResul
 
 
 def checkpoints(machine: Machine) -> CheckResult:
-    """Whether the checkpoint folder is writable and has enough free space."""
+    """Check whether the checkpoint folder is writable and has enough free space."""
     folder = machine.checkpoints
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -262,7 +271,7 @@ _INIT_PID = 1
 
 
 def driver(machine: Machine) -> CheckResult:
-    """Whether the NVIDIA driver works, and which GPUs it reports; also reports that there is no GPU."""
+    """Check whether the NVIDIA driver works, and list its GPUs. The check passes if the machine has no GPU."""
     found = machine.driver
     if found.cards:
         cuda = ".".join(map(str, found.cuda or ())) or "unknown"
@@ -280,7 +289,7 @@ def driver(machine: Machine) -> CheckResult:
 
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES makes visible."""
+    """Check which GPUs CUDA_VISIBLE_DEVICES makes visible."""
     cards, mask = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
     if not cards:
         return None
@@ -307,7 +316,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
 
 
 def orphaned_processes(machine: Machine) -> CheckResult | None:
-    """Whether orphaned processes use a GPU."""
+    """Check whether orphaned processes use a GPU."""
     if not machine.driver.cards:
         return None
     proc = machine.root / "proc"
@@ -328,7 +337,7 @@ def orphaned_processes(machine: Machine) -> CheckResult | None:
 
 
 def ecc(machine: Machine) -> CheckResult | None:
-    """Whether the GPUs have uncorrected memory errors."""
+    """Check whether the GPUs have uncorrected memory errors."""
     cards = machine.driver.cards
     if not cards:
         return None
@@ -343,7 +352,7 @@ def ecc(machine: Machine) -> CheckResult | None:
 
 
 def _evidence_of_gpu(machine: Machine) -> str:
-    """Evidence that there is a GPU that the driver does not report; empty: no evidence."""
+    """Describe evidence of a GPU that the driver does not report; empty if there is none."""
     node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
     if node is not None:
         return f"{node} exists"
@@ -363,9 +372,9 @@ def _driver_fix(machine: Machine) -> str:
 
 
 def _is_orphan(proc: Path, pid: int) -> bool:
-    """Whether a process is orphaned, which makes it a child of init.
+    """Whether a process is orphaned: the parent of an orphaned process is process 1, normally init.
 
-    In a container, process 1 may be a launcher, whose children are not orphans.
+    In a container, process 1 may be a Python launcher instead. Its children are not orphans.
     """
     after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
     return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
@@ -400,7 +409,7 @@ _PACKAGES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
 
 
 def torch(machine: Machine) -> CheckResult:
-    """Whether torch can be imported."""
+    """Check whether torch can be imported."""
     result = machine.probes.torch()
     if result.error == "ModuleNotFoundError: No module named 'torch'":
         return fail("torch", "torch is not installed", f"{_PIP} torch")
@@ -411,7 +420,7 @@ def torch(machine: Machine) -> CheckResult:
 
 
 def torch_and_driver(machine: Machine) -> CheckResult | None:
-    """Whether torch was built for GPUs, and for a CUDA version that the driver supports."""
+    """Check whether torch was built with CUDA, and for a CUDA version that the driver supports."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not seen:
         return None
@@ -428,7 +437,7 @@ def torch_and_driver(machine: Machine) -> CheckResult | None:
 
 
 def torch_and_gpus(machine: Machine) -> CheckResult | None:
-    """Whether torch was built for the architectures of the visible GPUs."""
+    """Check whether torch was built for the architectures of the visible GPUs."""
     facts = _facts(machine)
     seen = {gpu.uuid for gpu in machine.driver.visible(machine.env)}
     needed = {card.capability: card.gpu.name for card in machine.driver.cards if card.gpu.uuid in seen}
@@ -446,7 +455,7 @@ def torch_and_gpus(machine: Machine) -> CheckResult | None:
 
 
 def nccl(machine: Machine) -> CheckResult | None:
-    """Whether torch was built with NCCL, which GPUs use to exchange gradients."""
+    """Check whether torch was built with NCCL, the library that exchanges gradients between GPUs."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not facts["cuda"] or not seen:
         return None
@@ -462,7 +471,7 @@ def nccl(machine: Machine) -> CheckResult | None:
 
 
 def all_reduce(machine: Machine) -> CheckResult | None:
-    """Whether an all-reduce of two processes on the CPU works."""
+    """Check whether an all-reduce between two processes on the CPU works (gloo)."""
     if _facts(machine) is None:
         return None
     result = machine.probes.gloo()
@@ -473,7 +482,7 @@ def all_reduce(machine: Machine) -> CheckResult | None:
 
 
 def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
-    """Whether an all-reduce of two GPUs with NCCL works."""
+    """Check whether an all-reduce between two GPUs works (NCCL)."""
     facts = _facts(machine)
     if machine.probes.nccl is None or facts is None or not facts["nccl"]:
         return None
@@ -485,7 +494,7 @@ def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
 
 
 def matrix_product(machine: Machine) -> CheckResult | None:
-    """Whether a matrix product on each GPU has the same result as on the CPU."""
+    """Check whether each GPU computes the same matrix product as the CPU."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not facts["cuda"] or not seen:
         return None
@@ -520,9 +529,10 @@ def _reinstall(package: str) -> str:
 
 
 def _runs_on(built_for: Sequence[str], capability: Version) -> bool:
-    """Whether a build of torch runs on a GPU.
+    """Whether a build of torch for these architectures runs on a GPU with this compute capability.
 
-    sm_ code runs on GPUs of the same major version, and compute_ code (PTX) on all later GPUs.
+    Binary code (`sm_`) runs on GPUs with the same major version and the same or a later minor version. PTX code
+    (`compute_`) also runs on GPUs with later major versions.
 
     Source: NVIDIA's CUDA C++ Programming Guide, "Binary compatibility" and "PTX compatibility".
     """

@@ -1,4 +1,4 @@
-"""The input of the checks of `ddpkit doctor`: the NVIDIA driver, probe processes, and the machine."""
+"""Data for the checks of `ddpkit doctor`: state of the NVIDIA driver, results of probe processes, process limits."""
 
 import ctypes
 import json
@@ -35,7 +35,7 @@ _NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second e
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU, with more properties that the checks need."""
+    """A GPU with the additional properties that the checks need."""
 
     gpu: Gpu
     ecc_errors: int | None = None
@@ -48,10 +48,10 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver and its GPUs."""
+    """State of the NVIDIA driver, and the GPUs that it reports."""
 
     error: str = ""
-    """Why NVML does not work; empty: it works."""
+    """Why NVML, the driver's query library, does not work; empty if it works."""
     absent: bool = False
     """Whether the driver is missing or not loaded."""
     version: str = "unknown"
@@ -108,7 +108,7 @@ _PROBE = Path(__file__).parents[1] / "agent" / "probe.py"
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The result of a probe."""
+    """The result of a probe, which is a test in a separate process."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -127,14 +127,14 @@ class Probes:
     torch: Probe
     gloo: Probe
     nccl: Probe | None
-    """None: there are fewer than two GPUs."""
+    """None if there are fewer than two GPUs."""
     products: Mapping[str, Probe]
     """The probes that compute a matrix product, by GPU UUID."""
 
 
 @contextmanager
 def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_seconds: float = 60) -> Iterator[Probes]:
-    """Start all probes. At the end of the block, kill the probes that are still running."""
+    """Context manager that starts all probes, and on exit kills the probes that are still running."""
     with ExitStack() as stack:
 
         def start(*commands: Sequence[str], env: Mapping[str, str] = env, inherited: Sequence[int] = ()) -> Probe:
@@ -247,7 +247,7 @@ def _start(
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that the checks know about this machine, or about the fake machine of a test."""
+    """Everything that the checks know about a machine, which may be a fake one in tests."""
 
     env: Mapping[str, str]
     checkpoints: Path
@@ -266,13 +266,13 @@ class Machine:
     clock_synchronised: bool | None
     """Whether the clock is synchronised; None: not known."""
     space: Callable[[Path], tuple[int, int]]
-    """Function that returns the total and free bytes of the file system that contains a folder."""
+    """A function that returns the total and the free bytes of a folder's file system."""
     root: Path = Path("/")
     """The folder that contains `proc`, `sys` and `dev`."""
 
     @staticmethod
     def current(env: Mapping[str, str], checkpoints: Path, driver: Driver, probes: Probes) -> "Machine":
-        """The machine that this process runs on."""
+        """Collect the data about the machine that this process runs on."""
         cores = os.cpu_count() or 1
         return Machine(
             env=env,

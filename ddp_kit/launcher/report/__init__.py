@@ -1,1 +1,1 @@
-"""`ddpkit report`: record of a run -> RunHistory -> findings and charts -> one HTML page, or pictures."""
+"""`ddpkit report`: read the records of runs, and write findings and charts as an HTML page or as pictures."""

@@ -1,4 +1,4 @@
-"""The charts of a report. Pure functions compute the data from the recorded runs, and matplotlib draws pictures."""
+"""The charts of a report. Pure functions compute their data from recorded runs; matplotlib draws SVG files."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,13 +45,13 @@ class Curve:
     label: str
     values: Values
     low: Values | None = None
-    """The lowest of the recorded values that each point averages; `high`: the highest."""
+    """For each point, the lowest of the recorded values that were averaged; `high`: the highest."""
     high: Values | None = None
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The lines of one run, which have the same x values."""
+    """The lines that show one run. All of them have the same x values."""
 
     run: int
     x: list[float]
@@ -171,7 +171,10 @@ class _Builder:
     def _curves(
         self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
     ) -> Curves:
-        """Average neighbouring lines of the record: one point per bucket, at the x value of the bucket's last line."""
+        """Divide the lines of the record into buckets, and average the values in each bucket to one point.
+
+        The point gets the x value of the bucket's last line.
+        """
         wanted = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
         count = min(max(wanted, _LEAST_POINTS), len(lines))
         edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
@@ -221,7 +224,10 @@ def _share(part: str, whole: str) -> _Value:
 
 
 def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
-    """The values of each rank or GPU by label; if there are many, only the lowest, median and highest value."""
+    """Functions that read the value of each rank or GPU from a line of the record, by label.
+
+    If there are many ranks or GPUs, the functions return the lowest, median and highest value instead.
+    """
     if count <= _MOST_LINES:
         return {f"{what} {index}": value_of(index) for index in range(count)}
     values = [value_of(index) for index in range(count)]
@@ -293,7 +299,10 @@ _INCHES = (8.0, 4.5)
 
 
 def write_pictures(runs: Sequence[RunHistory], folder: Path) -> list[Path]:
-    """Write one SVG file per chart, such as loss.svg, and return the paths. Raises `UsageError` without matplotlib."""
+    """Write one SVG file per chart, such as loss.svg, and return the paths.
+
+    Raises `UsageError` if matplotlib is not installed.
+    """
     if find_spec("matplotlib") is None:
         raise UsageError("--images needs matplotlib, which is not installed", "pip install 'ddpkit[images]'")
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ class Profile:
 
 
 def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
-    """One profile per file. If a file cannot be read, the only line of its profile is the error message."""
+    """One `Profile` per file. If a file cannot be read, its profile contains only the error message."""
     return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
 
 
@@ -162,14 +162,14 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
 
 
 def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """When the failed attempt reached the step that the next attempt resumed from, according to the log rows."""
+    """Time of the last log row that the failed attempt wrote up to the step from which the next attempt resumed."""
     step = after.begin["step"]
     reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
     return float(max(reached, default=before.begin["time"]))
 
 
 def _advice(run: RunHistory) -> Iterator[Finding]:
-    """The advice from the last attempt in which advice was given."""
+    """The advice that the Trainer gave in the latest attempt with any advice."""
     for attempt in reversed(run.attempts):
         if attempt.advice:
             for line in attempt.advice:

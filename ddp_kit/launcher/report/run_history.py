@@ -17,15 +17,15 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a run: from one start of the workers to their end."""
+    """One attempt of a run, from the start of the workers until all of them have ended."""
 
     name: str
-    """The job's id and the number of restarts before this attempt."""
+    """Name of the attempt: the job's id, and the number of restarts before the attempt."""
     begin: Line
     """The `begin` event."""
     advice: tuple[Line, ...]
     done: Line | None
-    """The `done` event; None: `fit` has not ended."""
+    """The `done` event; None if `fit` has not ended."""
     ends: tuple[Line, ...]
     """The `end` events, one per node; empty while the attempt is running."""
 
@@ -69,7 +69,7 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
-    """Read the runs in these folders, which may be checkpoint folders, log folders or records.
+    """Read the records of runs. Each folder may be a checkpoint folder, a log folder, or the record itself.
 
     Raises `UsageError` for a folder without a record, and for a record that this version cannot read.
     """
@@ -90,7 +90,7 @@ def _records(folder: Path) -> list[Path]:
 
 
 def _names(records: Sequence[Path]) -> list[str]:
-    """Names of runs: the last parts of their paths, as few as needed to make all names different."""
+    """Name each run after the last parts of its path, with as few parts as needed to make all names different."""
     runs = [each.parent if each.name == RECORD_FOLDER else each for each in records]
     for parts in range(1, max((len(run.parts) for run in runs), default=1)):
         names = ["/".join(run.parts[-parts:]) for run in runs]
@@ -120,7 +120,7 @@ def _read(record: Path, name: str) -> RunHistory:
 
 
 class _Reader:
-    """Reads JSON lines, and counts the lines that are invalid."""
+    """Reads files of JSON lines, and counts the invalid lines."""
 
     def __init__(self) -> None:
         self.unreadable = 0
@@ -176,7 +176,7 @@ def _attempt(begin: Line, lines: Sequence[Line]) -> Attempt:
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
-    """The profile files of the latest attempt that set `profile.steps`, if they are still where it wrote them."""
+    """Profile files of the latest attempt that set `profile.steps`, without files that were moved or deleted."""
     for attempt in reversed(attempts):
         profile = attempt.begin.get("config", {}).get("profile", {})
         if profile.get("steps") is not None:

@@ -1,1 +1,1 @@
-"""Analysis of torch.profiler traces: trace -> TraceSummary -> findings in words."""
+"""Analysis of torch.profiler traces: summarise a trace, and describe findings in words."""

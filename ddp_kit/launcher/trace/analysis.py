@@ -43,7 +43,10 @@ _OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
 
 
 def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchronisation, ...]:
-    """Synchronisations by operator and place, most frequent first. On a CPU: operators that would wait for a GPU."""
+    """Host-device synchronisations, grouped by operator and code location, most frequent first.
+
+    In a trace without a GPU, these are the operators that would wait if the run used a GPU.
+    """
     spent: dict[tuple[str, CodeLocation | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
         inner = recording.calls.operator[index] if recording.gpu else index
@@ -58,7 +61,7 @@ def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchroni
 
 
 def waits_of_the_host(recording: Recording) -> Iterator[tuple[int, Event]]:
-    """Yield index and event of each CUDA call that returns when the GPU is done, except the profiler's own calls."""
+    """Yield the index and the event of each CUDA call that waits for the GPU, except calls by the profiler."""
     for index, event in recording.host("cuda_runtime", "cuda_driver"):
         if _WAITS.match(event.name) and not recording.profiles(index):
             yield index, event
@@ -76,7 +79,7 @@ def _would_wait(recording: Recording) -> Iterator[tuple[int, Event]]:
 
 
 def _counts_steps(recording: Recording, index: int) -> bool:
-    """Whether this call reads an optimizer's step count, a tensor that is on the host even when training on a GPU."""
+    """Whether this call reads an optimizer's step count. That tensor is on the CPU even if the model is on a GPU."""
     place = recording.calls.place(index)
     for outer in recording.calls.callers(index):
         event = recording.calls.events[outer]
@@ -88,7 +91,7 @@ def _counts_steps(recording: Recording, index: int) -> bool:
 
 
 def _name(recording: Recording, index: int) -> str:
-    """The name of the outermost `aten::` operator around a call; the call's own name if there is no such operator."""
+    """The name of the outermost `aten::` operator that contains a call or, without one, the name of the call."""
     own = recording.calls.events[index].name
     names = [recording.calls.events[outer].name for outer in recording.calls.operators(index)]
     return [own, *(name for name in names if name.startswith("aten::"))][-1]
@@ -145,8 +148,8 @@ def _spans(events: Iterable[Event]) -> Spans:
 def _causes(recording: Recording, idle: Spans, work: list[Event]) -> dict[str, float]:
     """Seconds of idle time by cause.
 
-    A GPU that runs out of work while the host waits for it stays idle until the host launches the next kernel, usually
-    after the wait. All of that idle time is attributed to the wait.
+    If a GPU runs out of work while the host waits for it, the GPU stays idle until the host launches the next kernel,
+    usually after the wait. All of this idle time is attributed to the wait.
     """
     causes: dict[str, float] = defaultdict(float)
     data = recording.waits_for_data()
@@ -228,7 +231,7 @@ def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixP
 
 
 def _kernels(recording: Recording) -> dict[int, list[Event]]:
-    """Kernels by the index of the operator that launched them, directly or through the operators that it called."""
+    """The kernels that each operator launched, itself or through operators that it called, by operator index."""
     found = defaultdict(list)
     for event in recording.gpu:
         launch = recording.launch(event)
@@ -278,7 +281,10 @@ def _problem(key: _Key, kernel: str | None, tf32: bool | None) -> tuple[str, tup
 
 
 def _tells_and_seconds(kernel: Event) -> tuple[bool, float]:
-    """Sort key that prefers kernels of a known kind: a product may begin with a copy kernel, which may take longer."""
+    """Sort key that prefers kernels whose name shows whether they use tensor cores.
+
+    A matrix product may also launch a copy kernel, which may take longer than the matrix product.
+    """
     return _uses_tensor_cores(kernel.name) is not None, kernel.end - kernel.start
 
 
@@ -310,7 +316,7 @@ def _type(name: str) -> tuple[str, int] | None:
 
 
 def _shape(operator: str, shapes: list[Any]) -> Shape | None:
-    """An operator's shapes as text, and the named sizes that affect the use of tensor cores."""
+    """The shapes of an operator's inputs as text, and the named sizes that affect the use of tensor cores."""
     if operator in _FIRST_MATRIX:
         first = _FIRST_MATRIX[operator]
         (*batch, m, k), (*_, n) = shapes[first], shapes[first + 1]
@@ -328,7 +334,10 @@ def _shape(operator: str, shapes: list[Any]) -> Shape | None:
 
 
 def _convolution(weight: list[int]) -> Shape:
-    """The shape of a convolution. Sizes up to 4 are omitted, because there are special kernels for few channels."""
+    """The shape of a convolution as text, and the numbers of channels.
+
+    Numbers up to 4 are omitted, because special kernels exist for convolutions with few channels.
+    """
     outputs, inputs, *window = weight
     sizes = (("input channels", inputs), ("output channels", outputs))
     size = "x".join(map(str, window))
@@ -448,7 +457,10 @@ _CAUSES = {  # by field of GpuTime
 
 
 def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
-    """Findings about synchronisations outside ddpkit. Each weighs at least 5 %, as the GPU is also idle afterwards."""
+    """Findings about synchronisations outside of ddpkit's own code.
+
+    On a GPU, each finding has a weight of at least 5 %, because the GPU is also idle after the wait.
+    """
     theirs = [one for one in summary.synchronisations if not (one.place and one.place.library == "ddpkit")]
     for one in theirs[:_MOST_EACH]:
         weight = 1.0 if summary.device == "cpu" else max(one.seconds / summary.wall, 0.05)
@@ -482,7 +494,7 @@ def _products(summary: TraceSummary) -> Iterator[Finding]:
 _PROBLEMS = {
     "float32": ("cannot use the tensor cores in float32", 'use precision="bf16" or "tf32"'),
     "float64": ("cannot use the tensor cores in float64, or only slowly", "use float32 or a smaller type"),
-    "kernel": ("ran without tensor cores", "check which kernel ran; for few rows, there is no tensor-core kernel"),
+    "kernel": ("ran without tensor cores", "check which kernel ran: matrices with few rows have no tensor-core kernel"),
     "alignment": (
         "cannot use the tensor cores at full speed, because not all dimensions are multiples of 16 bytes",
         "",
@@ -561,7 +573,7 @@ def read_trace(path: Path) -> TraceSummary:
 
 
 def _rank_and_steps(trace: TraceFile, recording: Recording) -> tuple[int | None, tuple[int, int] | None]:
-    """Rank and steps as recorded in the trace or, if missing there, from the file name, which may have been changed."""
+    """Rank and steps from the trace. If the trace does not contain them, they are read from the file name."""
     named = _FILE.match(trace.path.name)
     world = trace.facts.get("distributedInfo")
     rank = world.get("rank") if isinstance(world, dict) else None

@@ -1,6 +1,6 @@
 """Read `memory_rankR_stepsA-B.json`, which `Trainer(profile=...)` writes on a GPU: peak memory by line of code.
 
-Format: docs/run-record.md. Every value is checked, because the file may come from elsewhere.
+Format: docs/run-record.md. Every value is checked, because another program may have written the file.
 """
 
 import json

@@ -23,7 +23,7 @@ Spans = list[tuple[float, float]]
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:
-    """The union of spans that are given in any order."""
+    """The union of the given spans, which may overlap and be in any order."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -50,7 +50,7 @@ def common(one: Spans, other: Spans) -> Spans:
 
 
 def gaps(spans: Spans, start: float, end: float) -> Spans:
-    """The spans between `start` and `end` that none of the given spans covers."""
+    """The parts of the time from `start` to `end` that none of the spans covers."""
     found: Spans = []
     for begin, stop in [*spans, (end, end)]:
         if min(begin, end) > start:
@@ -75,7 +75,10 @@ _NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 class Event(NamedTuple):
-    """One operator, Python function, CUDA call or kernel. `thread`: for GPU events, the stream. Times in seconds."""
+    """One operator, Python function, CUDA call or kernel. Times are in seconds.
+
+    `thread`: the ids of the process and the thread or, for a GPU event, of the GPU and the stream.
+    """
 
     kind: str
     name: str
@@ -87,7 +90,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace file: its HOST and GPU events in file order, and all its other fields in `facts`."""
+    """Contents of a trace file. `events`: host and GPU events, in file order. `facts`: all other fields of the file."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -181,7 +184,7 @@ def _event(entry: dict[str, Any], origin: float) -> Event:
 def _cut_off(path: Path) -> UsageError:
     return UsageError(
         f"{path} is cut off: the trace was not written completely",
-        "give the trace of another rank, or record again; `df -h` shows whether the disk is full",
+        "give the trace of another rank, or record the steps again; `df -h` shows whether the disk is full",
     )
 
 
@@ -203,14 +206,17 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class CallTree:
-    """Host events sorted by start, as a tree per thread. `caller[i]`: index of the caller of event i, -1 for none."""
+    """Host events sorted by start time, nested in one call tree per thread.
+
+    `caller[i]`: index of the event that encloses event i; -1 if there is none.
+    """
 
     def __init__(self, events: list[Event]) -> None:
         host = (event for event in events if event.kind in HOST)
         self.events = sorted(host, key=lambda event: (event.start, -event.end, _OUTERMOST_FIRST[event.kind]))
         self.caller = [-1] * len(self.events)
         self.operator = [-1] * len(self.events)
-        """`operator[i]`: index of the innermost operator around event i, -1 for none."""
+        """`operator[i]`: index of the innermost operator that encloses event i; -1 if there is none."""
         self._nest()
         self._forward = self._forward_operators()
 
@@ -227,7 +233,7 @@ class CallTree:
             stack.append(index)
 
     def callers(self, index: int) -> Iterator[int]:
-        """Yield the indices of the events around event `index`, innermost first."""
+        """Yield the indices of the events that enclose event `index`, innermost first."""
         start, outer = self.events[index].start, self.caller[index]
         while outer >= 0:
             # An annotation begins within the function that creates it, and ends after that function.
@@ -236,7 +242,7 @@ class CallTree:
             outer = self.caller[outer]
 
     def operators(self, index: int) -> Iterator[int]:
-        """Yield the operators among `callers`."""
+        """Yield the indices of the operators that enclose event `index`, innermost first."""
         outer = self.operator[index]
         while outer >= 0:
             yield outer
@@ -245,8 +251,8 @@ class CallTree:
     def place(self, index: int) -> CodeLocation | None:
         """The innermost Python function around an event, except functions of torch and the standard library.
 
-        In a backward pass: the function around the forward operator. Functions of ddpkit are included, so that their
-        events can be distinguished from events of the user's code.
+        In a backward pass, this is the function around the forward operator. Functions of ddpkit are not excluded, so
+        that their events can be distinguished from events of the user's code.
         """
         for outer in self.callers(self._source(index)):
             found = _place(self.events[outer])
@@ -257,7 +263,7 @@ class CallTree:
     def module(self, index: int) -> str | None:
         """The innermost module around an event, such as `Linear_3`: the fourth Linear called.
 
-        In a backward pass: the module around the forward operator.
+        In a backward pass, this is the module around the forward operator.
         """
         for outer in self.callers(self._source(index)):
             name = self.events[outer].name
@@ -278,7 +284,7 @@ class CallTree:
         return index
 
     def _forward_operators(self) -> dict[object, int]:
-        """Forward operators by sequence number. If several share a number, the backward pass belongs to the last."""
+        """Forward operators by sequence number. If several have the same number, the last one is kept."""
         found = {}
         for index, event in enumerate(self.events):
             number = event.args.get("Sequence number")
@@ -314,7 +320,10 @@ def _library(file: str) -> str:
 
 
 def _inside_packages(file: str) -> str:
-    """A file's path relative to its site-packages folder; torch itself strips only folders that are in `sys.path`."""
+    """The path of a file relative to its site-packages folder.
+
+    torch.profiler shortens only the paths of files in a folder of `sys.path`.
+    """
     return _PACKAGES.sub("", file)
 
 
@@ -336,7 +345,7 @@ class Recording:
     calls: CallTree
     gpu: tuple[Event, ...]
     launches: dict[object, int]
-    """Index in `calls` of the CUDA call that launched a kernel or a copy, by correlation number."""
+    """Index in `calls` of the CUDA call that launched a kernel or a copy, by correlation ID."""
     steps: tuple[int, int] | None
     main: object
     start: float
@@ -344,7 +353,7 @@ class Recording:
     end: float
 
     def host(self, *kinds: str) -> Iterator[tuple[int, Event]]:
-        """Yield index and event of each host event of these kinds that began between `start` and `host_end`."""
+        """Yield the index and the event of each host event of these kinds that began between `start` and `host_end`."""
         for index, event in enumerate(self.calls.events):
             if event.kind in kinds and self.start <= event.start < self.host_end:
                 yield index, event
@@ -366,7 +375,7 @@ class Recording:
         return self._within(event for _, event in self.host("cpu_op") if event.thread == self.main)
 
     def loads_data(self, index: int) -> bool:
-        """Whether an event belongs to the loading of data."""
+        """Whether an event is part of data loading."""
         return self.calls.within(index, _LOADERS)
 
     def profiles(self, index: int) -> bool:
@@ -378,7 +387,7 @@ class Recording:
 
 
 def recording_of(trace: TraceFile) -> Recording:
-    """Build a recording from the events of a file."""
+    """Build a `Recording` from the events of a trace file."""
     calls = CallTree(trace.events)
     marks = [(int(found[1]), event) for event in calls.events if (found := _STEP.match(event.name))]
     # Without step marks, the recording lasts from the first operator to the last: Python functions that were already
@@ -405,7 +414,7 @@ def recording_of(trace: TraceFile) -> Recording:
 
 
 def _busiest_thread(events: list[Event]) -> object:
-    """The thread that runs the optimizer; without an optimizer, the thread with the most operators."""
+    """The thread that runs the optimizer or, if no thread does, the thread with the most operators."""
     counts = Counter(event.thread for event in events if event.kind == "cpu_op")
     counts.update({event.thread: len(events) for event in events if event.name.startswith("Optimizer.step#")})
     return max(counts, key=counts.__getitem__) if counts else None

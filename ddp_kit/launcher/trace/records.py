@@ -1,4 +1,4 @@
-"""Results of analysing a profile. All times are in seconds; all shares are fractions of `TraceSummary.wall`."""
+"""Results of analysing a profile. Times are in seconds; shares are fractions of the recorded time, `wall`."""
 
 from dataclasses import dataclass
 
@@ -156,5 +156,5 @@ class MemorySummary:
 
     @property
     def other(self) -> int:
-        """Bytes allocated by lines that are not in `lines`."""
+        """Bytes allocated by lines of code that are not in `lines`."""
         return max(0, self.bytes - self.earlier - sum(each.bytes for each in self.lines))

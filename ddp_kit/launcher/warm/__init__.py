@@ -6,6 +6,6 @@
                  <----Started-----                                  runs the script (script.run_as_main)
                  <-----Ended------  wait status             <---    ends
 
-The launcher and the server communicate over a socketpair that the server inherits. The server reads an end of file when
-the launcher has ended. docs/launching.md lists the differences from plain Python that a script can see.
+The launcher and the server communicate over a socketpair that the server inherits. When the launcher ends, the server
+reads an end of file. docs/launching.md lists the differences from plain Python that a script can see.
 """

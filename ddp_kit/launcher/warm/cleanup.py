@@ -1,4 +1,4 @@
-"""End all processes of a job when the job ends (prctl), and remove the files that they leave behind."""
+"""End all processes of a job when the job ends, and remove the files that they leave behind."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`, so that this process can clean up after its parent has died.
 
-    When the parent dies, the kernel then sends only SIGCONT, which continues this process if a signal has stopped it.
+    When the parent dies, the kernel then sends SIGCONT instead of SIGKILL, which continues a stopped process.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
@@ -109,9 +109,10 @@ def children() -> list[Child]:
 
 
 def signal_children(which: Callable[[Child], bool], number: signal.Signals, leftovers: set[Path]) -> bool:
-    """Send a signal to the children that `which` selects, except cleaners. Returns whether there was any such child.
+    """Send the signal `number` to the children that `which` selects. Returns whether there was any such child.
 
-    The files that these children would leave behind are added to `leftovers`.
+    Helpers that remove shared memory (see `Child.is_cleaner`) are skipped. The files that the signalled children would
+    leave behind are added to `leftovers`.
     """
     selected = [child for child in filter(which, children()) if not child.is_cleaner]
     for child in selected:
@@ -124,10 +125,11 @@ def signal_children(which: Callable[[Child], bool], number: signal.Signals, left
 def end_children(
     which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, leftovers: set[Path] | None = None
 ) -> None:
-    """End the children that `which` selects, except cleaners, and also the orphans that these children leave behind.
+    """End the children that `which` selects, and the orphans that these children leave behind.
 
-    `reap` waits for zombies. `gently`: send SIGTERM before SIGKILL. `leftovers`: files found earlier, which are removed
-    together with the files that these processes leave behind.
+    Helpers that remove shared memory (see `Child.is_cleaner`) are skipped. `reap`: a function that waits for ended
+    children. `gently`: whether to send SIGTERM before SIGKILL. `leftovers`: files to remove in addition to those that
+    the ended processes leave behind.
     """
     leftovers = set() if leftovers is None else leftovers
     if gently and signal_children(which, signal.SIGTERM, leftovers):
@@ -140,7 +142,10 @@ def end_children(
 
 
 def end_cleaners(reap: Callable[[], None]) -> None:
-    """Wait for the cleaners to exit, after all other children have ended, and kill the children that remain."""
+    """Wait for the helpers that remove shared memory (see `Child.is_cleaner`), then kill the children that remain.
+
+    Called after all other children have ended. `reap`: a function that waits for ended children.
+    """
     _wait(lambda: [child for child in children() if child.is_cleaner], _CLEANERS_SECONDS, reap)
     leftovers: set[Path] = set()
     for child in children():
@@ -152,7 +157,10 @@ def end_cleaners(reap: Callable[[], None]) -> None:
 
 
 def wait_for(which: Callable[[Child], bool], seconds: float, reap: Callable[[], None]) -> None:
-    """Wait until the children that `which` selects, except cleaners, have ended, but at most `seconds`."""
+    """Wait until the children that `which` selects have ended, but at most `seconds`.
+
+    Helpers that remove shared memory (see `Child.is_cleaner`) are not waited for.
+    """
     _wait(lambda: [child for child in filter(which, children()) if not child.is_cleaner], seconds, reap)
 
 

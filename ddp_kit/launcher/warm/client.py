@@ -1,4 +1,4 @@
-"""The launcher's side of the warm server."""
+"""The launcher's interface to the warm server, the process that imports torch once and forks the workers."""
 
 import os
 import select
@@ -55,10 +55,12 @@ class WarmServer:
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
     ) -> None:
-        """Start the server. `argv`: the launcher's arguments, which workers overwrite so that `ps` shows their own.
+        """Start the server.
 
-        `warm`: whether the server imports torch. `print_message`: called with a message if a signal stops the server.
-        `preload`: modules to import in addition to torch.
+        `argv`: the launcher's arguments, which are appended to the server's command line. Each worker overwrites the
+        command line in memory, so that `ps` shows the worker's command. `warm`: whether the server imports torch.
+        `print_message`: a function that is called with a message if a signal stops the server. `preload`: modules to
+        import in addition to torch.
         """
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
@@ -105,7 +107,8 @@ class WarmServer:
         """Ask the server to start a worker. The caller must then call `pump` until the worker's `answered` is true.
 
         `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for the worker's
-        stdout and stderr; if empty, the worker uses those of this process. `count_interval`, `stacks`: see `Start`.
+        stdout and stderr; if empty, the worker inherits both from this process. `count_interval`, `stacks`: see
+        `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
@@ -115,12 +118,12 @@ class WarmServer:
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """Kill a worker and the processes it started. A server that a signal has stopped is continued first."""
+        """Kill a worker and the processes it started. If a signal has stopped the server, it is continued first."""
         self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
     def clear(self, succeeded: bool) -> None:
-        """Ask the server to end the processes that the workers left behind, before it handles later requests.
+        """Ask the server to end the processes that the workers left behind. Later requests wait until that is done.
 
         `succeeded`: see `Clear`.
         """
@@ -131,7 +134,7 @@ class WarmServer:
         self._send(RemoveAtEnd(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Process the server's messages. If there is none, wait for one for `timeout` seconds, but at most 5 s."""
+        """Process the server's messages. If there are none, wait up to `timeout` seconds (at most 5 s) for one."""
         self._check_if_stopped()
         timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
@@ -153,7 +156,7 @@ class WarmServer:
         return max(0.0, self._last_check + _CHECK_SECONDS - time.monotonic())
 
     def _check_if_stopped(self) -> None:
-        """Continue the server if a signal has stopped it; the second time, kill the server, and the workers with it."""
+        """Continue the server if a signal has stopped it. If this happens again, kill the server and the workers."""
         if self.gone or self.next_check():
             return
         now = time.monotonic()
@@ -205,7 +208,7 @@ class WarmServer:
 
 
 class Process:
-    """A worker that the server starts, with a part of the interface of `subprocess.Popen`."""
+    """A worker that the server starts. Has a subset of the interface of `subprocess.Popen`."""
 
     def __init__(self, server: WarmServer, number: int) -> None:
         self._server = server
@@ -214,7 +217,7 @@ class Process:
         """Whether the server has reported that it started the worker or failed to do so."""
         self.pid = 0
         self.cold = ""
-        """Why the worker was executed instead of forked; see `Started`."""
+        """Why the worker was started in a new interpreter instead of forked; see `Started`."""
         self.error = ""
         """Why the worker could not be started."""
         self.lost = False
@@ -224,10 +227,10 @@ class Process:
         """The time of the monotonic clock at which this process noticed that the worker had ended."""
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal's number; None: as far as is known, the worker is still running.
+        """Return the exit code, or minus the number of the signal that killed the worker; None: not reported yet.
 
-        This method does not call `WarmServer.pump`, which would also consume messages about other workers: a caller
-        that has already polled the other workers would then wait forever.
+        Call `WarmServer.pump` to read new reports. This method does not call it, because `pump` also reads reports
+        about other workers: a caller that has already polled those workers would wait forever.
         """
         return self.returncode
 

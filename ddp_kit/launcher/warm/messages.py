@@ -54,7 +54,7 @@ class Start:
     count_interval: float = 0.0
     """Seconds between two counts of the collectives that a forked worker has started; 0: do not count."""
     stacks: str = ""
-    """The file to which a forked worker writes its stacks on STACKS_SIGNAL; empty: py-spy can read the stacks."""
+    """The file to which a forked worker writes its stacks on STACKS_SIGNAL; empty if py-spy can read the stacks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Clear:
     """Launcher to server: all workers of a round have ended; end the processes that they left behind."""
 
     succeeded: bool
-    """Whether all workers exited with code 0; if so, leftover processes are unexpected, and a message names them."""
+    """Whether all workers exited with code 0. If so, no process should be left, and a message names any that are."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Started:
     pid: int
     """The process id; 0: the worker could not be started."""
     cold: str = ""
-    """Why the worker was started cold instead of forked; empty: it was forked, or no fork was requested."""
+    """Why the worker was started in a new interpreter; empty: it was forked, or no fork was requested."""
     error: str = ""
     """Why the worker could not be started."""
 
@@ -124,9 +124,9 @@ class Channel:
     def send(
         self, message: Message, descriptors: Sequence[int] = (), while_full: Callable[[], object] = lambda: None
     ) -> None:
-        """Send one complete message, with copies of `descriptors`. Raises `ClosedError`.
+        """Send one message, with copies of the file descriptors. Raises `ClosedError` if the other end is closed.
 
-        `while_full`: called every second while the other end does not read.
+        `while_full`: a function that is called every second while the socket's buffer is full.
         """
         body = json.dumps([type(message).__name__, asdict(message)]).encode()
         frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
@@ -144,7 +144,7 @@ class Channel:
                 raise ClosedError from error
 
     def receive(self) -> Iterator[Message]:
-        """Wait for data, then yield every complete message. Raises `ClosedError`."""
+        """Wait for data, then yield every complete message. Raises `ClosedError` if the other end is closed."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS)
         except OSError as error:

@@ -37,15 +37,16 @@ _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE
 
 
 def later_imports(program: Program) -> tuple[str, ...]:
-    """The modules besides torch that every worker will import because its script uses an optimizer or a Trainer."""
+    """The modules, in addition to torch, that a program will import because it uses an optimizer or a Trainer."""
     return _later_imports(_text(program))
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """A variable that the script changes although a preloaded module has already read it; empty: there is none.
+    """An environment variable that the script changes after a preloaded module has read it; empty: there is none.
 
-    Setting a variable to its current value does not count as a change; torch's allocator has several names for its
-    variable. `env`: the script's initial environment. Only the script itself is checked, not the modules it imports.
+    Setting a variable to its current value does not count as a change. The older names of the variable for torch's
+    allocator are treated as the same variable. `env`: the script's initial environment. Only the script itself is
+    checked, not the modules it imports.
     """
 
     def changes(name: str, default: bool, literal: str) -> bool:
@@ -75,7 +76,10 @@ def _later_imports(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _sets(text: str) -> list[tuple[str, bool, str]]:
-    """The import-time variables that a script sets: name, whether only as a default, and the value if a literal."""
+    """The environment variables that a script sets, among those that modules read when they are imported.
+
+    Returns, for each variable, the name, whether the script uses `setdefault`, and the value if it is a literal.
+    """
     if "environ" not in text:
         return []
     try:
@@ -145,8 +149,8 @@ def set_title(program: Program) -> None:
 def run_as_main(program: Program) -> None:
     """Run `program` as the main program of this process.
 
-    This function returns or raises as the program does. The caller lets every exception propagate to the interpreter,
-    which prints the exception, finalises, and sets the exit code as for `python program`.
+    Returns or raises as the program does. The caller must not catch exceptions, so that the interpreter prints them,
+    finalises, and sets the exit code as for `python program`.
     """
     sys.orig_argv[:] = program.command_line
     try:

@@ -116,12 +116,12 @@ _OWN_FAULTS = {
 
 
 def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], preload: tuple[str, ...] = ()) -> None:
-    """Serve until the launcher ends. In a forked worker, `serve` returns, and the worker runs its script.
+    """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
     After the script, only `gc.unfreeze` may run, so that the interpreter finalises the worker as usual.
 
-    `launcher`: the launcher's process id. `hidden`: variables that were set only for this server. `preload`: modules
-    to import in addition to torch.
+    `launcher`: the launcher's process id. `warm`: whether to import torch. `hidden`: environment variables that are set
+    only for this server. `preload`: modules to import in addition to torch.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
@@ -152,10 +152,12 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], pr
 
 
 def _has_nanobind() -> bool:
-    """Whether nanobind is loaded, which prints all uncollected objects when the interpreter ends.
+    """Whether nanobind is loaded: at interpreter exit, it prints all objects that were not garbage-collected.
 
-    Objects that the server froze would be among these objects, so everything is unfrozen first. The last collection
-    then takes a second, as in plain Python. triton has contained nanobind since version 3.9 (torch 2.15).
+    It would also print the objects that the server froze with `gc.freeze`, so these are unfrozen first. The last
+    garbage collection then takes a second, as in plain Python.
+
+    triton has contained nanobind since version 3.9 (torch 2.15).
     """
     version = getattr(sys.modules.get("triton"), "__version__", "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9)

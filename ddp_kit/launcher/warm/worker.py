@@ -111,7 +111,7 @@ def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None
 
 
 def _note(memory: "memoryview[int]") -> None:
-    """Record the counts, in a separate function so that no local variable keeps a group alive between two counts."""
+    """Record the counts. This is a separate function so that no local variable keeps a process group alive."""
     module = sys.modules["torch.distributed.distributed_c10d"]
     default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
     # Without a default group, all ranks have the same count and are not compared.
@@ -138,7 +138,7 @@ _SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these; other
 
 @dataclass(frozen=True)
 class Inherited:
-    """The signal state from before the server changed it, which a worker restores."""
+    """The signal settings that the server replaced when it started. A worker restores them."""
 
     mask: set[signal.Signals | int]
     child_ended: Any
@@ -146,7 +146,7 @@ class Inherited:
     """The descriptors that tell the server about ended children and signals."""
 
     def restore(self) -> None:
-        """Restore the signal state, which delivers pending signals, and close the descriptors."""
+        """Close the descriptors and restore the signal settings. Pending signals are then delivered."""
         signal.set_wakeup_fd(-1)
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -199,9 +199,9 @@ def _set_streams_and_cores(start: Start, streams: Sequence[int]) -> None:
 def _set_threads(env: Mapping[str, str]) -> None:
     """Give torch and BLAS the number of threads that they would have in a new process with this environment.
 
-    OpenMP has already read the server's environment. At its first operation in this process, torch asks OpenMP and MKL
-    for the number of threads; MKL allows one per core. Only the launcher's own value, which is not above the number of
-    cores, is set here.
+    OpenMP has already read its number of threads from the server's environment, so torch's number is set here if the
+    launcher gave this worker another one. MKL would limit the number to one thread per core, but the launcher never
+    gives more. Otherwise, torch itself asks OpenMP and MKL at its first operation in this process.
     """
     torch, value = sys.modules["torch"], env.get(THREADS, "")
     is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
