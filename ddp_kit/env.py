@@ -201,19 +201,19 @@ def job_start_time() -> float | None:
 
 
 def job_end_time(env: Mapping[str, str] | None = None) -> float | None:
-    """Time at which the scheduler ends this job, in seconds since 1970; None: unknown."""
+    """Time at which the scheduler ends this job, in seconds since 1970, or None if unknown."""
     text = (os.environ if env is None else env).get(END_TIME, "")
     return float(text) if text.isdecimal() else None
 
 
 def launcher_grace(env: Mapping[str, str]) -> int | None:
-    """Seconds that the cluster gives this launcher between SIGTERM and SIGKILL; None: unknown."""
+    """Seconds that the cluster gives this launcher between SIGTERM and SIGKILL, or None if unknown."""
     text = env.get(GRACE, "")
     return int(text) if text.isdecimal() else None
 
 
 def shutdown_timeout() -> float | None:
-    """Seconds that the launcher gives this worker between SIGTERM and SIGKILL; None: unknown."""
+    """Seconds that the launcher gives this worker between SIGTERM and SIGKILL, or None if unknown."""
     folder = attempt_folder()
     with suppress(OSError, ValueError):
         return None if folder is None else float((folder / GRACE_FILE).read_text())

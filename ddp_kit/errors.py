@@ -102,7 +102,7 @@ class LaunchError(DdpKitError):
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """The known name that is closest in spelling; None: no known name is close."""
+    """The known name that is closest in spelling, or None if no known name is close."""
     found = get_close_matches(name, known, n=1, cutoff=0.6)
     return found[0] if found else None
 

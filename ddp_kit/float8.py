@@ -109,7 +109,7 @@ def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequenc
 
 
 def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> str | None:
-    """The reason why a layer is not converted; None: it is converted."""
+    """The reason why a layer is not converted, or None if it is converted."""
     sizes = layer.in_features, layer.out_features
     if not name:
         return "the model itself is this layer, and cannot be replaced"

@@ -125,7 +125,7 @@ class SavedPart(ABC):
         return None
 
     def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
-        """The piece of a tensor that this rank holds; None: the whole tensor. `tensor`: its name in the part's file."""
+        """The piece that this rank holds of the tensor with this name in the part's file; None for all of it."""
         return None
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
@@ -326,8 +326,9 @@ class RandomPart(SavedPart):
             return
         seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
-            "the checkpoint was saved with {} ranks, and this run has {}: steps use the same samples if the dataset "
-            "has a length, but random numbers (such as for dropout) and the batches that BatchNorm sees differ",
+            "the checkpoint was saved with {} ranks, but this run has {}. Each step still uses the same samples if the "
+            "dataset has a length, but results are not exactly the same, because random numbers (for example, for "
+            "dropout) and the batches of BatchNorm change",
             len(saved),
             ranks,
         )

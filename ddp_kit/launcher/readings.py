@@ -56,7 +56,7 @@ class RankReading:
     advice: str = ""
     """The last line of advice from the rank's Trainer; "": no advice so far."""
     mfu: float | None = None
-    """Model FLOPs utilisation of the whole job, from 0 to 1, as of the last log point; None: not known."""
+    """Model FLOPs utilisation of the whole job, from 0 to 1, as of the last log point, or None if not known."""
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,7 @@ class Failure:
     trace: str = ""
     """The worker's traceback; empty: unknown."""
     step: int | None = None
-    """The last optimizer step that the worker's Trainer completed; None: unknown."""
+    """The last optimizer step that the worker's Trainer completed, or None if unknown."""
     hint: str = ""
     """What to do about the failure; empty: the cause is not known."""
     at_start: bool = False

@@ -119,7 +119,7 @@ class FsdpUnits:
     def reduce_too(self, units: Iterable[FSDPModule]) -> None:
         """Make the last backward pass also reduce the gradients of units that only earlier passes used.
 
-        The units get zero gradients, because torch reduces only units with new gradients.
+        Gradients of zeros are added to these units, because torch reduces only units that have new gradients.
         """
         for unit in units if self.add_up else ():
             unit.unshard()

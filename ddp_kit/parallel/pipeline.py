@@ -560,7 +560,7 @@ class PipelineStrategy(Strategy):
             self._make_group(stages)
 
     def _hold(self, parameter: nn.Parameter, places: tuple[int, ...]) -> None:
-        """From now on, hold a weight outside of the blocks only on the ranks with these pipeline coordinates."""
+        """From now on, keep a weight that belongs to no block only on the ranks with these pipeline coordinates."""
         self._holders[parameter] = places
         self._known.add(parameter)
         if self._place not in places:

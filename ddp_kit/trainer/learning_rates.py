@@ -214,7 +214,7 @@ def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
         kind = type(scheduler.scheduler if isinstance(scheduler, EveryEpoch) else scheduler).__name__
         raise ConfigError(
             f"step() of the {kind} failed after optimizer step {step}: {error}",
-            "create the scheduler for as many steps as the run has",
+            "create the scheduler with a number of steps (such as total_steps) that covers the whole run",
         ) from error
 
 
@@ -286,8 +286,8 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
     """Raise `ConfigError` if the scheduler ends before the run does, such as a OneCycleLR with too few total_steps.
 
-    `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done. `epochs`: epochs that the run
-    will still complete, not counting epochs that end within the warm-up; None: unknown.
+    `total`: the optimizer steps of the run, or None if unknown. `done`: optimizer steps done. `epochs`: epochs that the
+    run will still complete, not counting epochs that end within the warm-up, or None if unknown.
     """
     if isinstance(scheduler, EveryEpoch):
         left = _ticks_left(scheduler.scheduler)

@@ -121,11 +121,11 @@ class Position:
     def epochs_left(
         self, config: TrainerConfig, last: int | None, steps_per_epoch: int | None, after: int = 0
     ) -> int | None:
-        """The number of epochs that the run has yet to complete; None if unknown.
+        """The number of epochs that the run has yet to complete, or None if unknown.
 
-        `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: the number of steps
-        in the current epoch, assumed for later epochs too; None: unknown. `after`: epochs that end at this optimizer
-        step or earlier are not counted.
+        `last`: the number of optimizer steps in the whole run, or None if unknown. `steps_per_epoch`: the number of
+        steps in the current epoch, assumed for later epochs too, or None if unknown. `after`: epochs that end at this
+        optimizer step or earlier are not counted.
         """
         if steps_per_epoch is None or last is None:
             epochs = config.last_epoch

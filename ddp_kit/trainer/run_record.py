@@ -292,9 +292,7 @@ class RunRecord(Callback):
         try:
             write()
         except (OSError, ConfigError) as error:  # ConfigError: the file is from another program
-            logger.warning(
-                "the run continues without a run record, which cannot be written to {}: {}", self._folder, error
-            )
+            logger.warning("cannot write the run record to {} ({}); the run continues without it", self._folder, error)
             self._folder = self._rows = self._attempts = None
 
 

@@ -83,7 +83,7 @@ def test_at_another_number_of_ranks_the_run_goes_on_and_says_what_differs(ddpkit
     run = ddpkit("launch", "--nproc-per-node", 1, SCRIPT, tmp_path / "run", WITHOUT, 0)
     assert run.returncode == 0, run.stderr
     assert "after step 10" in run.stderr
-    assert "the checkpoint was saved with 2 ranks, and this run has 1" in run.stderr
+    assert "the checkpoint was saved with 2 ranks, but this run has 1" in run.stderr
 
 
 @pytest.mark.slow

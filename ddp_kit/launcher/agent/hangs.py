@@ -293,7 +293,7 @@ class HangMonitor:
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
-        """Return the local rank that did not reach a collective that timed out on other ranks; None: not known."""
+        """Return the local rank that did not reach a collective that timed out on other ranks, or None if not known."""
         heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
         seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
         self.others = self._locations(seen, heartbeats)

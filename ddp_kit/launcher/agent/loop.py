@@ -221,9 +221,9 @@ _INTERVAL_SECONDS = 0.1  # as in torch's agent
 
 
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start a round's timer server, which kills workers whose timers expire; None: timers are not enabled.
+    """Start a round's timer server, which kills workers whose timers expire. Returns None if timers are not enabled.
 
-    An environment variable tells the workers the path at which the server reads their timers.
+    Workers read from an environment variable the path of the pipe through which they send timers to the server.
     """
     if os.environ.get(FILE_TIMER) != "1":
         return None

@@ -405,7 +405,7 @@ class MultiNodeLink:
         self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
 
     def take_listening(self) -> socket.socket | None:
-        """Return the socket for the workers' store of the next round; None: workers use the store of the rendezvous."""
+        """Return the socket for the workers' store of the next round, or None if workers use the rendezvous' store."""
         listening, self._listening = self._listening, None
         return listening
 

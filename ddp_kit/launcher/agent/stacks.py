@@ -210,7 +210,7 @@ def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
 
 
 def can_be_inspected(pid: int) -> bool:
-    """Whether py-spy is installed and may read a process; the kernel checks this when /proc/PID/mem is opened."""
+    """Whether py-spy is installed, and this process has permission to open /proc/PID/mem, which py-spy reads."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -219,7 +219,7 @@ def can_be_inspected(pid: int) -> bool:
 
 
 def program() -> str:
-    """The path of py-spy; empty: not installed."""
+    """The path of py-spy, or an empty string if it is not installed."""
     return shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy") or ""
 
 

@@ -224,7 +224,7 @@ class Workers:
         return [self._warm] if self._warm is not None and not self._warm.gone else []
 
     def timeout(self) -> float | None:
-        """Seconds after which to call `poll` even if no worker has ended; None: no limit."""
+        """Seconds after which to call `poll` even if no worker has ended, or None if there is no limit."""
         server = self._warm.next_check() if self._warm is not None and not self._warm.gone else None
         allowed = self._plan.uninterruptible_state_timeout
         asleep = min(_SLEEP_CHECK_SECONDS, allowed / 4) if allowed else None
@@ -232,7 +232,7 @@ class Workers:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _timeout_of_others(self) -> float | None:
-        """Seconds left for the other workers after one has exited with `ExitCode.REQUEUE`; None: no limit."""
+        """Seconds left for the other workers after one has exited with `ExitCode.REQUEUE`, or None for no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         limit = self._plan.shutdown_timeout
         return max(0.0, self._began + min(left) + limit - time.monotonic()) if left else None

@@ -30,9 +30,9 @@ class JobPlace:
     sources: Mapping[str, str] = field(default_factory=dict)
     """The environment variable that provided each value (`nodes`, `node rank`, `host`, ...), for --dry-run."""
     gpus: int | None = None
-    """Number of GPUs that the environment gives this node; None: not known."""
+    """Number of GPUs that the environment gives this node, or None if not known."""
     end_time: float | None = None
-    """Time at which the environment ends the job, in seconds since the epoch; None: not known."""
+    """Time at which the environment ends the job, in seconds since the epoch, or None if not known."""
     replacement: float | None = None
     """Seconds that the environment needs to replace a lost node; None: use the launcher's default."""
     waits_for: str = ""

@@ -16,13 +16,13 @@ from types import MappingProxyType
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """The memory limit in bytes; None: no limit."""
+    """The memory limit in bytes, or None if there is no limit."""
     limit = _least(root, "memory", _memory_limit)
     return None if limit is None else int(limit)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The CPU quota in cores; None: no limit."""
+    """The CPU quota in cores, or None if there is no limit."""
     return _least(root, "cpu", _cpu_quota)
 
 
@@ -85,7 +85,7 @@ class Cpus:
     core_of: Mapping[int, int]
     """Logical CPU -> physical core; with hyper-threading, several logical CPUs share a physical core."""
     quota: float | None = None
-    """The CPU quota of the control group, in cores; None: no limit."""
+    """The CPU quota of the control group, in cores, or None if there is no limit."""
 
 
 def here(root: Path = Path("/")) -> Cpus:

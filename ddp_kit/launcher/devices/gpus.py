@@ -108,7 +108,7 @@ class GpuProcess:
 
     process: Process
     memory: int | None = None
-    """Bytes of GPU memory that the process uses; None: not known."""
+    """Bytes of GPU memory that the process uses, or None if not known."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Gpu:
     memory_used: int
     processes: tuple[GpuProcess, ...] = ()
     load: int | None = None
-    """Utilisation in percent; None: not known."""
+    """Utilisation in percent, or None if not known."""
     numa_node: int | None = None
     near: tuple[int, ...] = ()
     """The CPU cores closest to the GPU; empty: not known."""
@@ -229,7 +229,7 @@ def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
 
 
 def _gpu(index: int, handle: Any) -> Gpu | None:
-    """Query one GPU; None: its UUID cannot be read, for example because the GPU has failed."""
+    """Query one GPU. Returns None if its UUID cannot be read, for example because the GPU has failed."""
     uuid = query(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
         return None
@@ -357,7 +357,7 @@ def links() -> Mapping[int, Mapping[int, str]]:
 
 
 def _nvlinks(handle: Any) -> list[_Address | None]:
-    """The other end of each NVLink of a GPU: the PCI address of another GPU, or `_SWITCH`; None: not known."""
+    """The other end of each NVLink of a GPU: the PCI address of another GPU, or `_SWITCH`, or None if not known."""
     ends: list[_Address | None] = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)

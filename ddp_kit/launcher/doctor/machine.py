@@ -264,7 +264,7 @@ class Machine:
     locked_memory: tuple[int, int]
     """The soft and hard limits on locked memory in bytes; negative: no limit."""
     clock_synchronised: bool | None
-    """Whether the clock is synchronised; None: not known."""
+    """Whether the clock is synchronised, or None if not known."""
     space: Callable[[Path], tuple[int, int]]
     """A function that returns the total and the free bytes of a folder's file system."""
     root: Path = Path("/")
@@ -296,7 +296,7 @@ def _space(folder: Path) -> tuple[int, int]:
 
 
 def _clock_synchronised() -> bool | None:
-    """Whether any time service keeps the kernel's clock synchronised; None: not known. Source: adjtimex(2)."""
+    """Whether any time service keeps the kernel's clock synchronised, or None if not known. Source: adjtimex(2)."""
     timex = ctypes.create_string_buffer(512)  # all zero: change nothing
     with suppress(AttributeError):
         state = ctypes.CDLL(None).adjtimex(timex)

@@ -217,7 +217,7 @@ class _Key:
 def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixProduct, ...]:
     """Matrix products and convolutions by operator, type and shape, sorted by total time, longest first.
 
-    `tf32`: whether float32 may use tensor cores; None: not known.
+    `tf32`: whether float32 may use tensor cores, or None if not known.
     """
     kernels = _kernels(recording)
     groups: dict[_Key, list[int]] = defaultdict(list)
@@ -289,7 +289,7 @@ def _tells_and_seconds(kernel: Event) -> tuple[bool, float]:
 
 
 def _uses_tensor_cores(kernel: str | None) -> bool | None:
-    """Whether a kernel uses tensor cores, judged by its name; None: not known."""
+    """Whether a kernel uses tensor cores, judged by its name, or None if not known."""
     if kernel is None:
         return None
     if _WITH_TENSOR_CORES.search(kernel):

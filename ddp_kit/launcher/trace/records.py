@@ -107,7 +107,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Summary of one trace. `steps`: the first and the last optimizer step in the trace; None: not known.
+    """Summary of one trace. `steps`: the first and the last optimizer step in the trace, or None if not known.
 
     `device`: "gpu" if the trace contains GPU events, otherwise "cpu". `waited_for_data`: seconds in which the main
     thread waited for data. `outside`: seconds in which it neither waited for data nor ran a torch operator.
