@@ -27,7 +27,7 @@ class DdpKitError(Exception):
     reported_elsewhere = False
     """Whether another rank reports this error. If so, only that rank prints it, and the launcher names that rank."""
     only_this_rank = False
-    """Whether only this rank has the error, such as a failed DataLoader worker. The launcher then repeats the error."""
+    """Whether only this rank has the error, such as a failed DataLoader worker. If so, the launcher prints it again."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)

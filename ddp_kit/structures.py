@@ -67,7 +67,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> module of the model's repeated blocks, in registration order; empty if there are none.
 
     A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. If
-    blocks are nested, only the outermost ones count, but a ModuleList or Sequential that contains blocks is no block.
+    blocks are nested, only the outermost ones count; a ModuleList or Sequential that contains blocks is not a block.
     """
     found: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():

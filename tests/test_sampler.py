@@ -277,7 +277,7 @@ def test_the_user_s_own_batches_are_taken_up_in_the_middle_and_drawn_anew_in_eve
 def test_batches_that_make_no_step_and_empty_ones_are_refused() -> None:
     with pytest.raises(DataError, match="yields 6 batches, but one step needs 8"):
         own_batches(0, 4, 2, drop_last=True)
-    with pytest.raises(DataError, match="an empty batch: index 1"):
+    with pytest.raises(DataError, match="an empty batch at index 1"):
         UserEvalBatches([[1], []], 0, 1, seed=0)
 
 

@@ -19,7 +19,7 @@ _NAME = "BestModel"
 
 
 class BestModel(Callback):
-    """Keeps a copy of the weights and buffers of the best evaluation in host memory, to restore them after training.
+    """Keeps a copy, in host memory, of the weights and buffers of the best evaluation, to restore them after training.
 
     To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
@@ -109,7 +109,7 @@ class BestModel(Callback):
             _write(trainer.model, self._path)
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
-        """Restore the best weights if `restore_at_end` is set and there has been a best evaluation."""
+        """If `restore_at_end` is set, restore the best weights, if there are any."""
         if self._restore_at_end and self._load is not None:
             logger.info("restored the weights of step {}: {} {:.4g}", self.step, *self._named_value())
             self.restore()

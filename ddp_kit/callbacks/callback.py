@@ -1,4 +1,4 @@
-"""The base class of callbacks, which defines their events, and helpers to track the best value of a metric."""
+"""The base class of callbacks with all events, and helpers to track the best value of a metric."""
 
 import math
 from collections.abc import Iterable
@@ -151,7 +151,7 @@ class BestValue:
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value; returns True. If it is for another metric or mode, logs a warning and returns False."""
+        """Load the best value and return True. If it is for another metric or mode, log a warning and return False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(

@@ -57,7 +57,7 @@ class EMA(Callback):
         return {"average": self._loaded or dict(zip(self._names, self._placed(self._average), strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the average. If the model has other parameters, the next event raises `ConfigError`."""
+        """Load the average. If it does not match the model's parameters, the next event raises `ConfigError`."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
         self._loaded = {plain_name(name): average for name, average in state["average"].items()}
@@ -135,7 +135,7 @@ class EMA(Callback):
         ]
 
     def _take_weights(self, trainer: Any) -> None:
-        """Update the references to the weights that this rank holds, and drop the averages of other weights."""
+        """Update the references to this rank's weights, and drop the averages of weights that it no longer holds."""
         held = trainer.model_state()
         self._places = [held[name] if isinstance(held[name], Piece) else None for name in self._names]
         self._parameters = [_tensor(held[name]) for name in self._names]

@@ -39,7 +39,7 @@ class TensorBoardLogger(RowLogger):
         writer.flush()
 
     def take_back(self, step: int) -> None:
-        """Make TensorBoard hide the points of later steps that the files already contain."""
+        """Make TensorBoard hide the existing points of steps after `step`."""
         self.on_fit_end(None, None)
         self._purge_step = step + 1
 

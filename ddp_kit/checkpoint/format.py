@@ -194,12 +194,18 @@ def best(folder: Path) -> Found:
 
 
 def leftovers(folder: Path) -> tuple[Path, ...]:
-    """Folders that are being written or removed, or that a killed process left behind. Raises `CheckpointError`."""
+    """Folders that are being written or removed, or that a killed process left behind.
+
+    Raises `CheckpointError` if `folder` cannot be read.
+    """
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
 
 
 def left_branches(folder: Path) -> tuple[Path, ...]:
-    """Folders with checkpoints that were moved away after a resume from an earlier step. Raises `CheckpointError`."""
+    """Folders with checkpoints that were moved away after a resume from an earlier step.
+
+    Raises `CheckpointError` if `folder` cannot be read.
+    """
     return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
 
 
@@ -231,7 +237,10 @@ def verified(found: Found) -> Found:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file of a checkpoint. Raises `OSError`, also for a link, pipe or device, because no save creates these."""
+    """Open a file of a checkpoint.
+
+    Raises `OSError` if the file cannot be opened, or is a link, pipe or device, which no save creates.
+    """
     try:
         # Without O_NONBLOCK, opening a pipe that nobody writes to would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -246,7 +255,10 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_state(found: Found) -> Any:
-    """The content of state.json. Raises `OSError`, and `ValueError` if it is missing or damaged."""
+    """The content of state.json.
+
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged or not listed in the manifest.
+    """
     record = next((file for file in found.manifest.files if file.name == STATE), None) if found.manifest else None
     if record is None:
         raise ValueError(f"{STATE} is missing")
@@ -503,7 +515,7 @@ class TensorRecord:
     whole: Shape
     """The shape of the whole tensor. For a piece, the header of the file also has the shape of the piece."""
     boxes: tuple[Box, ...]
-    """The boxes of the tensor that the file holds, in the order in which the file stores their values."""
+    """The parts of the tensor that the file holds, as boxes in the order in which the file stores their values."""
     bytes: int
     """The size of the values in the file."""
     is_piece: bool = False

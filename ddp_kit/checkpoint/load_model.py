@@ -61,7 +61,7 @@ def fingerprint(value: Tensor | Piece) -> Tensor:
 
 
 def entry_of(value: Tensor | Piece, number: int) -> dict[str, Any]:
-    """The entry that a checkpoint stores for a weight whose values it omits. `number`: the weight's fingerprint."""
+    """The entry that a checkpoint stores in place of a weight's values. `number`: the weight's fingerprint."""
     tensor = value.tensor if isinstance(value, Piece) else value
     shape = value.shape
     return {FROZEN: f"{number % (1 << 64):016x}", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*shape]}
@@ -83,7 +83,7 @@ def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
 
 
 def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The index of a piece's first value in the whole tensor, and the offset from it to each contiguous range."""
+    """The index of a piece's first value in the whole tensor, and each contiguous range's offset from this index."""
     one = torch.zeros(1, dtype=torch.int64)
     if piece is None or not piece.offsets:
         return 0, one
@@ -248,7 +248,7 @@ def _shards(index: Path) -> list[str]:
     table = content.get("weight_map") if isinstance(content, dict) else None
     names = [*table.values()] if isinstance(table, dict) else []
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ValueError("its weight_map is missing, or does not name files in the same folder")
+        raise ValueError("the weight_map of the index is missing, or its values do not name files in the same folder")
     return sorted({*names})
 
 
@@ -266,7 +266,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
-    """Load the weights that match. `own_code`: whether custom loading code may load buffers of other shapes."""
+    """Load the weights that match the model.
+
+    `own_code`: whether a buffer of a different shape counts as a match if custom code of a module loads it.
+    """
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
     names = {plain_name(name): name for name in state}  # the model may be what torch.compile returned
     with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object

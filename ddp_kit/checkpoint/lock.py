@@ -46,7 +46,7 @@ class FolderLock:
     def acquire(self, *, resuming: bool) -> None:
         """Lock the folder.
 
-        `resuming`: whether the run will resume from the folder; any other run may then have written to it.
+        `resuming`: whether the run will resume from the folder's checkpoints, even if another run wrote them.
         Raises `CheckpointError` if another run holds the lock, or, unless `resuming`, if another run has written to the
         folder since this run last locked it.
         """

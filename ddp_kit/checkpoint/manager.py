@@ -55,7 +55,7 @@ class FolderUse:
     def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
         """A context in which no other run writes to the folder. Entering the outermost context is a collective.
 
-        `resuming`: whether the run resumes from the folder's checkpoints; any run may then have written them.
+        `resuming`: whether the run resumes from the folder's checkpoints, even if another run wrote them.
         Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
         """
         if self._depth == 0 and self._folder is not None:
@@ -184,7 +184,7 @@ class LoopState(Protocol):
 
     @property
     def may_save(self) -> bool:
-        """Whether to do a requested save at once: no step is incomplete, and no loop is running that would save."""
+        """Whether to do a requested save now. False in a loop of steps, which saves later, and in callbacks."""
 
     @property
     def is_in_callback(self) -> bool:
@@ -411,7 +411,7 @@ class Checkpoints:
         return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
-        """After a resume from an earlier step, move later checkpoints away: a restart would resume from them."""
+        """After a resume from an earlier step, move later checkpoints away, so that no restart resumes from them."""
         if self._newest_kept is None:
             return
         moved = set_aside(folder, self._newest_kept)
@@ -498,7 +498,7 @@ class Checkpoints:
         self._lineage.lineage, self._newest_kept = lineage, kept
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, after checking that each matches this run. A collective: a part may reduce gradients."""
+        """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
         if self._saver is not None:
             self._saver.finish_copy()
         with explained_load_errors(path):

@@ -193,7 +193,8 @@ def load_optimizer_state(
     optimizer may hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get the dtype and
     device of the parameter.
     State tensors of the same shape as their parameter also get the parameter's strides.
-    Raises `ValueError`, and whatever the optimizer raises.
+    Raises `ValueError` if the number of parameters or the shape of a fused optimizer's state differs, and any exception
+    that the optimizer's own `load_state_dict` raises.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -369,7 +370,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameter that a state tensor belongs to. `tensor`: its name; state.0.exp_avg is of the first parameter."""
+    """The parameter that a state tensor belongs to; None if unknown. `tensor`: its name, such as state.0.exp_avg."""
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)
     return parameters[int(number)] if known else None

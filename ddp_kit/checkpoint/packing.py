@@ -471,7 +471,7 @@ class Division:
         """For each tensor in `numbers`, whether it is replicated."""
 
     def fits(self, packed: Packed) -> bool:
-        """Whether another state can use this division, because its tensors differ only in their values."""
+        """Whether this division can be reused for another state: only the values of the tensors may differ."""
         return self._key == _key(packed)
 
 

@@ -158,7 +158,7 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
 
 
 def _description(text: Any, depth: int) -> Any:
-    """numpy's description of a dtype, with tuples in place of JSON's lists. Raises `ValueError` for other values."""
+    """numpy's description of a dtype, with tuples in place of JSON's lists. Raises `ValueError` if it is invalid."""
     if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
         return text
     if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
@@ -219,8 +219,9 @@ def load(
 
     `path`: the checkpoint's folder. `device`: where to load tensors that were not in host memory when they were saved.
     `wanted`: a function that returns the region of a tensor that this process needs, as a `Piece`. The state then has a
-    `Piece` with only this region in place of the tensor, and files without wanted regions are not read. A tensor that
-    has another shape than its `Piece` says is read whole. If None, all files are read, and all tensors are whole.
+    `Piece` with only this region in place of the tensor, and files without wanted regions are not read. A tensor is
+    read whole if the function returns None, or a `Piece` of a tensor with a different shape. Without `wanted`, all
+    files are read, and all tensors are whole.
     Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
@@ -278,7 +279,7 @@ def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Des
 def from_newer_version(found: Found) -> CheckpointError:
     """The error for a checkpoint that a later version of ddpkit has written."""
     return CheckpointError(
-        f"the checkpoint {found.path} has a {found.problem}",
+        f"the checkpoint {found.path} cannot be loaded: it has a {found.problem}",
         "use the version of ddpkit that wrote it, or a later one; or pass an older checkpoint or another folder",
     )
 

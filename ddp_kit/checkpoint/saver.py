@@ -71,7 +71,7 @@ class SharedBuffer:
                 self._filling = filling
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
-        """Make room for `tensors`, create `targets` there, and write the file headers and `text`.
+        """Make room for `tensors`, create views of that memory (`targets`), and write the file headers and `text`.
 
         `tensors`: in the order of `layout.places`. If the layout has not changed, only `text` is written.
         """

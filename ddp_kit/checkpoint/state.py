@@ -101,7 +101,7 @@ class SavedPart(ABC):
     version: ClassVar[int] = 1
     """The version of the part's format; increased if the previous version of ddpkit cannot load the new format."""
     required: ClassVar[bool] = True
-    """Whether a checkpoint must have this part. If False, the part keeps its state when a checkpoint lacks it."""
+    """Whether a checkpoint must have this part. If False, a checkpoint without it leaves the part unchanged."""
     shows_own_errors: ClassVar[bool] = False
     """Whether errors of `load_state_dict` are raised unchanged; if False, they become a `CheckpointError`."""
 
@@ -280,7 +280,7 @@ class RandomPart(SavedPart):
     name = "random"
 
     def __init__(self, world: World, seed: int, data_rank: int, progress: Progress) -> None:
-        """`data_rank`: equal on ranks with the same samples, because these ranks must draw the same random numbers."""
+        """`data_rank`: the data-parallel rank; ranks that share it get the same samples and random numbers."""
         self._world = world
         self._seed = seed
         self._data_rank = data_rank
@@ -326,9 +326,9 @@ class RandomPart(SavedPart):
             return
         seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
-            "the checkpoint was saved with {} ranks, but this run has {}. Each step still uses the same samples if the "
-            "dataset has a length, but results are not exactly the same, because random numbers (for example, for "
-            "dropout) and the batches of BatchNorm change",
+            "the checkpoint was saved with {} ranks, but this run has {}. If the dataset has a length, the number of "
+            "ranks does not change which samples each step uses. The results still differ, because random numbers (for "
+            "example, for dropout) and the batches that BatchNorm sees depend on the number of ranks",
             len(saved),
             ranks,
         )

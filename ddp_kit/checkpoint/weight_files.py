@@ -159,7 +159,8 @@ def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedRea
 def _parts(block: Box, places: Iterable[Destination]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
     """Yield the destination of each requested part of a block, and the index of the part in the block.
 
-    The index is None if the part is the whole block and the destination is contiguous: it can be read into directly.
+    The index is None if the file can be read directly into the destination, which must be contiguous and have room for
+    the whole block.
     """
     for place in places:
         common = block.intersection(place.box)

@@ -3,8 +3,8 @@
 The names are those of transformers 4 and 5 (TrainingArguments, Trainer), Lightning 1 and 2 (Trainer, ModelCheckpoint)
 and Accelerate 1 (Accelerator, DataLoaderConfiguration), except names that ddpkit's own settings have too.
 
-The tables map each name to the end of a message. Code in the message is in backticks, and a test checks that it exists.
-A message that begins with code names the nearest equivalent.
+The tables map each name to the end of a message. Code in a message is in backticks, and a test checks that this
+code exists. If a message begins with code, this code is the nearest equivalent.
 """
 
 from collections.abc import Mapping

@@ -418,7 +418,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """Raise the same error as a `Literal` field. The message then lists the allowed values and the nearest one."""
+        """For an unknown strategy, raise the same error as a `Literal` field: its message lists the allowed values."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})

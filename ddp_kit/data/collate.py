@@ -32,7 +32,7 @@ class DeviceTransform:
     Batches are transformed before the step that uses them, so each call is seeded separately and does not change the
     random states of training, which checkpoints store. The seed depends on (seed, epoch, rank, number of the batch).
     For a `Keyed` batch, each sample is transformed in a separate call, and the seed depends on (seed, epoch, key).
-    `number`: the index within the epoch of the next batch.
+    `number`: the index of the next batch, counted from the start of the epoch.
     """
 
     def __init__(self, function: Callable[[Any], Any], seed: int, epoch: int, rank: int, number: int) -> None:

@@ -33,7 +33,10 @@ _REPEATS = 2
 
 
 def facts_of_data(data: Mapping[str, object]) -> Facts:
-    """Properties of data that must be the same on all ranks. `data`: maps each role, such as "train_data", to data."""
+    """Properties of data that must be the same on all ranks.
+
+    `data`: a mapping from the role, such as "train_data", to the dataset or DataLoader.
+    """
     facts: Facts = {}
     for role, given in data.items():
         loader = given if isinstance(given, DataLoader) else None

@@ -103,7 +103,7 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return the batch for use on the current stream, which waits for the copy.
+    """Make the current stream wait for the copy, and return the batch.
 
     `record_stream` keeps the memory from being reused while the current stream uses it.
     """

@@ -85,12 +85,15 @@ class Feed(Protocol):
         """The number of optimizer steps in this epoch; None if unknown before the end of the epoch."""
 
     division: str
-    """For the user's own batch sampler: the number of batches in a step, as text for the log; "" for other data."""
+    """Text for the log: how a step is divided into batches of the user's own batch sampler; "" for other data."""
     place: StreamPosition
     """This rank's position in a stream, before the batches of the step that `next` last returned."""
 
     def steps_in(self, epochs: range) -> int | None:
-        """The total number of optimizer steps in `epochs`, which begin with the current epoch; None if unknown."""
+        """The total number of optimizer steps in `epochs`; None if unknown.
+
+        `epochs`: a range that begins with the current epoch.
+        """
 
     def facts(self, epoch: int) -> Facts:
         """Go to the start of an epoch, and return the facts that determine the samples of each step."""
@@ -109,7 +112,10 @@ class Feed(Protocol):
 
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch on the device) for each batch of a stream. `move` may prefetch batches."""
+    """Yield (number of samples, batch on the device) for each batch of a stream.
+
+    `move`: a function that moves batches to the device, and may prefetch them.
+    """
     counts: deque[int] = deque()
 
     def batches() -> Iterator[Any]:
@@ -494,8 +500,8 @@ class FeedBuilder:
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
         """Return identical batches of the first `samples` samples, on the device, to measure memory.
 
-        There is one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError` if
-        the data determines its batch size itself.
+        The list has one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError`
+        if the data determines its batch size itself.
         """
         dataset, template = open_data(data, "train_data")
         if template is not None or isinstance(dataset, IterableDataset):
@@ -514,7 +520,10 @@ class FeedBuilder:
         return list(self._on_device(loader, self._transform(config.device_transform)))
 
     def evaluation_data(self, data: Data, role: str) -> EvaluationData:
-        """Batches for evaluation or prediction: each sample once, in the dataset's order. `role`: for messages."""
+        """Batches for evaluation or prediction: each sample once, in the dataset's order.
+
+        `role`: such as "eval_data", for messages.
+        """
         dataset, template = open_data(data, role)
         own, config = batching(template), self.config
         size = own.size if own and own.size else self.plan.micro_batch

@@ -1,4 +1,4 @@
-"""DataLoaders over the exact batches of this rank, and the dataset wrappers that they use."""
+"""DataLoaders for the batches of this rank, and the dataset wrappers that they use."""
 
 import os
 import pickle
@@ -147,8 +147,8 @@ class SeededSamples(Dataset[Any]):
     """A wrapper around a dataset that sets the random states before each sample, from (seed, epoch, key) only.
 
     The keys must come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`:
-    whether to return (key, sample) pairs. `dataset_epoch`: calls the dataset's `set_epoch` before the first sample of
-    an epoch; None: do not call it.
+    whether to return (key, sample) pairs. `dataset_epoch`: an object that calls the dataset's `set_epoch` before the
+    first sample of an epoch; None: do not call it.
     """
 
     def __init__(
@@ -301,9 +301,10 @@ def _little_shared_memory() -> bool:
 
 @dataclass(frozen=True)
 class _ByValue:
-    """A batch that a DataLoader worker sends as bytes. `finish`: a function that the receiving process applies to it.
+    """A batch that a DataLoader worker sends as bytes, because /dev/shm has too little free space.
 
-    torch's sharing strategy `file_system` would not help, because it uses /dev/shm as well.
+    `finish`: a function that the receiving process applies to the batch. torch's sharing strategy `file_system` would
+    not help, because it uses /dev/shm as well.
     """
 
     content: Any
@@ -319,7 +320,10 @@ def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a collate function so that batches are sent as bytes. The default one then runs in the receiving process."""
+    """Wrap a collate function so that workers send batches as bytes.
+
+    With torch's default collate function, workers send the samples, and the receiving process collates them.
+    """
     return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
 
 
@@ -346,8 +350,8 @@ def build_loader(
     `template`: the user's own DataLoader, whose options are used. `seed`: the seed of the DataLoader workers. If
     `batches` has a seed and an epoch (see `Batches`), random states are set from these instead: before each sample if
     `config.seed_samples` is set; otherwise before each batch that is fetched by a worker or prefetched. `keyed`:
-    whether to yield `Keyed` batches, which requires `config.seed_samples`. `dataset_epoch`: calls the dataset's
-    `set_epoch` in persistent workers.
+    whether to yield `Keyed` batches, which requires `config.seed_samples`. `dataset_epoch`: an object
+    that calls the dataset's `set_epoch` in persistent workers.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]

@@ -340,7 +340,7 @@ class TrainBatches(_Steps):
 class UserTrainBatches(_Steps):
     """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
 
-    An optimizer step uses the next `accumulation` x `world_size` batches, of which each rank takes consecutive ones.
+    An optimizer step uses the next `accumulation` x `world_size` batches. Each rank takes consecutive batches.
     Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
     """
 
@@ -555,7 +555,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
     batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
     if [] in batches:
         raise DataError(
-            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch: index {batches.index([])}",
+            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch at index {batches.index([])}",
             "skip empty batches, and do not count them in __len__",
         )
     return batches

@@ -63,7 +63,7 @@ class DatasetEpoch:
         self._epoch: int | None = None
 
     def set(self, epoch: int) -> None:
-        """Begin an epoch, with the same random numbers on every rank and in every run."""
+        """Call `set_epoch` if `epoch` is new, with the same random numbers on every rank and in every run."""
         if epoch != self._epoch:
             self._epoch = epoch
             with random_states_kept():

@@ -36,7 +36,7 @@ class ReaderState:
     reader: int
     """The index of the DataLoader worker; 0 without workers."""
     number: int
-    """The index within the epoch of the next batch to read."""
+    """The index of the next batch to read, counted from the start of the epoch."""
     random: RandomStates
     """The random states after the batch."""
     dataset: Any
@@ -88,7 +88,9 @@ def build_stream(
 
     `sizes`: batch j of an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer. `template`: the
     user's own DataLoader, whose options are used; if its batch_size is None, the dataset yields whole batches, and
-    `sizes` is ignored. `record_states`: record a `ReaderState` with each batch if the dataset has state.
+    `sizes` is ignored. `record_states`: whether to record a `ReaderState` with each batch, if the dataset
+    has state.
+
     Raises `DataError` for `data.seed_samples`. Iteration raises `DataError` for a batch of unknown size.
     """
     if config.seed_samples:
@@ -116,7 +118,10 @@ def build_stream(
 
 
 class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
-    """Groups a stream's samples into batches, in the process that reads them. `sizes`: None for whole batches."""
+    """Groups a stream's samples into batches, in the process that reads them.
+
+    `sizes`: as for `build_stream`; None if the dataset yields whole batches.
+    """
 
     def __init__(
         self,
@@ -181,7 +186,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
 
 
 def _count(batch: Any) -> int:
-    """The number of samples in a batch: the length of its first tensor. Raises `DataError` if there is none."""
+    """The number of samples in a batch: the length of its first tensor. Raises `DataError` if the number is unknown."""
     tensor = next(_tensors(batch), None)
     if tensor is None or tensor.dim() == 0:
         found = "contains no tensor" if tensor is None else "begins with a scalar tensor"

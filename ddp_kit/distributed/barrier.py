@@ -181,7 +181,10 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
 
 
 def watch(world: World, heartbeat: HeartbeatWriter) -> None:
-    """Tell other ranks that ask where this rank is, according to `heartbeat`, and announce when this process ends."""
+    """Answer other ranks that ask where this rank is, and announce when this process ends.
+
+    `heartbeat`: the heartbeat that records where this rank is.
+    """
     if world.world_size > 1:
         _barriers(world).heartbeat = heartbeat
 
@@ -303,7 +306,7 @@ class _Wait:
         return RankLocation.parse(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def _is_past(self, rank: int, location: RankLocation) -> bool:
-        """Whether a rank has skipped the barrier: all ranks must arrive between the same two collectives."""
+        """Whether a rank has skipped this barrier: since the last one, it started more collectives than this rank."""
         before = self._barriers.collectives or [0] * self._world.world_size
         return location.collectives - before[rank] > self._own.collectives - before[self._world.rank]
 

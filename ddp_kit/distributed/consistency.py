@@ -134,7 +134,7 @@ def _state_bits(parameter: Tensor, state: Any) -> Tensor:
 
 
 def _plain(value: Any) -> str:
-    """A text representation that is the same in every process: without addresses, with full precision."""
+    """A value as text that is the same in every process: no memory addresses, and numbers in full precision."""
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):

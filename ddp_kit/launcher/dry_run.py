@@ -211,7 +211,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _assignment(plan: Plan) -> RankAssignment:
-    """This node's rank assignment if all nodes run equally many processes; unknown values get placeholders."""
+    """This node's rank assignment if all nodes run the same number of processes; unknown values get placeholders."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
@@ -292,7 +292,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
-    """Whether torchrun would parse an argument of the script as an abbreviation of one of its flags."""
+    """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
     flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
     flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     return any(flag.startswith(word) and flag != word for word in flag_names for flag in flags)

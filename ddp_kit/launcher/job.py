@@ -82,7 +82,7 @@ class Restarts:
         self._reached = max(self._reached, steps.reached)
 
     def node_lost(self) -> str:
-        """Record that a node was lost. Return why the job must end; empty: the job continues."""
+        """Record that a node was lost. Return why the job must end, or an empty string if it continues."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 
@@ -357,7 +357,7 @@ class Job:
         return tuple(self._nodes)
 
     def timeout(self, now: float) -> float | None:
-        """Seconds until `tick` starts the next round; None: no round is scheduled."""
+        """Seconds until `tick` starts the next round, or None if no round is scheduled."""
         return max(0.0, self._due - now) if self._phase is _Phase.BACKOFF else None
 
     def joined(self, node: Node, now: float) -> list[Order]:

@@ -33,7 +33,7 @@ class Route:
     file: str = ""
     """The path of the log file; empty: there is no log file."""
     label: str | None = None
-    """The prefix of each line on the console; None: the rank, as soon as several ranks have written to this stream."""
+    """The prefix of each line on the console; None: the rank, added once several ranks have written to this stream."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Source:
     copy: int
     """The descriptor of the log file; negative: there is no log file."""
     label: bytes
-    """The prefix of each line, as soon as several ranks have written to the same console."""
+    """The prefix of each line, added once several ranks have written to the same console."""
     always_labelled: bool
     """Whether every line gets the label, even if only one rank prints."""
     partial: bytes = b""
@@ -455,7 +455,7 @@ def _end_of_file(path: str) -> str:
 
 
 def _read(descriptor: int) -> bytes:
-    """Return the available data; empty: end of file."""
+    """Return the available data, which is empty at the end of the file."""
     try:
         return os.read(descriptor, _READ_BYTES)
     except OSError:  # a terminal whose last writer closed it

@@ -103,7 +103,7 @@ class Plan:
     """
 
     torchrun: Mapping[str, Any]
-    """torchrun's settings by their names in torchrun's parser: the user's, completed by the launcher's choices."""
+    """torchrun's settings by their names in torchrun's parser, set by the user or else chosen by the launcher."""
     read_by_torchrun: frozenset[str]
     """Names of settings that need no flags in a torchrun command, because torchrun reads the same variables."""
     ignored_signals: frozenset[str]
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def numa_binding(self) -> str | None:
-        """The value of --numa-binding; None: workers are bound to the cores in `workers`."""
+        """The value of --numa-binding, or None if workers are bound to the cores in `workers`."""
         binding: str | None = self.torchrun["numa_binding"]
         return binding
 
@@ -222,7 +222,7 @@ class Plan:
         return self.command[0], *_fill_local_rank(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
-        """The program that a forked worker runs; None: the worker cannot be forked."""
+        """The program that a forked worker runs, or None if the worker cannot be forked."""
         if not self.may_fork or self.is_wrapped:
             return None
         name, *arguments = _fill_local_rank(local_rank, (self.script, *self.script_arguments))
@@ -269,7 +269,7 @@ def make(
     """Decide how many processes run on which GPUs and cores, and all other settings, including the rendezvous.
 
     `run_id`: the default for --rdzv-id. `cpus`: the cores that the launcher may use. `held`: GPU UUID -> the other
-    launch that reserved that GPU. `defaults`: environment variables for the workers, the same for every command line.
+    launch that reserved that GPU. `defaults`: ddpkit's default environment variables for the workers.
     Raises `UsageError` if the requested GPUs are not available, and for invalid settings.
     """
     each = spec.gpus_per_process or 1

@@ -127,7 +127,7 @@ def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
 
 
 def straggler(ranks: Sequence[RankReading]) -> int | None:
-    """The rank that the other ranks wait for; None: no rank stands out."""
+    """The rank that the other ranks wait for, or None if no rank stands out."""
     if len(ranks) < 2 or any(each.step is None or each.communication is None for each in ranks):
         return None
     if all((each.age or 0.0) > _STALLED_SECONDS for each in ranks):

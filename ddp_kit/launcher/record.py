@@ -46,7 +46,7 @@ class RoundRecord:
     world_size: int
     restarts: int
     began: float
-    """Start time, as from `time.time`."""
+    """Start time, as returned by `time.time`."""
     workers: tuple[WorkerRecord, ...]
 
     @classmethod
@@ -106,7 +106,7 @@ class RecordKeeper:
     """Sampler that records the state of this machine in a thread of the launcher while an attempt runs."""
 
     def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: the record's folder if the Trainer has no folder of its own; None: such a Trainer keeps no record."""
+        """`kept`: the folder for the record of a Trainer without its own folder; None: there is then no record."""
         self._note = attempt_folder / RECORD_NOTE
         self._kept = kept
         self._node = node

@@ -74,12 +74,12 @@ class Rendezvous:
 
     @property
     def nodes(self) -> int | None:
-        """The number of nodes if it is fixed; None: it is between `min_nodes` and `max_nodes`."""
+        """The number of nodes if it is fixed, or None if it is between `min_nodes` and `max_nodes`."""
         return self.limits.max_nodes if self.limits.min_nodes == self.limits.max_nodes else None
 
     @property
     def group_rank(self) -> int | None:
-        """This node's group rank; None: not known before the rendezvous."""
+        """This node's group rank, or None if it is not known before the rendezvous."""
         if self.limits.max_nodes == 1:
             return 0
         return self.node_rank if self.nodes else None
@@ -218,7 +218,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
-    """Read the limits on nodes and restarts, and the timeouts. In --rdzv-conf, these have torch's names."""
+    """Read the limits on nodes and restarts from torchrun's flags, and the timeouts from --rdzv-conf."""
     found = _numbers(conf, torchrun["rdzv_backend"])
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))

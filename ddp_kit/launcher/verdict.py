@@ -76,7 +76,7 @@ def is_interrupt(trace: str) -> bool:
 
 
 def failed_at_start(trace: str) -> bool:
-    """Whether a top-level import in the script, or in a module that it imports, failed. A restart cannot help."""
+    """Whether a top-level import in the script, or in a module that it imports, failed, which a restart cannot fix."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
     return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 

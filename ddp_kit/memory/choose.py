@@ -190,7 +190,7 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """Plan a configuration. ``parallel="auto"`` is first replaced with its choice, which depends on `device_memory`."""
+    """Plan a configuration. For ``parallel="auto"``, plan the placement that it chooses for this `device_memory`."""
     chosen, _ = _with_auto(model, config, ranks, device_memory)
     plan = plan_memory(
         model,
@@ -212,7 +212,10 @@ def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory
 def _with_auto(
     model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None
 ) -> tuple[TrainerConfig, list[str]]:
-    """Return the choice of ``parallel="auto"``, or the last candidate if none fits; and the lines that describe it."""
+    """Replace ``parallel="auto"`` with the candidate that it chooses, or with the last candidate if none fits.
+
+    Returns the configuration, and lines that describe the choice. Other configurations are returned unchanged.
+    """
     if config.parallel.strategy != AUTO or device_memory is None:
         return config, []
     # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
@@ -331,8 +334,9 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
 def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer) -> int | None:
     """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
-    Called after `strategy.setup`. `device_optimizer`: the optimizer that holds the model's parameters; `optimizer`
-    itself, unless that holds copies on the host. Returns these bytes on this rank; None on the CPU, or if unknown.
+    Called after `strategy.setup`. `device_optimizer`: the optimizer that holds the model's parameters; the same object
+    as `optimizer`, unless `optimizer` holds copies on the host. Returns the sum of these bytes on this rank; None on
+    the CPU, or if unknown.
     """
     memory = _memory_to_fit(strategy)
     if memory is None:

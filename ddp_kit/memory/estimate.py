@@ -288,13 +288,16 @@ def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
 
 
 def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
-    """A rank's part of a parameter with tensor parallelism. If splits are not `known`, all matrices count as split."""
+    """A rank's part of a parameter with tensor parallelism.
+
+    `known`: whether the split dimensions are known; if not, all matrices are assumed to be split.
+    """
     dimension = row.split if known else 0 if len(row.shape) == 2 else None
     return row if dimension is None else _part(row, dimension, tensor)
 
 
 def _part(row: ParameterRow, dimension: int, parts: int) -> ParameterRow:
-    """The first part of a parameter, which is the largest: a dimension is divided as torch.chunk does."""
+    """The first part of a parameter. It is the largest, because torch.chunk rounds the size of a part up."""
     if parts == 1 or not row.shape:
         return row
     shape = list(row.shape)

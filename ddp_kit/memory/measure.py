@@ -70,8 +70,8 @@ def measured(
 ) -> ModelMemory:
     """Measure a model, its optimizer and a pass for a plan. Leaves them unchanged, and allocates little memory.
 
-    `device_optimizer`: the optimizer that holds the model's parameters; `optimizer` itself, unless that holds copies
-    on the host. `accumulates`: whether an optimizer step has several passes.
+    `device_optimizer`: the optimizer that holds the model's parameters; the same object as `optimizer`, unless
+    `optimizer` holds copies on the host. `accumulates`: whether an optimizer step has several passes.
     """
     if not any(map(is_fake, model.parameters())):
         model, optimizer = _without_memory(model, optimizer, device_optimizer)
@@ -113,8 +113,8 @@ def measured(
 def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None = None) -> ModelMemory:
     """The memory of a model without activations. Reads only shapes and dtypes, no values.
 
-    The optimizer state is estimated: for all weights, as many state values per weight value as `optimizer` holds for
-    any weight. Before the first step, two values are assumed, as in Adam.
+    The optimizer state is estimated: every weight is assumed to need as much state per value as the weight with the
+    most state in `optimizer`. Before the first step, two state values per weight value are assumed, as in Adam.
     """
     found = [
         sum(bytes_of(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
@@ -228,7 +228,7 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 def state_to_come(optimizer: Optimizer) -> int:
     """Bytes of the state that a torch.optim optimizer will allocate; 0 for other optimizers.
 
-    Measured by a step of the same kind of optimizer on the CPU with a few values. This is fast enough for every start.
+    Measured in a step of a small optimizer of the same class on the CPU, which is fast enough to do at every start.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
@@ -246,7 +246,7 @@ def state_to_come(optimizer: Optimizer) -> int:
 
 
 def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
-    """The dimension along which tensor parallelism splits each parameter, and why the dimensions are unknown, if so."""
+    """The dimension along which tensor parallelism splits each parameter, or the reason why it is unknown."""
     try:
         return split_dimensions(model, parallel), ""
     except ConfigError as error:

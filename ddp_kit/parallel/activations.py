@@ -331,7 +331,10 @@ class _Stored:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host, with the same strides. The device's stream orders copies; the host does not wait."""
+    """Copy a tensor to the host, with the same strides.
+
+    The copy runs on the device's current stream, and the host does not wait for it.
+    """
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor, non_blocking=True)
 

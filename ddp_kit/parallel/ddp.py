@@ -182,7 +182,7 @@ class DdpStrategy(Strategy):
         return self._ddp.forward_context()
 
     def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
-        """Run a backward pass. `reduces`: whether this is the last backward pass of the step that reduces gradients."""
+        """Run a backward pass. `reduces`: whether this is the step's last backward pass that reduces gradients."""
         if reduces:
             passes.before_reduction(loss)
         self.backward(loss)
@@ -229,9 +229,9 @@ class DdpStrategy(Strategy):
     def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
         """Return a zero loss whose backward pass contributes zeros to DDP's reduction, for a rank without samples.
 
-        DDP needs every rank in every reduction. A batch with zero weight would cost a pass and change BatchNorm's
-        statistics, and a rank with an empty stream has no batch. The gradients on this rank are undefined, not zeros:
-        a parameter that no rank used then ends up without a gradient.
+        DDP needs every rank in every reduction. Repeating a batch with zero weight instead would cost a pass and change
+        BatchNorm's statistics, and is impossible on a rank whose stream is empty. The gradients on this rank are
+        undefined, not zeros: a parameter that no rank used then ends up without a gradient.
 
         `order`: the order in which the parameters are reduced; None: any order.
         """

@@ -337,7 +337,10 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
             inside.setdefault(name, set()).add(index)
 
     def walk(name: str, module: nn.Module, within: bool) -> None:
-        """Visit a module. `within`: whether an outer module is on a single device, so its inputs are moved already."""
+        """Visit a module.
+
+        `within`: whether an outer module is entirely on one device. That module's hook moves the inputs.
+        """
         there = inside.get(name, set())
         whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if name in device_map or (whole and not within):

@@ -119,7 +119,7 @@ class FsdpUnits:
     def reduce_too(self, units: Iterable[FSDPModule]) -> None:
         """Make the last backward pass also reduce the gradients of units that only earlier passes used.
 
-        Gradients of zeros are added to these units, because torch reduces only units that have new gradients.
+        Gradients filled with zeros are added to these units, because torch reduces only units that have new gradients.
         """
         for unit in units if self.add_up else ():
             unit.unshard()
@@ -189,7 +189,7 @@ _HINT = (
 
 
 class UnitOrder:
-    """Checks that all ranks run the units in the same order. `units`: the modules by name; "": the model itself."""
+    """Checks that all ranks run the units in the same order. `units`: modules by name; "" is the name of the model."""
 
     def __init__(self, world: World, units: Mapping[str, nn.Module]) -> None:
         self._world = world
@@ -537,7 +537,7 @@ class FsdpStrategy(Strategy):
         return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
-        """The piece, with `owned` set only on the first of the ranks that hold it, which writes it to checkpoints."""
+        """The piece, with `owned` set only on the first rank that holds it. That rank writes it to checkpoints."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 

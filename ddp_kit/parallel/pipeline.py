@@ -79,7 +79,7 @@ class _StageRoot(nn.Module):
 class PipelineStrategy(Strategy):
     """Pipeline parallelism over `pipeline` ranks. Can be combined with tensor parallelism, FSDP and replication.
 
-        in the first step, run one pass alone, and free the weights outside of the blocks that this rank did not use
+        in the first step, run one pass alone, then free weights outside of the blocks, if this rank did not use them
         run the other passes, and all passes of later steps, in the order of the schedule
         sum gradients over the ranks that hold the same weights
 
@@ -691,7 +691,7 @@ class PipelineStrategy(Strategy):
         return state
 
     def _buffer_place(self, name: str) -> int | None:
-        """The pipeline coordinate of the ranks with the valid value of a buffer; None: it is valid on all ranks."""
+        """The pipeline coordinate of the ranks with the valid value of a buffer; None if it is valid on all ranks."""
         return self._owners.get(name, self._block_buffers.get(name))
 
     def _piece(self, parameter: nn.Parameter) -> Piece:
@@ -813,7 +813,10 @@ def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
 
 
 def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
-    """Describe a value of the optimizer state, for ranks without it. `held`: this rank's part of `parameter`."""
+    """Describe a value of the optimizer state, for ranks that do not have it.
+
+    `held`: this rank's part of `parameter`.
+    """
     if not isinstance(value, Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")

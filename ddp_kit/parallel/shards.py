@@ -69,7 +69,7 @@ class Shards:
                     f"the optimizer {type(optimizer).__name__} has state that cannot be sharded: {name} of "
                     f"{self.names[id(self.of[whole])]} has the shape {tuple(value.shape)}, but the "
                     f"parameter has the shape {tuple(whole.shape)}",
-                    "pass an optimizer without state, or use parallel='ddp', which does not shard",
+                    "pass a new optimizer that has no state yet, or use parallel='ddp', which does not shard",
                 )
         return part
 
@@ -107,7 +107,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _problem_of(optimizer: Optimizer) -> str | None:
-    """The reason why an optimizer cannot be sharded, or None. A trial may raise any error in the user's own code."""
+    """The reason why an optimizer cannot be sharded, or None. A trial may run the user's code, and raise any error."""
     try:
         whole = _trial(optimizer, None)
     except Exception as error:
@@ -131,7 +131,7 @@ def _problem_of(optimizer: Optimizer) -> str | None:
 def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
     """The settings of a parameter group that are constructor arguments of the optimizer class `kind`, without tensors.
 
-    `kernels`: include the arguments that choose a kernel, which some devices do not support.
+    `kernels`: whether to include the arguments that choose a kernel, which some devices do not support.
     """
     known = signature(kind).parameters
     left_out = ("params",) if kernels else ("params", *_KERNELS)

@@ -637,7 +637,7 @@ def _refuse(_gradient: Tensor) -> None:
 def holders_before_first_pass(
     model: nn.Module, chain: Chain, places: Sequence[int]
 ) -> tuple[dict[nn.Parameter, tuple[int, ...]], list[nn.Parameter]]:
-    """The pipeline coordinates of the ranks that hold each parameter, and the parameters that the first pass assigns.
+    """The pipeline coordinates of the ranks that hold each parameter, and the parameters whose ranks are not known yet.
 
     The latter are the trained parameters outside of the blocks, or shared by blocks of different ranks. All ranks hold
     them until the first pass has shown which ranks use them. `places`: the pipeline coordinate of each stage.

@@ -170,9 +170,9 @@ class Passes(Protocol):
         """
 
     def without_loss(self) -> None:
-        """Take part in the ranks' agreement on the first loss, on a rank that does not compute losses. A collective.
+        """Take part, without a loss, when the ranks agree on what the loss function returns. A collective.
 
-        Called after this rank's first pass of the first step.
+        Called after the first pass of the first step, on a rank that does not compute losses.
         """
 
     def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
@@ -475,7 +475,10 @@ class Strategy(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """Restore a `state_dict`. `steps`: the number of completed optimizer steps. Raises `ValueError`."""
+        """Restore a `state_dict`. Raises `ValueError` if `state` is invalid.
+
+        `steps`: the number of completed optimizer steps.
+        """
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

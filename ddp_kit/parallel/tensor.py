@@ -26,7 +26,7 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 
 def is_divided(value: Any, dimension: str) -> bool:
-    """Whether a value is a DTensor, and the ranks along this mesh dimension hold different parts of it."""
+    """Whether a value is a DTensor that is divided among the ranks along this mesh dimension."""
     if not isinstance(value, DTensor):
         return False
     names = value.device_mesh.mesh_dim_names or ()

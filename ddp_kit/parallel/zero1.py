@@ -66,7 +66,7 @@ class Zero1Strategy(DdpStrategy):
 
     @torch.no_grad()
     def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
-        """Move parameters into one flat tensor. Returns the piece of each parameter that is in this rank's range."""
+        """Move parameters into one flat tensor. Returns, for each parameter, the piece in this rank's range."""
         ranks, device = self.world.world_size, self.world.device
         share = -(-sum(each.numel() for each in parameters) // ranks)
         values = torch.zeros(share * ranks, dtype=dtype, device=device)

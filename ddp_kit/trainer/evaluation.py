@@ -101,9 +101,9 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Evaluate, call the callbacks, and return all metrics; None if the evaluation was interrupted. A collective.
 
-        `stops`: a function that returns whether to interrupt the evaluation, which then restores the random states.
-        `notify_callbacks`: whether callbacks and `checkpoint.best_metric` get the metrics. `name`: the text at the
-        start of the log line.
+        `stops`: a function that returns whether to interrupt the evaluation. After an interruption, the random states
+        are restored. `notify_callbacks`: whether callbacks and `checkpoint.best_metric` get the metrics. `name`: the
+        text at the start of the log line.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
@@ -128,7 +128,7 @@ class Evaluator:
 
 
 def _shown(values: Mapping[str, float]) -> str:
-    """The first 32 values as one line of text, and the number of the others: a metric may return many values."""
+    """One line of text with at most 32 values, and the number of values left out: a metric may return many values."""
     shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
     more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
     return "  ".join([*shown, *more])
@@ -178,7 +178,7 @@ class FitEvaluations:
     def repeat_interrupted(self) -> bool:
         """Repeat the evaluation that a stop request interrupted.
 
-        Returns whether the run must end now: if it had not been interrupted, it would have ended after this evaluation.
+        Returns whether the run must end now, because the evaluated step was the last step of the run.
         """
         self.run()
         position = self._position
@@ -205,10 +205,11 @@ def evaluate(
     stops: Callable[[], bool] | None = None,
     label: str = "evaluation",
 ) -> dict[str, float] | None:
-    """Return the mean loss, the metrics and the values that user code logs, over the samples of all ranks, by name.
+    """Compute the mean loss, the metrics and the values that user code logs, over the samples of all ranks.
 
-    A collective. `stops`: a function that is called between batches and returns whether to interrupt the evaluation.
-    `label`: the label of the progress bar. Returns None if the evaluation was interrupted on any rank.
+    A collective. Returns the results by name; None if the evaluation was interrupted on any rank. `stops`: a function
+    that is called between batches and returns whether to interrupt the evaluation. `label`: the label of the progress
+    bar.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}

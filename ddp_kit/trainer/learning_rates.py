@@ -91,7 +91,7 @@ def scale_learning_rate(
     reference: int,
     scheduler: object = None,
 ) -> None:
-    """Multiply the learning rate of every parameter group by global_batch / reference, or by its square root.
+    """Multiply the learning rate of every parameter group by the ratio global_batch / reference or its square root.
 
     `linear`: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677). `sqrt`: Krizhevsky 2014, "One
     weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997), and for adaptive optimizers
@@ -101,7 +101,7 @@ def scale_learning_rate(
     `global_batch`, `reference`: batch sizes in samples. `scheduler`: the Trainer's argument. If it is a function
     `optimizer -> LRScheduler`, it is called after the scaling, so that the scheduler starts from the scaled rates; but
     settings such as OneCycleLR's max_lr are not scaled.
-    Raises `ConfigError` if it is a scheduler instance, because that was created with the unscaled rates.
+    Raises `ConfigError` if `scheduler` is an LRScheduler, because it was created with the unscaled rates.
     """
     if isinstance(scheduler, LRScheduler):
         raise ConfigError(
@@ -207,7 +207,7 @@ class EveryEpoch(WarmUp):
 
 @contextmanager
 def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
-    """A context that replaces the ValueError of a scheduler that is stepped too often with a `ConfigError`."""
+    """A context that converts the ValueError of a scheduler that is stepped too often into a `ConfigError`."""
     try:
         yield
     except ValueError as error:
@@ -235,7 +235,7 @@ class DecayWatch:
         self._epochs = 0
 
     def begin(self, epochs: int | None) -> None:
-        """Begin a loop that completes this number of epochs; None if the number is unknown."""
+        """Begin a loop. `epochs`: the number of epochs that the loop will complete, or None if unknown."""
         self._epochs = epochs or 0
 
     def after_step(self, step: int, epoch: int) -> None:
@@ -284,7 +284,7 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 
 
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
-    """Raise `ConfigError` if the scheduler ends before the run does, such as a OneCycleLR with too few total_steps.
+    """Raise `ConfigError` if the scheduler (such as a OneCycleLR with too few total_steps) ends before the run does.
 
     `total`: the optimizer steps of the run, or None if unknown. `done`: optimizer steps done. `epochs`: epochs that the
     run will still complete, not counting epochs that end within the warm-up, or None if unknown.
@@ -330,7 +330,7 @@ def check_new_length(scheduler: LRScheduler | None, total: int, before: int, don
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
-    """Steps that a scheduler still allows. In torch 2.10 to 2.15, only OneCycleLR has a limit; infinity for others."""
+    """Steps that a scheduler still allows; infinity if unlimited. In torch 2.10 to 2.15, only OneCycleLR is limited."""
     if isinstance(scheduler, WarmUp):
         within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
         return max(0, scheduler.steps - scheduler.last_epoch) + within

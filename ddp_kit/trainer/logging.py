@@ -642,7 +642,7 @@ class LogSchedule:
         self._points.interval.started += time.perf_counter() - self._step_ended
 
     def end(self, step: int, epoch: int) -> None:
-        """Add the remaining rows after the last step."""
+        """After the last step, add all rows that are not yet in `rows`."""
         if self._points.interval.steps:  # the run was stopped between two log points
             self._note(self._points.close(step, epoch, last=True))
         else:

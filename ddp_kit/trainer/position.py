@@ -275,7 +275,7 @@ class RunState:
 
     @property
     def may_save(self) -> bool:
-        """Whether to do a requested save now: outside a loop, which would do it later, and outside callbacks."""
+        """Whether a requested save can be done now. In a loop, a callback or an evaluation, the save is postponed."""
         return not self._in_loop and not self.callbacks.depth
 
     @property

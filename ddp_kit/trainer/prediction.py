@@ -1,4 +1,4 @@
-"""Prediction: the model's output for every sample, concatenated in order over batches and ranks."""
+"""Prediction: the model's outputs for all samples, concatenated over batches and ranks in the dataset's order."""
 
 import json
 import sys
@@ -120,7 +120,7 @@ def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
     differ = ", ".join(sorted(set(first) ^ set(other)))
     return LossError(
         f"predictions for different batches have different entries: only some of them contain {differ}",
-        "return the same entries for every batch from predict_fn, all of them tensors",
+        "have predict_fn return the same entries for every batch, all of them tensors",
     )
 
 
@@ -182,8 +182,8 @@ def _spec_of(source_rank: int, own: Any, world: World) -> Any:
     if any(problems):
         raise LossError(
             f"a rank without samples cannot create the containers of the prediction: {next(filter(None, problems))}",
-            "return tensors in dicts, lists and tuples, or in classes defined at the top level of a module, from "
-            "predict_fn; or predict for at least as many samples as there are ranks",
+            "have predict_fn return tensors in dicts, lists and tuples, or in classes defined at the top level of a "
+            "module; or predict for at least as many samples as there are ranks",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch that fits, learning-rate range test, recovery from out-of-memory errors."""
+"""The search for the largest micro-batch that fits, the learning-rate range test, and out-of-memory recovery."""
 
 import gc
 import math
@@ -114,7 +114,7 @@ def _tried(
 ) -> tuple[int, BaseException | None]:
     """Try a micro-batch of `size` samples. Returns the outcome, and the out-of-memory error, if any.
 
-    `last`: whether the micro-batch is the rank's whole share, so that training does not accumulate gradients.
+    `last`: whether the micro-batch is the rank's whole share; training then does not accumulate gradients.
     """
     outcome, kept = _FITS, None
     modes = {module: module.training for module in parts.model.modules()}

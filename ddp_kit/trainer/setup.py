@@ -54,7 +54,7 @@ def checked_config(config: object) -> TrainerConfig:
 
 
 def checked_function(value: Any, name: str, *arguments: str) -> Any:
-    """Return the function if it accepts these positional arguments; otherwise raise `ConfigError`."""
+    """Return the function if it can be called with the positional `arguments`; otherwise raise `ConfigError`."""
     wanted, hint = ", ".join(arguments), f"pass a function of ({', '.join(arguments)})"
     if not callable(value):
         raise ConfigError(f"{name} is {kind_of(value)}, not a function", hint)
@@ -87,7 +87,9 @@ def checked_loss(loss_fn: Any, name: str = "loss_fn") -> Any:
         raise ConfigError(f"{name} is {kind_of(loss_fn)}, not a function", hint)
     kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
-        raise ConfigError(f"{name} is torch's {kind.__name__}, whose arguments are predictions and targets", hint)
+        raise ConfigError(
+            f"{name} is torch's {kind.__name__}, which takes predictions and targets, not a model and a batch", hint
+        )
     return checked_function(loss_fn, name, "model", "batch")
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of buffers and of the state of a run, which are used to roll back steps."""
+"""Snapshots for rolling back steps: copies of the buffers, or of the whole state of a run."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -515,9 +515,9 @@ class StepPasses:
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
         """The loss to backpropagate: this pass's share of the mean loss of the global batch.
 
-        It is multiplied by the number by which the strategy will divide the sum of the gradients. A plain mean is
-        weighted by its number of samples. A `Loss` is divided by the number of samples in the step; `_gradient`
-        corrects the gradients once the sum of all weights is known.
+        The strategy will divide the sum of the gradients by its `divisor`, so the loss is multiplied by it here. A
+        plain mean is weighted by its number of samples. A `Loss` is divided by the number of samples in the step;
+        `_gradient` corrects the gradients once the sum of all weights is known.
         """
         divisor, all_samples = self._parts.strategy.divisor, self._share.samples
         if isinstance(value, Loss):

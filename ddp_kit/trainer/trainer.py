@@ -148,7 +148,7 @@ class Trainer:
             - a pair of such an object and a function `fn(output, batch)` that returns the arguments of update
         callbacks: The `Callback`s. Each event is called on the callbacks in this order.
         parallelize: A function `parallelize(model, mesh)` that applies torch's own parallelism APIs to the model.
-            `mesh` is a DeviceMesh with the dimensions replicate, shard and tensor, in the sizes of `config.parallel`.
+            `mesh` is a DeviceMesh with the dimensions replicate, shard and tensor, sized as in `config.parallel`.
             The function is not called if there is only one rank. None: `config.parallel.strategy` distributes the
             model.
 
@@ -349,7 +349,7 @@ class Trainer:
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's part of each global batch, from 0 to `data_ranks` - 1, for dividing a stream.
+        """The index of this rank's part of each global batch, from 0 to `data_ranks` - 1. Use it to divide a stream.
 
         Ranks that hold parts of the same model replica have the same index.
         """
@@ -756,7 +756,7 @@ class Trainer:
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
-        """A context for the steps of a loop. What it starts is ended on exit, however the loop is left."""
+        """A context for the steps of a loop. On exit, it ends everything that it has started, even after an error."""
         with (
             self._heartbeat.follow(self.step),
             self._heartbeat.during(Phase.DATA),
@@ -885,7 +885,7 @@ class Trainer:
 
     @property
     def _epoch_to_train(self) -> int:
-        """The epoch of the next step; if the run is finished, the last epoch, because samplers may not support more."""
+        """The epoch of the next step; if the run is finished, its last epoch: samplers may not support later epochs."""
         last = self.config.last_epoch
         return self.epoch if last is None else min(self.epoch, last - 1)
 

@@ -104,7 +104,7 @@ def optimizer_kind(optimizer: Optimizer) -> str:
 
 
 class JointScheduler(LRScheduler):
-    """Presents several updates' schedulers as one, for saving and comparing. Each update steps its own scheduler."""
+    """Presents several updates' schedulers as one, to save and compare them. Each update steps its own scheduler."""
 
     def __init__(self, schedulers: Mapping[str, LRScheduler]) -> None:
         self.schedulers = list(schedulers.values())
@@ -337,7 +337,7 @@ def check_closure(parts: Parts) -> None:
 def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
-    """Create the object that runs steps of several updates. A collective: each update reduces its own gradients."""
+    """Create the object that runs steps of several updates. A collective: DDP wraps the model once per update."""
     own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
     for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):

@@ -135,7 +135,7 @@ def test_advice_is_repeated_where_it_was_given(tmp_path: Path) -> None:
         ([evaluation(i, loss=abs(i - 2) + 1.0) for i in (1, 2, 3)], [], {}, "lowest at step 2 (1) and has risen to 2"),
         ([row(i, compilations=1 + i // 5) for i in range(1, 21)], [], {}, "compiled 3 graphs after the first quarter"),
         ([row(i, samples_per_second=900 - 20 * i) for i in range(1, 31)], [], {}, "Throughput fell from 800 to 360"),
-        ([row(1, rank_memory=[3 * GIB, 6 * GIB])], [], {"planned_memory": 4 * GIB}, "6.0 GiB of GPU memory; the plan"),
+        ([row(1, rank_memory=[3 * GIB, 6 * GIB])], [], {"planned_memory": 4 * GIB}, "6.0 GiB of GPU memory; estimated"),
         ([], [sample(i, load=0.2) for i in range(5)], {}, "The GPUs of the machine were busy for 20% of the time"),
         ([], [{**sample(1), "memory": 499 << 30}], {}, "The host memory of the machine was 100% full"),
     ],

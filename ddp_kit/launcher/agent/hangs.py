@@ -41,14 +41,14 @@ _DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
 
 @dataclass(frozen=True)
 class NoProgress:
-    """How long no rank of this node has made progress, and the limit that this time has reached, in seconds."""
+    """How long no rank of this node has made progress, and the limit that applies, both in seconds."""
 
     seconds: float
     limit: float
 
     @property
     def past_other_nodes_limit(self) -> bool:
-        """Whether a node with a stuck rank would already have reported the hang."""
+        """Whether so much time has passed that a node with a stuck rank would already have reported the hang."""
         return self.seconds >= _OTHER_NODES_FACTOR * self.limit
 
 
@@ -59,7 +59,7 @@ class _Rank:
     in_native_code: float = 0.0
     """Seconds without a sign that the rank's main thread executes Python code."""
     uncounted: float = 0.0
-    """Seconds since collectives were last counted; counting stops only while the rank holds the GIL."""
+    """Seconds since collectives were last counted; only a GIL held by another thread stops the counting."""
     collectives: int = 0
     """Number of collectives started in the default process group; kept when that group is destroyed."""
 
@@ -88,7 +88,7 @@ class HangRule:
         return max(0.0, self._last_check + self.check_interval - now)
 
     def check(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> NoProgress | None:
-        """Return how long no rank has made progress; None if that is less than the limit.
+        """Return how long no rank has made progress, or None if that is less than the limit.
 
         `heartbeats`: the heartbeats of all running ranks. `stopped`: whether a signal such as SIGSTOP has stopped any
         of these ranks; if so, the minimum limit applies. A check counts at most two check intervals, so that a
@@ -259,7 +259,7 @@ class HangMonitor:
         """Stacks by global rank."""
 
     def next_check(self) -> float | None:
-        """Seconds until the next call of `check`; None: never."""
+        """Seconds until the next call of `check`, or None if no further call is needed."""
         return None if self._rule is None or self.found else self._rule.next_check(time.monotonic())
 
     def check(self, pids: Mapping[int, int]) -> int | None:
@@ -379,7 +379,7 @@ class HangMonitor:
         self._write_stacks(stacks)
 
     def _locations(self, stacks: Mapping[int, Stack], heartbeats: Mapping[int, Heartbeat]) -> tuple[str, ...]:
-        """Lines that say what the ranks are doing, one for all ranks at the same location."""
+        """Lines that say what the ranks are doing; ranks at the same location share a line."""
         by_activity: dict[str, list[int]] = {}
         for local_rank, stack in stacks.items():
             doing = stack.doing(heartbeats[local_rank].phase)

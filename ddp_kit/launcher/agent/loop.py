@@ -223,7 +223,7 @@ _INTERVAL_SECONDS = 0.1  # as in torch's agent
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
     """Start a round's timer server, which kills workers whose timers expire. Returns None if timers are not enabled.
 
-    Workers read from an environment variable the path of the pipe through which they send timers to the server.
+    Workers send timers to the server through a pipe; an environment variable contains the path of the pipe.
     """
     if os.environ.get(FILE_TIMER) != "1":
         return None
@@ -367,14 +367,14 @@ class Agent:
         )
 
     def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count; torch would delete them."""
+        """Rename the previous round's logs if this round has the same restart count; torch would delete these logs."""
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             folder.rename(f"{folder}.round_{assignment.round - 1}")
 
     @property
     def _attempt_folder(self) -> Path | None:
-        """The log folder of this node's latest workers; None: there are no logs."""
+        """The log folder of this node's latest workers, or None if there are no logs."""
         files = self._workers.error_files.values() if self._workers is not None else ()
         return next((Path(file).parents[1] for file in files if file != os.devnull), None)
 
@@ -468,7 +468,7 @@ class Agent:
 
     @property
     def folder(self) -> str:
-        """The folder of this job's logs on this node; empty: no logs."""
+        """The folder of this job's logs on this node, or an empty string if there are no logs."""
         return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def recorded_failures(self) -> dict[int, ProcessFailure]:

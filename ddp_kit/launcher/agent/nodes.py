@@ -51,7 +51,7 @@ class SingleNodeLink:
 
     @property
     def next_check(self) -> float | None:
-        """Seconds until the next call of `check`; None: no round is due."""
+        """Seconds until the next call of `check`, or None if no round is due."""
         return self._job.timeout(time.monotonic())
 
     def join(self) -> None:

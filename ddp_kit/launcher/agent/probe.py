@@ -53,7 +53,7 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
     distributed.all_reduce(total)
     if not bool((total == 3).all()):
         raise ArithmeticError(
-            f"the all-reduce of 1 and 2 must give 3, but gave {total.min().item()} to {total.max().item()}"
+            f"the all-reduce of 1 and 2 must give 3, but gave values from {total.min().item()} to {total.max().item()}"
         )
     distributed.destroy_process_group()
     if first:

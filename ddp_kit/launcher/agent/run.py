@@ -182,7 +182,7 @@ def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> Non
 
 @contextmanager
 def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage) -> Iterator[str]:
-    """Yield the folder for logs and error files: that of --log-dir, or a temporary folder.
+    """Yield the folder for logs and error files: the value of --log-dir, or a temporary folder.
 
     The temporary folder is removed when the job ends, unless --redirects writes logs to it.
     """

@@ -86,7 +86,7 @@ class Stack:
 
     @property
     def waits_for_ranks(self) -> str:
-        """The collective or other operation in which the process waits for other ranks; empty: none."""
+        """The collective or other operation in which the process waits for other ranks, or an empty string."""
         for frame in self.python:
             if frame.file.endswith(_COLLECTIVES):
                 return frame.name
@@ -224,7 +224,7 @@ def program() -> str:
 
 
 def wait_channel(pid: int) -> str:
-    """The kernel function in which a process sleeps; empty: not known."""
+    """The kernel function in which a process sleeps, or an empty string if it is not known."""
     with suppress(OSError):
         name = Path(f"/proc/{pid}/wchan").read_text().strip()
         return "" if name == "0" else name

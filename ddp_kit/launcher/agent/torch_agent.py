@@ -83,7 +83,7 @@ def _failure(rank: int, failure: ProcessFailure) -> Failure:
 def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
     """End workers that torch's agent lost track of because a signal arrived while it was starting them.
 
-    `warm`: a server that is a child of this process, but not a worker. It is not ended.
+    `warm`: the warm server, a child of this process that is not a worker and must keep running.
     """
     left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
     for worker in left:

@@ -461,7 +461,7 @@ class Workers:
 
 
 def note_of(failure: ProcessFailure) -> dict[str, Any]:
-    """The content of a worker's error file, written by the script or by `uncaught.leave_note`; empty: no file.
+    """The content of a worker's error file, which the script or `uncaught.leave_note` writes; empty if no file exists.
 
     torch's handler writes a dict; other programs write a plain string, which torch accepts too.
     """

@@ -64,7 +64,7 @@ def resources(request: Request) -> dict[str, Any]:
 
 
 def node_count(request: Request) -> dict[str, str]:
-    """The environment variable PET_NNODES with the number of pods. Kubernetes has no such variable."""
+    """The environment variable PET_NNODES, set to the number of pods. Kubernetes itself sets no such variable."""
     return {"name": NODES_DEFAULT, "value": str(request.nodes)}
 
 

@@ -29,7 +29,7 @@ _OTHERS_SECONDS = 10.0  # for the other launchers to end after the first one has
 
 
 class Host:
-    """One node of the job: a Ray actor."""
+    """Ray actor that runs the launcher on one node of the job."""
 
     def address(self) -> str:
         """The IP address of the node that this actor runs on."""

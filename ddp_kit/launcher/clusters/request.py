@@ -153,7 +153,7 @@ class Request:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """CPU cores of each node, by default 8 per GPU; None: the engine decides."""
+        """CPU cores of each node, by default 8 per GPU, or None if the engine decides."""
         return self.cpus if self.cpus is not None else (self.gpus * _CPUS_PER_GPU if self.gpus else None)
 
     @property

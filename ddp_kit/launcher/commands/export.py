@@ -171,7 +171,7 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
 
 
 def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
-    """Two dicts: the stored tensor's key by weight name, and the first name of a tied weight by each other name."""
+    """Two dicts: weight name -> key of the stored tensor, and further name of a tied weight -> its first name."""
     names: dict[str, Key] = {}
     tied: dict[str, str] = {}
     first: dict[Key, str] = {}
@@ -230,7 +230,7 @@ class _NewFile:
         self._file = os.open(self._unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Destination]]:
-        """Write the header, and map the file into memory. Returns, by name, where to copy the data of each tensor."""
+        """Write the header, and map the file into memory. Returns the destinations of each tensor's data, by name."""
         # Larger element sizes first, so that every tensor is aligned without padding.
         order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])
         table = ((name, weights[name].dtype, weights[name].shape, weights[name].bytes) for name in order)

@@ -143,7 +143,7 @@ def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
                 f"type it before {rest[0]}",
             )
     if rest and rest[0].partition("=")[0] == "--nnodes":
-        raise UsageError("`ddpkit submit` sets --nnodes to the value of --nodes", "type --nodes N")
+        raise UsageError("--nnodes is not allowed: `ddpkit submit` derives it from --nodes", "type --nodes N")
     return list(words[:position]), rest
 
 

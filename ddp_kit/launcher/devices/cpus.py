@@ -29,7 +29,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def oom_kills(root: Path = Path("/")) -> int:
     """The number of processes that the kernel killed for lack of memory.
 
-    Counted in this process's control group, or on the whole machine if the control group has no counter.
+    The count covers this process's control group, or the whole machine if the control group has no counter.
     """
     groups = _groups(root, "memory")
     counters = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]

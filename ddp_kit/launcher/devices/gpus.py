@@ -150,7 +150,7 @@ class Gpu:
 
     @property
     def memory(self) -> str:
-        """The used and the total memory, such as `1.5 of 80 GiB`; empty: not known."""
+        """The used and the total memory, such as `1.5 of 80 GiB`, or an empty string if not known."""
         if not self.memory_total:
             return ""
         return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"

@@ -33,7 +33,7 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
 
     `make`: a function that creates the plan from a mapping: GPU UUID -> the other launch that holds the GPU. Only one
     launch at a time chooses GPUs, so if two launches want the same GPUs, one of them gets all of these GPUs.
-    `hold`: False if the plan is only printed.
+    `hold`: whether to hold the GPUs; False if the plan is only printed.
     """
     if sys.platform != "linux":
         yield make({})

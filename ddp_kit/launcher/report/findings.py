@@ -162,7 +162,7 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
 
 
 def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """Time of the last log row that the failed attempt wrote up to the step from which the next attempt resumed."""
+    """Time of the failed attempt's last log row at or before the step from which the next attempt resumed."""
     step = after.begin["step"]
     reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
     return float(max(reached, default=before.begin["time"]))
@@ -241,7 +241,7 @@ def _memory(run: RunHistory) -> Iterator[Finding]:
         share = max(peaks) / planned - 1
         if abs(share) > _OFF_PLAN:
             yield Finding(
-                f"A rank used {size_text(max(peaks))} of GPU memory; the plan was {size_text(planned)} ({share:+.0%})",
+                f"A rank used {size_text(max(peaks))} of GPU memory; estimated: {size_text(planned)} ({share:+.0%})",
                 is_problem=share > 0,
             )
 

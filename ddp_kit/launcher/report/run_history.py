@@ -63,7 +63,7 @@ class RunHistory:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps that the run has done."""
+        """The number of optimizer steps that the run has completed."""
         lines = [self.last.begin, *self.rows[-1:], *([self.last.done] if self.last.done else [])]
         return max(int(line["step"]) for line in lines)
 

@@ -359,7 +359,7 @@ class Recording:
                 yield index, event
 
     def launch(self, event: Event) -> int:
-        """Index in `calls` of the CUDA call that launched a kernel or a copy; -1: not recorded."""
+        """Index in `calls` of the CUDA call that launched a kernel or a copy, or -1 if it was not recorded."""
         return self.launches.get(event.args.get("correlation"), -1)
 
     def waits_for_data(self) -> Spans:

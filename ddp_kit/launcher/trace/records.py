@@ -8,7 +8,7 @@ class CodeLocation:
     """The location of a Python function in the source code.
 
     `line`: the line on which the function begins, as torch.profiler records it; for a function that was already running
-    when recording began, the line that was executing. `library`: "ddpkit", "torch" or "" for any other code.
+    when recording began, the line being executed. `library`: "ddpkit", "torch" or "" for any other code.
     """
 
     function: str

@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`, so that this process can clean up after its parent has died.
 
-    When the parent dies, the kernel then sends SIGCONT instead of SIGKILL, which continues a stopped process.
+    The kernel then sends SIGCONT instead of SIGKILL when the parent dies. SIGCONT continues a stopped process.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
@@ -53,7 +53,7 @@ def adopt_orphans() -> None:
 
 
 def state(pid: int) -> str:
-    """The letter for a process's state, see proc(5); empty: there is no such process."""
+    """The letter for a process's state (see proc(5)), or an empty string if there is no such process."""
     return _read(f"/proc/{pid}/stat").rpartition(b") ")[2][:1].decode()
 
 

@@ -227,10 +227,10 @@ class Process:
         """The time of the monotonic clock at which this process noticed that the worker had ended."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the signal that killed the worker; None: not reported yet.
+        """Return the exit code, or minus the number of the signal that killed the worker, or None if not reported yet.
 
         Call `WarmServer.pump` to read new reports. This method does not call it, because `pump` also reads reports
-        about other workers: a caller that has already polled those workers would wait forever.
+        about other workers: a caller that has already polled those workers would miss these reports and wait forever.
         """
         return self.returncode
 

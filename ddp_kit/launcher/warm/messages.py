@@ -98,7 +98,7 @@ class Ended:
 
     number: int
     returncode: int
-    """The worker's exit code; negative: minus the number of the signal that killed the worker."""
+    """The worker's exit code, or minus the number of the signal that killed the worker."""
 
 
 Message = Start | Kill | Clear | RemoveAtEnd | Started | Ended

@@ -42,7 +42,7 @@ def later_imports(program: Program) -> tuple[str, ...]:
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """An environment variable that the script changes after a preloaded module has read it; empty: there is none.
+    """An environment variable that the script changes after a preloaded module has read it, or an empty string.
 
     Setting a variable to its current value does not count as a change. The older names of the variable for torch's
     allocator are treated as the same variable. `env`: the script's initial environment. Only the script itself is
@@ -107,7 +107,7 @@ _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
 def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
-    """Why this program needs a new interpreter; empty: it can run in a fork of the warm server.
+    """Why this program needs a new interpreter, or an empty string if it can run in a fork of the warm server.
 
     `env`: the program's environment. `preloaded`: the top-level modules that the warm server has imported.
     """

@@ -168,7 +168,7 @@ def _wake(*_: object) -> None:
 
 
 def _preload(names: tuple[str, ...]) -> str:
-    """Import modules for the workers. Return the reason for a failure; empty: all imports succeeded."""
+    """Import modules for the workers. Return the reason for a failure, or an empty string if all imports succeeded."""
     try:
         for name in names:
             import_module(name)
@@ -302,7 +302,7 @@ class _Server:
         return None
 
     def _reason_for_cold_start(self, start: Start) -> str:
-        """Why a worker forked now would differ from a worker with a new interpreter; empty: it would not differ."""
+        """Why a worker forked now would differ from a worker with a new interpreter, or an empty string."""
         assert start.program is not None
         if self._broken:
             return self._broken

@@ -200,8 +200,8 @@ def _set_threads(env: Mapping[str, str]) -> None:
     """Give torch and BLAS the number of threads that they would have in a new process with this environment.
 
     OpenMP has already read its number of threads from the server's environment, so torch's number is set here if the
-    launcher gave this worker another one. MKL would limit the number to one thread per core, but the launcher never
-    gives more. Otherwise, torch itself asks OpenMP and MKL at its first operation in this process.
+    launcher gave this worker a different one. If not, torch itself asks OpenMP and MKL at its first operation in this
+    process. MKL would limit the number to one thread per core, which the launcher never exceeds.
     """
     torch, value = sys.modules["torch"], env.get(THREADS, "")
     is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
@@ -216,7 +216,7 @@ def _set_threads(env: Mapping[str, str]) -> None:
 
 
 def _leading_number(text: str) -> int:
-    """The positive number at the beginning of a text, as OpenBLAS reads it; 0: there is none."""
+    """The positive number at the beginning of a text, as OpenBLAS reads it, or 0 if there is none."""
     found = re.match(r"\s*\+?(\d+)", text)
     return int(found[1]) if found else 0
 
