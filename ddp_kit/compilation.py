@@ -8,7 +8,7 @@ from ddp_kit.torch_internals import compile_like, compile_module, compiled_modul
 
 
 def compile_in_place(model: nn.Module, what: str) -> None:
-    """Compile the model (`what`: "model") or each of its repeated blocks ("blocks"); modules stay the same objects.
+    """Compile a model (`what="model"`) or each of its repeated blocks (`what="blocks"`), without replacing modules.
 
     With "blocks", blocks of the same class share compiled code, which shortens compilation. No compiled graph spans
     several blocks, so DDP's hooks can run between blocks. Raises `ConfigError` if there are no repeated blocks.

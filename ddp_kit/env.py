@@ -124,7 +124,7 @@ class WorkerEnv:
     local_world_size: int = 1
     node_rank: int = 0
     gpus_per_process: int | None = None
-    """Number of GPUs of each process. None: a single process uses all visible GPUs, several processes use one each."""
+    """Number of GPUs per process. None: a single process uses all visible GPUs; several processes use one each."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def noted_record_folder() -> Path | None:
 
 
 def note_record_folder(path: Path) -> None:
-    """Tell ddpkit's launcher where the record of this run is; without this launcher, do nothing."""
+    """Tell ddpkit's launcher where the record of this run is. Does nothing without that launcher."""
     folder = attempt_folder()
     if folder is not None and (folder / RECORD_NOTE).exists():
         with suppress(OSError):
@@ -291,9 +291,11 @@ def make_cublas_deterministic() -> None:
 
 
 def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's setting for torch's CUDA allocator: expandable segments, which reduce fragmentation.
+    """The environment variable that configures torch's CUDA allocator, with the launcher's value for it.
 
-    Returns an empty dict if the user has set the variable, under any of its names, or if there is no NVIDIA driver.
+    It enables expandable segments, which reduce fragmentation. The dict is empty if the user has set the variable,
+    under any of its names, or if there is no NVIDIA driver.
+
     torch reads the variable when it loads its CUDA library. The variable must therefore also be set in the warm server,
     the process that imports torch and forks the workers.
     """

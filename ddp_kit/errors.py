@@ -27,7 +27,7 @@ class DdpKitError(Exception):
     reported_elsewhere = False
     """Whether another rank reports this error. If so, only that rank prints it, and the launcher names that rank."""
     only_this_rank = False
-    """Whether only this rank has the error, such as a failed DataLoader worker. If so, the launcher prints it again."""
+    """Whether only this rank has the error, such as a failed DataLoader worker. If so, the launcher repeats it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -105,6 +105,12 @@ def nearest(name: str, known: list[str]) -> str | None:
     """The known name that is closest in spelling, or None if no known name is close."""
     found = get_close_matches(name, known, n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def suggestion(name: str, known: list[str], what: str) -> str:
+    """The hint for an unknown name: the closest known name, or else some known names. `what`: such as "modules"."""
+    close = nearest(name, known)
+    return f"did you mean {close!r}?" if close else f"{what}: {some(known)}" if known else f"there are no {what}"
 
 
 def first_line(error: Exception) -> str:

@@ -17,11 +17,11 @@ class ExitCode(IntEnum):
     LAUNCH_FAILED = 3
     NODE_LOST = 4
     REQUEUE = 75
-    """The run saved a checkpoint and must be started again. Workers use the same code. EX_TEMPFAIL in sysexits.h."""
+    """The run saved a checkpoint and must be started again. Workers use the same code (EX_TEMPFAIL of sysexits.h)."""
     HUNG = 124
     """The launcher killed a worker that hung. The `timeout` command of coreutils uses the same code."""
 
     @staticmethod
     def of_signal(number: int) -> int:
-        """The exit code for a process killed by a signal, as in shells."""
+        """The exit code that shells report for a process killed by a signal."""
         return 128 + number

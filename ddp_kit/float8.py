@@ -5,8 +5,8 @@
     weight's grad   = output's grad^T * input
 
 Before each product, both matrices are scaled by their largest absolute values and cast to float8. Weights, their
-gradients and the optimizer's state keep their dtypes. Source: Micikevicius et al. 2022, arXiv 2209.05433, but with
-scales computed from the current tensors ("dynamic scaling").
+gradients and the optimizer's state keep their dtypes. Source: Micikevicius et al. 2022, arXiv 2209.05433, except
+that scales are computed from the current tensors ("dynamic scaling").
 """
 
 import fnmatch
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ddp_kit.env import emulates_fp8
-from ddp_kit.errors import ConfigError, nearest, some
+from ddp_kit.errors import ConfigError, some, suggestion
 from ddp_kit.log import logger
 from ddp_kit.structures import repeated_blocks
 
@@ -33,7 +33,7 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     """Replace linear layers of a model with torchao's float8 layers, which hold the same parameter objects.
 
     `layers`: names or patterns of linear layers; "auto": all linear layers in repeated blocks, except small layers,
-    which float8 does not speed up. Layers with a size that is not a multiple of 16 are not converted.
+    which float8 does not speed up. Layers are not converted if their input or output size is not a multiple of 16.
 
     Raises `ConfigError` if the device does not support float8 products, torchao is missing, or no layer can be
     converted.
@@ -102,7 +102,7 @@ def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequenc
         if not found:
             raise ConfigError(
                 f"fp8_layers names {pattern!r}, but the model {type(model).__name__} has no such linear layer",
-                f"nearest: {nearest(pattern, [*linear]) or some([*linear]) or 'there is none'}",
+                suggestion(pattern, [*linear], "linear layers"),
             )
         named.update(found)
     return named

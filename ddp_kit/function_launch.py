@@ -120,7 +120,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """The pickled call. Raises a `UsageError` that names the variable or argument that cannot be pickled."""
+    """Pickle the call. Raises a `UsageError` that names the variable or argument that cannot be pickled."""
     if not callable(function):
         raise UsageError(f"launch needs a function, not {kind_of(function)}", "for example: launch(train, gpus=2)")
     try:
@@ -191,7 +191,7 @@ def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """State that a launcher inherits when it starts and cannot change later."""
+    """State that a launcher inherits when it starts and cannot change later, such as its working directory."""
 
     folder: str
     variables: Mapping[str, str]

@@ -17,7 +17,7 @@ class Phase(IntEnum):
     OUTSIDE = 0
     """The script is running outside of the Trainer."""
     BETWEEN_STEPS = 1
-    """The script is running in its loop over `Trainer.steps`, or `fit` is between two steps."""
+    """The script is running the body of its loop over `Trainer.steps`, or `fit` is between two steps."""
     DATA = 2
     TRANSFER = 3
     FORWARD = 4
@@ -67,7 +67,7 @@ class HeartbeatField(IntEnum):
     ALL_COLLECTIVES = 5
     """Number of collectives started in all groups."""
     BEGAN = 6
-    """The step from which the run started (0, or the step of a checkpoint), plus 1; 0: the run has not started."""
+    """One more than the step from which the run started, which is 0 or a checkpoint's step; 0: not started yet."""
     CHANGED_AT = 7
     """Time at which the phase was last set, in nanoseconds of CLOCK_MONOTONIC, which all processes share."""
     STEP_NANOSECONDS = 8

@@ -1,4 +1,4 @@
-"""Log lines through loguru: only from rank 0, with the time, above the progress bar if there is one."""
+"""Logging through loguru, on rank 0 only. Lines begin with the time, and appear above the progress bar, if any."""
 
 import inspect
 import os
@@ -28,7 +28,8 @@ def start(rank: int, world_size: int) -> None:
     """Enable ddpkit's log lines on the main rank only, and set their format.
 
     If the user has configured loguru, the user's handlers receive ddpkit's lines. Otherwise, ddpkit's lines get a
-    handler with a short format. All other lines keep loguru's default format, with the rank if there are several ranks.
+    handler with a short format, and the lines of other code keep loguru's default format, with the rank if there are
+    several ranks.
     """
     (logger.enable if rank == 0 else logger.disable)("ddp_kit")
     for module in _ANY_RANK:
@@ -54,7 +55,7 @@ def _write(message: str) -> None:
 def _wrapped(message: "Message", label: int) -> str:
     """The message, wrapped between words if standard error is a terminal.
 
-    `label`: the number of columns to leave free, in which the launcher may write a label.
+    `label`: the number of columns to leave free for a label that the launcher may write.
     """
     text = message.record["message"]
     try:

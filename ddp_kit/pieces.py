@@ -22,7 +22,7 @@ class Piece:
     """Whether this rank writes the piece to checkpoints. If several ranks hold it, only one of them writes it."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
-        """The values of this piece, taken from `saved`: either the whole tensor or the same piece.
+        """The values of this piece in `saved`, which is either the whole tensor or the same piece.
 
         Raises `ValueError` if `saved` has another shape or is another piece.
         """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.log import logger
 from ddp_kit.structures import each_leaf
@@ -108,7 +108,7 @@ class Precision:
             if not (named := fnmatch.filter(found, pattern)):
                 raise ConfigError(
                     f"bf16_buffers names {pattern!r}, but the model {type(model).__name__} has no such buffer",
-                    f"nearest: {nearest(pattern, [*found]) or some([*found]) or 'there is none'}",
+                    suggestion(pattern, [*found], "buffers"),
                 )
             follow.update(named)
         return {
@@ -158,7 +158,7 @@ class Precision:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """A context that turns torch's error about different dtypes, which bf16-true may cause, into a `LossError`."""
+        """Context manager that re-raises torch's error about mixed dtypes, common with bf16-true, as a `LossError`."""
         try:
             yield
         except RuntimeError as error:
@@ -196,8 +196,8 @@ class Precision:
         """Do the optimizer step. If fp16 gradients overflowed, skip the step, lower the loss scale, and return False.
 
         Only the device knows whether gradients overflowed. `wait`: whether the host waits for this information. If it
-        is False, the method always returns True, and `take_skipped_steps` returns the number of skipped steps. The host
-        then waits only for an optimizer that is not fused, because a fused kernel skips the step itself.
+        is False, the method always returns True, and `take_skipped_steps` returns the number of skipped steps. Even
+        then, the host waits if the optimizer is not fused; a fused kernel skips the step itself.
         """
         if self._scaler is None:
             optimizer.step()
@@ -239,10 +239,10 @@ def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
 
 @cache
 def _cached_casts_have_gradients() -> bool:
-    """Whether a cast that autocast caches under no_grad has gradients when it is reused outside of no_grad.
+    """Whether weights get gradients if autocast reuses a cast of them that it cached under no_grad.
 
-    Before https://github.com/pytorch/pytorch/pull/165068 it has no gradients: if a loss function first called the model
-    under no_grad, the model would not be trained.
+    Before https://github.com/pytorch/pytorch/pull/165068 they get none: if a loss function first called the model under
+    no_grad, the model would not be trained.
     """
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -28,7 +28,7 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
 class Recorder:
-    """Records the steps `profile.steps` on the ranks `profile.ranks`.
+    """Profiles the steps in `profile.steps` on the ranks in `profile.ranks`.
 
     with recorder:                   # writes what has been recorded if the run ends before the last step to record
         recorder.before_step(number); ...; recorder.after_step(number)
@@ -57,7 +57,7 @@ class Recorder:
         self.close()
 
     def before_step(self, number: int) -> None:
-        """Start recording at the first step to record; a resumed run may begin after that step.
+        """Start recording if `number` is the first step of this run within `profile.steps`.
 
         `number`: the number of the next step, counted from 1.
         """
@@ -77,7 +77,7 @@ class Recorder:
                 self.close()
 
     def close(self) -> None:
-        """Write what has been recorded, if anything is being recorded."""
+        """End the recording, if there is one, and write it to files."""
         if self._running is None:
             return
         running, self._running = self._running, None
@@ -132,7 +132,7 @@ class Recorder:
             text = json.dumps({**facts, "bytes": peak.bytes, "earlier": peak.earlier, "lines": lines}, indent=1)
             path.write_text(f"{text}\n", encoding="utf-8")
         except (OSError, RuntimeError, AttributeError, TypeError, LookupError) as error:
-            logger.warning("profile: no record of memory was written to {}: {}", path, error)
+            logger.warning("profile: the record of GPU memory could not be written to {}: {}", path, error)
             return
         logger.info("profile: wrote {} (`ddpkit report` shows it)", path)
 
@@ -211,10 +211,10 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class LineMemory:
-    """Memory that one line of Python code had allocated, and that was not yet freed at the peak."""
+    """Memory allocated by one line of Python code and not yet freed at the peak."""
 
     file: str
-    """The file with the line; "" for allocations without Python code on the stack, as in the backward pass."""
+    """The file that contains the line; "" if no Python code was on the stack, as in the backward pass."""
     line: int
     function: str
     bytes: int
@@ -230,7 +230,7 @@ class MemoryPeak:
     earlier: int
     """Bytes that were allocated before the recording began, such as weights; included in `bytes`."""
     lines: tuple[LineMemory, ...]
-    """The lines with the most bytes, at most 20."""
+    """The lines that had allocated the most bytes, at most 20."""
 
 
 def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> MemoryPeak | None:
@@ -256,8 +256,8 @@ def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> Memor
 class _Device:
     """The recorded allocations of one GPU.
 
-    Allocations from before the recording are found in two ways: they are freed during the recording, or they still
-    exist at its end.
+    An allocation from before the recording shows up in one of two ways: it is freed during the recording, or it still
+    exists at the end.
     """
 
     def __init__(self, number: int, events: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ _running: list[Progress] = []  # the progress bar of the run; evaluations show t
 
 
 class ProgressReport:
-    """A context manager that shows the progress of a run, or nothing if `shown` is False.
+    """Context manager that shows the progress of a run, or nothing if `shown` is False.
 
     `total`: optimizer steps of the whole run; None: not known in advance. `done`: steps that are already completed.
     """
@@ -151,7 +151,7 @@ class HeartbeatWriter:
         memory[_CHANGED_AT] = monotonic_ns()
 
     def set_step(self, step: int) -> None:
-        """Set the number of optimizer steps done before this process started."""
+        """Set the number of the last completed optimizer step, such as the step of a loaded checkpoint."""
         self._memory[_STEP] = step + 1
 
     def step(self, step: int) -> None:
@@ -196,9 +196,9 @@ class HeartbeatWriter:
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
-        """A context for training, which records the initial step.
+        """Context manager for training. Records `step` as the step from which training starts.
 
-        If a `LossError` names the step in which it occurred, the step before that step is recorded as the last one.
+        If a `LossError` names the step in which it occurred, the previous step is recorded as the last completed one.
         """
         self.set_step(step)
         self._stepped_at = 0

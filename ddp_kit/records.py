@@ -128,7 +128,7 @@ class FitResult:
     steps: int
     """Optimizer steps done."""
     samples: int
-    """Number of samples that all ranks together have trained on; a sample counts once in each epoch."""
+    """Number of samples that all ranks together have trained on; a sample is counted again in each epoch."""
     loss: float
     """The mean loss of the last log row; NaN if there is none."""
     history: tuple[LogRow, ...]
@@ -136,7 +136,7 @@ class FitResult:
     skipped: int
     """Steps skipped because a gradient was not finite: by fp16 loss scaling, or by `non_finite_gradients="skip"`."""
     metrics: dict[str, float]
-    """The loss and metrics of the last evaluation; empty without one."""
+    """The loss and metrics of the last evaluation; empty if there was none."""
 
 
 @dataclass(frozen=True)

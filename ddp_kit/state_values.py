@@ -1,4 +1,4 @@
-"""Checks of values loaded from a checkpoint. Without them, a value of the wrong type would fail much later."""
+"""Checks of values loaded from a checkpoint. Without them, a wrong type would cause an error only much later."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def with_copied_containers(batch: T) -> T:
-    """Copy the containers of a batch, but not the leaves, because a loss function may modify dicts and lists."""
+    """Copy the containers of a batch, but not the leaves: a loss function may modify the dicts and lists it gets."""
     copied: T = each_leaf(_own, batch)
     return copied
 

@@ -1,4 +1,4 @@
-"""Timing of a step's phases, which is always on and does not wait for the device."""
+"""Timing of the phases of a step. It is always on, and does not wait for the device."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: Tensor) -> int:
-        """Measure when the gradients of `loss` are computed; returns the phase to mark after `loss.backward()`.
+        """Measure when all gradients of `loss` are computed. Returns the phase to mark after `loss.backward()`.
 
         DDP waits for its reductions in a callback at the end of the backward pass. Such callbacks run in the order in
         which they were queued. The callback of this method is queued when the pass begins, so it runs just before DDP's
@@ -85,10 +85,10 @@ class StepClock:
         self._watched += 1
 
     def read(self, step_seconds: float) -> StepTimes:
-        """Seconds per step and phase since the last reading. `step_seconds`: the wall time per step since then.
+        """Seconds per step in each phase since the last reading. `step_seconds`: the wall time per step since then.
 
-        On a GPU, only the steps that the GPU has finished are included, so the last steps before a log point count in
-        the next interval. Until the GPU has finished a step, all time is `other`.
+        On a GPU, only the steps that the GPU has finished are included, so the last steps before a log point are
+        counted in the next interval. Until the GPU has finished a step, all time is `other`.
         """
         steps, watched = max(1, self._steps), max(1, self._watched)
         data, transfer, forward, computed, communication, optimizer, exposed = (total / steps for total in self._sums)
@@ -170,7 +170,7 @@ class DeviceClock(StepClock):
         return super().read(step_seconds)
 
     def _collect(self) -> None:
-        """Add up the steps that the device has finished, and reuse their events."""
+        """Add the times of the steps that the device has finished to the sums, and reuse the events."""
         if self._open:
             self._waiting.append(self._open)
             self._open = None

@@ -29,7 +29,7 @@ __all__ = ["pytree"]
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group, which adds the prefixes of the group to all keys."""
+    """The store of the default process group. It adds the group's prefixes to all keys."""
     return distributed_c10d._get_default_store()
 
 
@@ -65,7 +65,7 @@ def compile_module(module: nn.Module) -> None:
 
 
 def compile_like(wrapper: Any, module: nn.Module) -> None:
-    """Compile a module in place with the settings of `wrapper`, which `torch.compile(module, ...)` has returned."""
+    """Compile a module in place, with the settings of `wrapper`: the result of `torch.compile` for the same module."""
     with _with_outer_frame(module):
         module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # as in `module.compile()`
 
@@ -137,7 +137,7 @@ def interpolate_all(tensors: list[Tensor], ends: list[Tensor], weight: float) ->
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Queue a callback for the end of the current backward pass. Callbacks run in the order of queueing."""
+    """Queue a callback for the end of the current backward pass. Callbacks run in the order they were queued."""
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -215,7 +215,7 @@ class DdpReducer:
         return [parameter for bucket in self._zeros() for parameter in bucket.parameters()]
 
     def reduce_zeros(self, begun: int) -> None:
-        """Start the reductions of all buckets after the first `begun` buckets, with zeros in place of gradients."""
+        """Start the reductions of all buckets except the first `begun`, with zeros in place of gradients."""
         for bucket in self._zeros()[begun:]:
             self._wrapper.reducer._run_comm_hook(bucket)
 
@@ -256,7 +256,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
-    """Return a function that tells, for a name in the state_dict, whether custom code of a module loads its value.
+    """Return a function that tells whether custom code loads the value of a given name in the state_dict.
 
     Custom code may accept other names and shapes. It is an overridden `load_state_dict` of the model, or an overridden
     `_load_from_state_dict` or a load pre-hook of a module that contains the name. The overrides in torch's norms do not
@@ -314,7 +314,7 @@ class FakeTensors:
         return made
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context in which operations, even on real tensors, compute only shapes and dtypes, but no values."""
+        """A context in which operations, even on real tensors, compute only shapes and dtypes, and no values."""
         return self._mode
 
     def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -364,7 +364,7 @@ _NO_PRODUCTS = {
 
 @cache
 def _has_no_products(operation: Any) -> bool:
-    """Whether an operation is known to be cheap, which means that it contains no matrix product.
+    """Whether an operation is known to be cheap, that is, to contain no matrix product.
 
     It is enough that torch marks one variant of the operation as a view or as element-wise, because torch does not mark
     all variants, such as in-place ones.

@@ -1,6 +1,6 @@
 """Printing of an uncaught `DdpKitError` as a message without a traceback, once per node.
 
-    the first rank of a node    creates a file in the launcher's folder of this attempt, and prints its message
+    the first rank of a node    creates a file in the launcher's folder for this attempt, and prints its message
     the other ranks             print nothing, because they found the same error
     all ranks                   write their error files, for the launcher's verdict
 

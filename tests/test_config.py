@@ -29,8 +29,8 @@ def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> 
     )
     assert sorted(problems) == [
         "checkpoint.keep_last = 'many': must be a whole number; nearest: 2",
-        "data.num_worker = 2: there is no such setting; nearest: data.num_workers",
-        "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
+        "data.num_worker = 2: there is no such setting; did you mean data.num_workers?",
+        "global_batch_sz = 64: there is no such setting; did you mean global_batch_size?",
         "log_every_steps = 0: must be at least 1; nearest: 1",
         'precision = \'bf15\': must be "fp32", "tf32", "bf16", "fp16", "bf16-true" or "fp8"; nearest: \'bf16\'',
     ]
@@ -148,6 +148,8 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
                 said in problem
                 for said in (
                     "nearest",
+                    "did you mean",
+                    "; use ",
                     "lists the settings",
                     "type ",
                     "belongs to the opt",
@@ -214,11 +216,11 @@ def test_mistakes_on_the_command_line_are_listed_with_what_works() -> None:
     with pytest.raises(ConfigError) as caught:
         TrainerConfig.from_command_line(["--epochs=3", "fast", "epochs=2", "--config"])
     assert caught.value.problems == (
-        "--epochs=3: write a setting as name=value; nearest: epochs=3",
-        "fast: write a setting as name=value; nearest: data.num_workers=4",
+        "--epochs=3: write a setting as name=value, such as epochs=3",
+        "fast: write a setting as name=value, such as data.num_workers=4",
         "--config needs a file, such as --config run.yaml",
     )
-    with pytest.raises(ConfigError, match=r"data.num_worker = 3: .*nearest: data.num_workers"):
+    with pytest.raises(ConfigError, match=r"data.num_worker = 3: .*did you mean data.num_workers"):
         TrainerConfig.from_command_line(["data.num_worker=3"])
 
 

@@ -136,7 +136,7 @@ def test_a_model_without_a_layer_to_convert_is_told_why() -> None:
         convert_linear_layers(nn.Linear(16, 2048), ("*",), CPU)
     with pytest.raises(ConfigError, match="'1.upp', but the model Sequential has no such linear layer") as caught:
         convert_linear_layers(network(), ("1.upp",), CPU)
-    assert caught.value.hint == "nearest: 1.up"
+    assert caught.value.hint == "did you mean '1.up'?"
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

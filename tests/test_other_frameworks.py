@@ -121,17 +121,17 @@ def test_each_argument_of_another_framework_is_a_setting_or_has_an_answer() -> N
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("per_device_train_batch_size", "nearest: micro_batch_size (samples per rank and pass); global_batch_size"),
+        ("per_device_train_batch_size", "use micro_batch_size (samples per rank and pass); global_batch_size"),
         ("lr_scheduler_type", "it is an argument of the Trainer: `Trainer(..., scheduler=...)`"),
-        ("eval_strategy", "nearest: eval_every_steps (optimizer steps) or eval_every_epochs"),
-        ("eval_steps", "nearest: eval_every_steps"),
+        ("eval_strategy", "use eval_every_steps (optimizer steps) or eval_every_epochs"),
+        ("eval_steps", "use eval_every_steps"),
         ("optim", "it belongs to the optimizer that you pass to the Trainer"),
-        ("val_check_interval", "nearest: eval_every_steps"),
-        ("enable_checkpointing", 'nearest: checkpoint={"dir": "run"}'),
+        ("val_check_interval", "use eval_every_steps"),
+        ("enable_checkpointing", 'use checkpoint={"dir": "run"}'),
         ("split_batches", "not needed: `global_batch_size` counts the samples of all ranks"),
-        ("num_train_epochs", "nearest: epochs"),
-        ("logging_steps", "nearest: log_every_steps"),
-        ("accumulate_grad_batches", "nearest: accumulation_steps"),
+        ("num_train_epochs", "use epochs"),
+        ("logging_steps", "use log_every_steps"),
+        ("accumulate_grad_batches", "use accumulation_steps"),
         (
             "num_processes",
             "as in Lightning: the launcher starts the processes: `ddpkit launch --gpus 2 train.py`; as in ",
@@ -148,18 +148,18 @@ def test_a_name_of_another_framework_is_answered_by_its_meaning(name: str, answe
 def test_unknown_arguments_of_the_trainer_are_listed_once_with_what_works() -> None:
     given = {"max_epochs": 3, "args": None, "epochs": 3, "metric": {}, "train_dataset": [1], "frob": 1}
     assert problems_of(trainer, **given) == (
-        "max_epochs = 3: there is no such argument; nearest: epochs",
+        "max_epochs = 3: there is no such argument; use epochs",
         "args = None: there is no such argument; pass settings as a TrainerConfig: "
         "`Trainer(..., config=TrainerConfig(epochs=3))`",
         "epochs = 3: there is no such argument; it is a setting: TrainerConfig(epochs=3)",
-        "metric = {}: there is no such argument; nearest: metrics",
+        "metric = {}: there is no such argument; did you mean metrics?",
         "train_dataset = [1]: there is no such argument; pass the data to `trainer.fit(train_data, eval_data)`",
         "frob = 1: there is no such argument; help(ddp_kit.TrainerConfig) lists the settings",
     )
     made = trainer()
     for call in (made.fit, made.steps, made.evaluate, made.predict):
         (problem,) = problems_of(call, torch.ones(2, 1), ckpt_path="last")
-        assert problem == "ckpt_path = 'last': there is no such argument; nearest: checkpoint.resume"
+        assert problem == "ckpt_path = 'last': there is no such argument; use checkpoint.resume"
 
 
 # What the answers name ------------------------------------------------------------------------------------------------

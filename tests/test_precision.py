@@ -181,7 +181,7 @@ def test_a_buffer_that_does_not_exist_is_said() -> None:
         ConfigError, match="bf16_buffers names 'tables', but the model Positional has no such"
     ) as caught:
         trained(Positional(), torch.randn(8, 4), bf16_buffers=("tables",))
-    assert caught.value.hint == "nearest: table"
+    assert caught.value.hint == "did you mean 'table'?"
 
 
 def test_two_dtypes_in_bf16_true_are_explained() -> None:

@@ -236,7 +236,8 @@ def test_memory_that_cannot_be_recorded_does_not_end_the_run(
     monkeypatch.setattr(profile_module, "record_allocations", allocator.record)
     monkeypatch.setattr(profile_module, "memory_peak", lambda *_: {}["segments"])
     train(recorder(tmp_path))
-    assert lines[2].startswith(f"WARNING profile: no record of memory was written to {tmp_path}/memory_rank0_steps2-3")
+    path = f"{tmp_path}/memory_rank0_steps2-3"
+    assert lines[2].startswith(f"WARNING profile: the record of GPU memory could not be written to {path}")
     assert allocator.asked == [1_000_000, 0]
     assert names(tmp_path) == ["rank0_steps2-3.json.gz"]
 

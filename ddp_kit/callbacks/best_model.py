@@ -19,7 +19,7 @@ _NAME = "BestModel"
 
 
 class BestModel(Callback):
-    """Keeps a copy, in host memory, of the weights and buffers of the best evaluation, to restore them after training.
+    """Copies the weights and buffers of the best evaluation to host memory, to restore them after training.
 
     To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
@@ -88,7 +88,7 @@ class BestModel(Callback):
         self._after_resume(trainer)
 
     def on_step(self, trainer: Any) -> None:
-        """Do the same as `on_fit_start`, which is not called in a loop over `steps()`."""
+        """Do the work of `on_fit_start` in a loop over `steps()`, which does not call `on_fit_start`."""
         self._after_resume(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -109,7 +109,7 @@ class BestModel(Callback):
             _write(trainer.model, self._path)
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
-        """If `restore_at_end` is set, restore the best weights, if there are any."""
+        """Restore the best weights if `restore_at_end` is set and there has been a best evaluation."""
         if self._restore_at_end and self._load is not None:
             logger.info("restored the weights of step {}: {} {:.4g}", self.step, *self._named_value())
             self.restore()
@@ -151,7 +151,7 @@ class BestModel(Callback):
         self.step, self._load, self._state, self._resumed = None, None, {}, False
 
     def _after_resume(self, trainer: Any) -> None:
-        """Rewrite the file with the best weights of a loaded checkpoint, once after each load."""
+        """Once after each load of a checkpoint, rewrite the file with the best weights in that checkpoint."""
         self._use_best_metric(trainer)
         if not self._resumed:
             return
@@ -173,7 +173,7 @@ class BestModel(Callback):
 
 
 def _loads_into(trainer: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a function that loads a state into the model. Frozen weights that the state lacks keep their values."""
+    """Return a function that loads a state dict into the model. Frozen weights missing from it keep their values."""
 
     def load(state: dict[str, Any]) -> None:
         whole = trainer.model_state()

@@ -30,7 +30,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Called when a checkpoint is loaded, before the next step.
+        """Load a state that `state_dict()` returned. Called when a checkpoint is loaded, before the next step.
 
         Args:
             state: The state from the checkpoint.
@@ -74,7 +74,7 @@ class Callback:
         """
 
     def on_evaluate_end(self, trainer: Any) -> None:
-        """Called after every callback's `on_evaluate`, to undo what `on_evaluate_start` changed.
+        """Called after `on_evaluate` has run in all callbacks, to undo what `on_evaluate_start` changed.
 
         Also called if the evaluation failed. It may have failed on this rank only, so do not run collectives here.
 
@@ -151,7 +151,7 @@ class BestValue:
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value and return True. If it is for another metric or mode, log a warning and return False."""
+        """Load the best value and return True. If it belongs to another metric or mode, warn and return False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(

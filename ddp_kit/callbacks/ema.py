@@ -20,7 +20,7 @@ class EMA(Callback):
         after each later step:      average = decay * average + (1 - decay) * weights
 
     `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` uses the same formula, but here the host never
-    waits for the device. 16-bit weights are averaged in float32, because 16 bits would round small changes away.
+    waits for the device. 16-bit weights are averaged in float32, because 16-bit rounding would lose small changes.
     Buffers, such as BatchNorm's statistics, are not averaged.
 
     The average needs as much device memory as the trainable weights in float32. During an evaluation, a copy of the
@@ -63,7 +63,7 @@ class EMA(Callback):
         self._loaded = {plain_name(name): average for name, average in state["average"].items()}
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Start from the average of the checkpoint, if one was loaded."""
+        """Start from the averaged weights in the checkpoint, if one was loaded."""
         self._use_loaded(trainer)
 
     @torch.no_grad()
@@ -146,14 +146,14 @@ class EMA(Callback):
         self._may_move = False
 
     def _placed(self, tensors: list[Tensor]) -> list[Any]:
-        """The tensors, one per parameter. Those of sharded parameters are wrapped in a `Piece`."""
+        """Return `tensors`, one per parameter, with those of sharded parameters wrapped in a `Piece`."""
         return [
             each if place is None else place.with_tensor(each)
             for each, place in zip(tensors, self._places, strict=True)
         ]
 
     def _use_loaded(self, trainer: Any) -> None:
-        """Continue with the average of a loaded checkpoint, once after each load."""
+        """Once after each load of a checkpoint, continue from the averaged weights in that checkpoint."""
         if not self._loaded:
             return
         self._begin(trainer)
@@ -186,7 +186,7 @@ class EMA(Callback):
 
 
 def _with_dtypes_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, converted to the dtypes of `pattern`; not copied if the dtype is the same."""
+    """Convert each tensor to the dtype of its counterpart in `pattern`. A tensor that has this dtype is not copied."""
     return [tensor.to(like.dtype) for like, tensor in zip(pattern, tensors, strict=True)]
 
 

@@ -38,7 +38,7 @@ class RowLogger(Callback):
         """Remove the rows of steps after `step`. Called before the first row of a run that resumes after `step`.
 
         Args:
-            step: The last optimizer step whose rows remain.
+            step: The last optimizer step whose rows are kept.
         """
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -46,7 +46,7 @@ class RowLogger(Callback):
         self._take_back_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
-        """Do the same as `on_fit_start`, which is not called in a loop over `steps()`."""
+        """Do the work of `on_fit_start` in a loop over `steps()`, which does not call `on_fit_start`."""
         self._take_back_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
@@ -156,7 +156,7 @@ class FileLogger(RowLogger):
         return {"path": str(self._path.absolute()), "begins": self.begin()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the rows of the checkpoint's run if that run wrote to the same file; otherwise do nothing."""
+        """If the checkpoint's run wrote to the same file, continue its rows; otherwise do nothing."""
         if state["path"] == str(self._path.absolute()):
             self._begins = whole_number(state["begins"], "begins")
             super().load_state_dict(state)
@@ -207,13 +207,13 @@ def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric values, under names such as train/loss and eval/loss."""
+    """The values that are numbers, with `kind` as the prefix of their names, as in train/loss and eval/loss."""
     drawn = (int, float)
     return {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, drawn)}
 
 
 def require(package: str, owner: str) -> None:
-    """Raise `ConfigError` if a package is not installed, without importing it."""
+    """Raise `ConfigError` if a package is not installed. The package is not imported."""
     if find_spec(package) is None:
         raise ConfigError(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
 
@@ -231,7 +231,8 @@ def drop_torn_row(path: Path) -> None:
 def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
     """Pairs of (name, value) for a row's columns: fields, learning rates if there are several, and logged values.
 
-    Fields with a value per rank are left out, because a run may have thousands of ranks; `mfu` is left out if unknown.
+    Fields with one value per rank are left out, because a run may have thousands of ranks. `mfu` is left out if it is
+    unknown.
     """
     fields = dict(vars(row))  # dataclasses.asdict takes five times as long
     for name in ("rank_seconds", "rank_memory"):

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints. A checkpoint on disk is complete, loads bit-exact, and is never unpickled.
+"""Saves and loads checkpoints. A checkpoint on disk is complete, is restored bit for bit, and is never unpickled.
 
     manager.py       Checkpoints: when to save, which checkpoint to resume from, one run per folder
     state.py         the parts of a checkpoint, one class for each, and the conversion of older versions

@@ -71,7 +71,7 @@ class FileRecord:
     """The name of the hash function and the hash, such as `xxh3:00c0ffee...`."""
 
     def hasher(self) -> "Hasher":
-        """A new hasher with the hash function of `hash`."""
+        """A new hasher that uses the hash function named in `hash`."""
         return Hasher(self.hash.partition(":")[0])
 
 
@@ -180,8 +180,8 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
 def best(folder: Path) -> Found:
     """The best checkpoint in `folder`: the newest one that was the best when it was saved.
 
-    Checks file sizes, but not hashes; `problem` reports a wrong size. Raises `CheckpointError` if no checkpoint is
-    marked as the best, or the folder cannot be read.
+    File sizes are checked, but hashes are not. If a size is wrong, the checkpoint is returned with `problem` set.
+    Raises `CheckpointError` if no checkpoint is marked as the best, or the folder cannot be read.
     """
     for found in checkpoints(folder):
         if found.manifest is not None and found.manifest.best:
@@ -447,10 +447,10 @@ class Box(NamedTuple):
 
 
 def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[Box]:
-    """The boxes that form a piece of a tensor of shape `whole`, in the order in which the piece stores their values.
+    """Divide a piece of a tensor of shape `whole` into boxes, in the order in which the piece stores their values.
 
     `shape`, `offsets`: the shape and the offsets of the piece. `flat`: whether the piece is a range of the tensor's
-    values in row-major order, which in n dimensions consists of up to 2n - 1 boxes. An empty piece has no boxes.
+    values in row-major order; in n dimensions, such a range consists of up to 2n - 1 boxes. An empty piece has none.
     """
     if flat:
         return _range(offsets[0], offsets[0] + shape[0], whole)

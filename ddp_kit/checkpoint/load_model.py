@@ -1,4 +1,4 @@
-"""Loads the weights of a run into a model, without a Trainer or process group. Computes fingerprints of weights."""
+"""Loads the weights of a run into a model, without a Trainer or process group. Also computes weight fingerprints."""
 
 import json
 import math
@@ -83,7 +83,10 @@ def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
 
 
 def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The index of a piece's first value in the whole tensor, and each contiguous range's offset from this index."""
+    """The positions of a piece's contiguous ranges in the whole tensor, as row-major indices.
+
+    Returns the index of the piece's first value, and the offset of each range's first value from this index.
+    """
     one = torch.zeros(1, dtype=torch.int64)
     if piece is None or not piece.offsets:
         return 0, one
@@ -100,7 +103,7 @@ def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
 
 
 def _factor(places: Tensor) -> Tensor:
-    """A pseudorandom odd number for each index."""
+    """A pseudorandom odd factor for each value of a tensor. `places`: the indices of the values in the whole tensor."""
     mixed = places * _FACTORS[0]
     mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]
     return (mixed ^ (mixed >> 27)) | 1
@@ -268,7 +271,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
     """Load the weights that match the model.
 
-    `own_code`: whether a buffer of a different shape counts as a match if custom code of a module loads it.
+    `own_code`: whether a buffer of a different shape counts as a match if its module overrides how it is loaded, and
+    so may accept that shape.
     """
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
     names = {plain_name(name): name for name in state}  # the model may be what torch.compile returned

@@ -147,7 +147,7 @@ def _unlock(descriptor: int, owner: int) -> None:
 
 
 def _close_in_child() -> None:
-    """Close lock files in a forked child, because a DataLoader worker that outlives training would keep the lock."""
+    """Close lock files in a forked child: a DataLoader worker that outlives training would otherwise keep the lock."""
     while _open:
         with suppress(OSError):
             os.close(_open.pop())

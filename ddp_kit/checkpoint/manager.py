@@ -53,7 +53,7 @@ class FolderUse:
 
     @contextmanager
     def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
-        """A context in which no other run writes to the folder. Entering the outermost context is a collective.
+        """Context manager that keeps other runs from writing to the folder. Entering the outermost one is a collective.
 
         `resuming`: whether the run resumes from the folder's checkpoints, even if another run wrote them.
         Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
@@ -139,7 +139,7 @@ class RetryingSaver(Saver):
 
 
 def copy_finisher(saver: Saver) -> Callable[..., None]:
-    """Return an optimizer step pre-hook that waits for an overlapped copy, because the step changes the state."""
+    """Return an optimizer step pre-hook that waits until `saver` has copied the state, because the step changes it."""
     held = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
 
     def before_optimizer_step(*_: Any) -> None:
@@ -184,7 +184,7 @@ class LoopState(Protocol):
 
     @property
     def may_save(self) -> bool:
-        """Whether to do a requested save now. False in a loop of steps, which saves later, and in callbacks."""
+        """Whether a requested save can be done now. In a loop, a callback or an evaluation, the save is postponed."""
 
     @property
     def is_in_callback(self) -> bool:
@@ -287,13 +287,13 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint in the run's folder that this run has saved or loaded; None if it does not exist."""
+        """The last checkpoint in the run's folder that this run has saved or loaded; None if it is not on disk."""
         path = None if self._folder is None else self._folder / name_of(max(0, self._saved_step))
         return path if path is not None and path.is_dir() else None
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The metric of `checkpoint.best_metric` and its best value so far; None if there is no value yet."""
+        """The name in `checkpoint.best_metric` and the best value of that metric so far; None without a value."""
         return self._best.value
 
     def save_once(self) -> None:
@@ -302,7 +302,7 @@ class Checkpoints:
             self.save()
 
     def save_again(self) -> None:
-        """Save this step even if it has a checkpoint, because it has been evaluated since then."""
+        """Save this step even if it already has a checkpoint, because an evaluation has run since that save."""
         if self._folder is not None:
             self.save()
 
@@ -321,7 +321,7 @@ class Checkpoints:
             self._memory_reserved = False
 
     def end(self) -> None:
-        """Save the final state, and unlock the folder before the loop of steps has ended. No step may follow."""
+        """Save the final state and unlock the folder, even inside a loop of steps. No step may follow this call."""
         self.finish()
         self._folder_use.end()
 
@@ -345,7 +345,7 @@ class Checkpoints:
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """A context for a loop of steps, which locks the folder. The loop calls `after_step` after each step."""
+        """Context manager for a loop of steps: locks the folder. The loop must call `after_step` after each step."""
         with self._folder_use.exclusive():
             self._write_config()
             yield
@@ -434,9 +434,10 @@ class Checkpoints:
         return state
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
-        """The ranks that share this rank's folder.
+        """The ranks, including this one, that use the same checkpoint folder as this rank.
 
-        If this rank sees rank 0's folder, these are all ranks that see that folder; otherwise, all ranks on this node.
+        A rank that sees rank 0's folder shares it with all other ranks that see it. Any other rank shares a folder with
+        the ranks of its node.
         """
         world = self._world
         names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)

@@ -189,12 +189,11 @@ def load_optimizer_state(
 ) -> None:
     """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
 
-    `keep_types`, `keep_devices`: whether tensors keep the dtype and device that they have in `saved`, because an
-    optimizer may hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get the dtype and
-    device of the parameter.
-    State tensors of the same shape as their parameter also get the parameter's strides.
-    Raises `ValueError` if the number of parameters or the shape of a fused optimizer's state differs, and any exception
-    that the optimizer's own `load_state_dict` raises.
+    `keep_types`, `keep_devices`: whether state tensors keep their dtype, and their device, from `saved`; otherwise they
+    get those of the parameter. Keeping them matters for an optimizer that holds float32 copies of bfloat16 weights, or
+    scalars on the CPU. State tensors of the same shape as their parameter also get the parameter's strides.
+    Raises `ValueError` if `saved` has another number of parameters or, for a fused optimizer, state of another shape,
+    and any exception that the optimizer's own `load_state_dict` raises.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -211,7 +210,7 @@ def load_optimizer_state(
 
 
 def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """Return the optimizer state with each tensor that has the shape of a sharded parameter converted to a `Piece`."""
+    """Return the optimizer state with a `Piece` in place of each tensor that has the shape of its parameter's shard."""
 
     def piece(parameter: nn.Parameter, value: Any) -> Any:
         place = strategy.piece_of(parameter)
@@ -251,7 +250,7 @@ def _mapped(
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Raise `ValueError` for states of the wrong shape, because fused kernels would read past the end of small ones."""
+    """Raise `ValueError` if a state tensor has the wrong shape: fused kernels could read past the end of the tensor."""
     for parameter, state in states:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
@@ -389,7 +388,7 @@ class SchedulerPart(SavedPart):
     version = 2  # version 1 lacked the class
 
     def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
-        """`by_update`: the schedulers of the updates, by update name; empty if the run has a single scheduler."""
+        """`by_update`: name -> scheduler of each update; empty unless a step has several updates, as for a GAN."""
         self._scheduler = scheduler
         self._by_update = by_update
 

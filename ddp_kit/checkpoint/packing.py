@@ -345,7 +345,7 @@ class _Packer:
 
 
 def _below(name: str, depth: int) -> tuple[str, int]:
-    """The prefix of names inside a container, and the depth of its content. Raises `RecursionError` if too deep."""
+    """The name prefix and the depth of the items in a container. Raises `RecursionError` if they are too deep."""
     if depth >= DEEPEST:
         raise RecursionError
     return f"{name}." if name else "", depth + 1
@@ -471,7 +471,7 @@ class Division:
         """For each tensor in `numbers`, whether it is replicated."""
 
     def fits(self, packed: Packed) -> bool:
-        """Whether this division can be reused for another state: only the values of the tensors may differ."""
+        """Whether this division can be reused for `packed`: its tensors must match in all but their values."""
         return self._key == _key(packed)
 
 

@@ -304,12 +304,12 @@ def _entries(unfinished: Path) -> list[Path]:
 
 
 def _allowed(abandoned: Callable[[], bool]) -> float:
-    """Seconds that a writer may take to start."""
+    """Seconds that a writer may take to start. `abandoned`: a function that returns whether training has ended."""
     return _ABANDONED_SECONDS if abandoned() else _START_SECONDS
 
 
 def _names(unfinished: Path) -> set[str]:
-    """The names in the folder. Lists the folder, because NFS may cache for a minute that a file does not exist."""
+    """The names in the folder, from a listing: on NFS, a lookup by name may miss a new file for up to a minute."""
     return {path.name for path in _entries(unfinished)}
 
 
@@ -521,7 +521,7 @@ def _removed(path: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool | None]:
-    """A context that tries to lock the folder. Yields whether this process is the only writer; None if unknown."""
+    """Context manager that tries to lock the folder. Yields whether no other process writes there; None if unknown."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -535,7 +535,7 @@ def _alone(folder: Path) -> Iterator[bool | None]:
 
 
 def wait_for_writers(folder: Path, seconds: float) -> None:
-    """Wait, for at most `seconds`, until no process writes a checkpoint into `folder`."""
+    """Wait, for at most `seconds`, until no process is writing a checkpoint into `folder`."""
     deadline = time.monotonic() + seconds
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

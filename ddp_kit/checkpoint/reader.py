@@ -122,7 +122,7 @@ class _Reader:
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
-        """The array, as a writable copy of its bytes. Raises `ValueError` if the bytes were used for another array."""
+        """Restore an array as a writable copy of its stored bytes. Raises `ValueError` for invalid content."""
         if (part, name) in self._arrays:
             raise ValueError("two arrays refer to the same bytes")
         self._arrays.add((part, name))
@@ -142,7 +142,7 @@ def _scalar(text: Any, content: Any) -> Any:
 
 
 def _checked_bools(array: Any) -> Any:
-    """Return the array. Raises `ValueError` if a bool is not 0 or 1, because numpy could then write out of bounds."""
+    """Return the array. Raises `ValueError` if a bool's byte is not 0 or 1: numpy could then write out of bounds."""
     for name in array.dtype.names or ():
         _checked_bools(array[name])
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:

@@ -165,7 +165,7 @@ def copy(pairs: Iterable[Pair]) -> None:
 
 @torch.no_grad()
 def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
-    """Start to copy each tensor to its target. Returns a function that finishes the copies; any thread may call it."""
+    """Start copying each tensor to its target. Returns a function that finishes the copies; any thread may call it."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
     pairs = [*pairs]
     for target, tensor in pairs:
@@ -263,8 +263,8 @@ _POLL_SECONDS = 0.5  # a signal that arrives just before a wait does not interru
 class WriterProcess:
     """A process that writes checkpoints from shared memory, one at a time. `memory`: the memory's file descriptor.
 
-    Jobs and answers are numbered packets. A job is sent again if it may not have been sent, and an answer stays in the
-    socket until the next job, so that an exception raised by a signal handler, at any line, loses neither.
+    Jobs and answers are numbered packets. A signal handler may raise an exception at any line without losing either: a
+    job is sent again unless it is known to have been sent, and an answer stays in the socket until the next job.
     """
 
     def __init__(self, memory: int) -> None:
@@ -305,7 +305,7 @@ class WriterProcess:
         return self._process.pid
 
     def start(self, job: Job) -> None:
-        """Start to write a checkpoint; the previous one must be finished."""
+        """Start writing a checkpoint; the previous one must be finished."""
         assert self._job is None, "all jobs use the same memory"
         self._number += 1
         self._sent = False
@@ -409,7 +409,8 @@ class Saver:
     `background`: whether to write in a separate process; if False, `save` returns when the checkpoint is on disk.
     `writer`, `writers`: the index of this Saver, and the number of Savers that write each checkpoint together, one per
     process.
-    From the first call of `save` or `reserve` on, the Saver holds as much host memory as it writes for a checkpoint.
+    The first call of `save` or `reserve` allocates as much host memory as this Saver writes per checkpoint; `release`
+    and `close` free it.
     Raises `CheckpointError` if the folder cannot be written to.
     """
 
@@ -440,7 +441,7 @@ class Saver:
         replicated: Replicated = _nothing,
         overlap: bool = False,
     ) -> None:
-        """Start a save. When this returns, the state has been copied and may change.
+        """Start a save. When this returns, the state has been copied and may change, except with `overlap`.
 
         Waits until the previous save is finished. If that save failed, and neither `check` nor `wait` has raised its
         `CheckpointError`, the error is raised here, and no new save is started.
@@ -493,7 +494,7 @@ class Saver:
         self._begin(copying.job)
 
     def _begin(self, job: Job) -> None:
-        """Write the copied state, or start to write it in the writer process."""
+        """Write the copied state, or have the writer process start writing it."""
         if not self._background:
             with self._buffer.view as view:
                 write(job, view)
@@ -561,7 +562,7 @@ class Saver:
 
     @contextmanager
     def _replaced_if_gone(self) -> Iterator[None]:
-        """A context that discards the writer process if it has ended, so that the next save starts a new one."""
+        """Context manager that discards the writer process if it has ended, so that the next save starts a new one."""
         try:
             yield
         except CheckpointError:

@@ -48,7 +48,7 @@ class StateMismatchError(Exception):
 
 @contextmanager
 def explained_load_errors(path: Path) -> Iterator[None]:
-    """A context that converts any error about a checkpoint's content to a `CheckpointError`. `path`: the checkpoint."""
+    """Context manager that re-raises errors in a checkpoint's content as `CheckpointError`. `path`: the checkpoint."""
     try:
         yield
     except DdpKitError:
@@ -141,7 +141,7 @@ class SavedPart(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Any, path: Path) -> None:
-        """Load what `state_dict` returned. `path`: the checkpoint, for messages. May raise any error."""
+        """Load a state that `state_dict()` returned. `path`: the checkpoint, for messages. May raise any error."""
 
 
 # --- Callback states --------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def from_text(text: str) -> Any:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of dtype bool with bytes other than 0 and 1, which is undefined behaviour in torch."""
+    """Whether a bool tensor has bytes other than 0 and 1, for which torch's behaviour is undefined."""
     return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)
 
 
@@ -273,8 +273,8 @@ class PrecisionPart(SavedPart):
 class RandomPart(SavedPart):
     """The random states of every rank.
 
-    The states are restored before the next step or save instead of on load, so that random numbers that a script draws
-    before its first step are the same as in a new run.
+    Loading only keeps the states in memory; `restore` applies them before the next step or save. Until then, the script
+    draws the same random numbers as in a new run.
     """
 
     name = "random"
@@ -358,7 +358,7 @@ class CallbacksPart(SavedPart):
     shows_own_errors = True  # errors of the user's callbacks
 
     def __init__(self, world: World, callbacks: Sequence[Callback], *, pieces: bool) -> None:
-        """`pieces`: whether callbacks may hold pieces of weights."""
+        """`pieces`: whether ranks hold only parts of the weights, so that callback states may contain `Piece`s."""
         self._world = world
         self._callbacks = callbacks
         self.replicated = pieces

@@ -112,7 +112,7 @@ class TensorFiles:
     def read(self, wanted: Mapping[Key, Sequence[Destination]]) -> None:
         """Copy the wanted boxes from all files that contain them, and verify the hashes of these files.
 
-        Raises `OSError`, and `ValueError` if a file is damaged; values that were copied are then invalid.
+        Raises `OSError`, and `ValueError` if a file is damaged; the values already copied are then invalid.
         """
         with ThreadPoolExecutor(_READERS) as pool:
             for _ in pool.map(lambda file: self._read(file, wanted), filter(_needed(wanted), self._files)):
@@ -130,7 +130,10 @@ class TensorFiles:
 
 
 def _needed(wanted: Mapping[Key, Sequence[Destination]]) -> Any:
-    """Return a function that returns whether to read a file. Files without values are read to verify their hashes."""
+    """Return a function that returns whether a file must be read.
+
+    That is so if it holds wanted values, or no values at all: such files are read only to verify their hashes.
+    """
 
     def needed(file: _File) -> bool:
         own = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
@@ -157,10 +160,10 @@ def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedRea
 
 
 def _parts(block: Box, places: Iterable[Destination]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
-    """Yield the destination of each requested part of a block, and the index of the part in the block.
+    """For each requested part of a block, yield the memory to copy it to, and the part's index within the block.
 
-    The index is None if the file can be read directly into the destination, which must be contiguous and have room for
-    the whole block.
+    The block is a box of values that is read from a file at once. The index is None if the file can be read directly
+    into the memory, because the whole block is requested and the memory is contiguous.
     """
     for place in places:
         common = block.intersection(place.box)
@@ -271,7 +274,7 @@ def _averages(state: Any) -> list[dict[str, Any]]:
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the entry of each value in a state_dict, in the format described in docs/checkpoints.md."""
+    """Yield the name and the entry of each value in a stored state_dict. docs/checkpoints.md describes the format."""
     if isinstance(model, dict):
         pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
         yield from ((plain_name(name), value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

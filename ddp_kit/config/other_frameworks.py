@@ -1,7 +1,7 @@
 """Equivalents of other frameworks' arguments, for messages about unknown names. Imported only if a name is unknown.
 
 The names are those of transformers 4 and 5 (TrainingArguments, Trainer), Lightning 1 and 2 (Trainer, ModelCheckpoint)
-and Accelerate 1 (Accelerator, DataLoaderConfiguration), except names that ddpkit's own settings have too.
+and Accelerate 1 (Accelerator, DataLoaderConfiguration), except names that are also names of ddpkit's settings.
 
 The tables map each name to the end of a message. Code in a message is in backticks, and a test checks that this
 code exists. If a message begins with code, this code is the nearest equivalent.
@@ -67,7 +67,7 @@ _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
 def _table(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict from each name to its text. `texts`: maps each text to one or more names, separated by spaces."""
+    """Map each name to its text. `texts`: a dict from each text to one or more names, separated by spaces."""
     return {name: text for text, names in texts.items() for name in names.split()}
 
 
@@ -294,4 +294,4 @@ def equivalent(name: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    return f"nearest: {text.replace('`', '')}" if text.startswith("`") else text
+    return f"use {text.replace('`', '')}" if text.startswith("`") else text

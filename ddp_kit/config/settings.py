@@ -101,7 +101,7 @@ def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Omit the list of settings from the class description: in a JSON schema, each setting has its own description."""
+    """Drop the list of settings from a class's description: each setting has its own description in the JSON schema."""
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
@@ -112,7 +112,7 @@ class _Part(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Set the class's docstring and signature for `help()`. pydantic's own signature would show the validators."""
+        """Set the class's docstring and signature for `help()`. pydantic's signature lists the validators too."""
         super().__pydantic_init_subclass__(**options)
         defaults = {name: {} if _is_part(field) else field.default for name, field in cls.model_fields.items()}
         cls.__signature__ = inspect.Signature(
@@ -418,7 +418,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """For an unknown strategy, raise the same error as a `Literal` field: its message lists the allowed values."""
+        """Raise the error of a `Literal` field for an unknown strategy; the message lists the allowed values."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
@@ -426,7 +426,7 @@ class ParallelConfig(_Part):
 
 
 class MemoryConfig(_Part):
-    """Settings that save device memory: activation checkpointing and compression, and offload to host memory."""
+    """Settings that save device memory: activation checkpointing and compression, and offloading to host memory."""
 
     if TYPE_CHECKING:
 
@@ -492,7 +492,7 @@ class TrainerConfig(_Part):
     """Settings of a training run. Batch sizes are numbers of samples.
 
     Two of `global_batch_size`, `micro_batch_size` and `accumulation_steps` determine the third. If none is set, the
-    global batch is 32; if all three are set, they must agree with the number of ranks.
+    global batch is 32; if all three are set, they must be consistent with each other and with the number of ranks.
     """
 
     if TYPE_CHECKING:
@@ -714,7 +714,8 @@ class TrainerConfig(_Part):
             **defaults: Settings by name, as for the class itself.
 
         Raises:
-            ConfigError: If an argument has any other form, if a file cannot be read, or if a setting is invalid.
+            ConfigError: If an argument is neither `--config FILE` nor `name=value`, if a file cannot be read, or if a
+                setting is invalid.
         """
         files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
         if problems:
@@ -788,7 +789,7 @@ def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _as_table(name: str, value: Any) -> dict[str, Any]:
-    """Convert the value of a group of settings, such as `parallel`, to a dict; empty for an invalid value."""
+    """Convert the value of a group of settings, such as `parallel`, to a dict; an invalid value becomes {}."""
     if name == "parallel" and isinstance(value, str):
         return {"strategy": value}
     if isinstance(value, BaseModel):
@@ -816,7 +817,7 @@ def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]
                 problems.append("--config needs a file, such as --config run.yaml")
         elif not given or not name or name.startswith("-"):
             right = f"{name.lstrip('-')}={text}" if given and name.lstrip("-") else "data.num_workers=4"
-            problems.append(f"{word}: write a setting as name=value; nearest: {right}")
+            problems.append(f"{word}: write a setting as name=value, such as {right}")
         else:
             settings.append((name, _parsed(text)))
     return files, settings, problems
@@ -978,7 +979,7 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     if name in TrainerConfig.model_fields:
         return f"it is a setting: TrainerConfig({name}={_shown(value)})"
     close = nearest(name, known) if equivalent(name) is None else None
-    return f"nearest: {close}" if close else _nearest_setting(TrainerConfig, (name,))
+    return f"did you mean {close}?" if close else _nearest_setting(TrainerConfig, (name,))
 
 
 def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
@@ -996,7 +997,7 @@ def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
     if close is None:
         by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
         close = by_last.get(nearest(path[-1], list(by_last)) or "")
-    return f"nearest: {close}" if close else "help(ddp_kit.TrainerConfig) lists the settings"
+    return f"did you mean {close}?" if close else "help(ddp_kit.TrainerConfig) lists the settings"
 
 
 def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -22,7 +22,7 @@ class Keyed(NamedTuple):
     """A batch with the keys of its samples, for transforms that are seeded per sample."""
 
     keys: Sequence[tuple[int, Any]]
-    """The (epoch, key in the dataset) of each sample."""
+    """One pair (epoch, key in the dataset) for each sample."""
     batch: Any
 
 
@@ -88,9 +88,9 @@ class Uncollated:
     said: str
     """torch's error message."""
     where: str
-    """The first part that differs between samples, such as `[0]` or `['image']`; empty for the whole sample."""
+    """The path of the first part that differs between samples, such as `['image']`; "" for the whole sample."""
     kinds: tuple[str, ...]
-    """The shape, length, keys or type of that part in each sample; empty if the samples do not differ."""
+    """The shape, length, keys or type of the differing part in each sample; () if the samples do not differ."""
 
 
 def checked_collate(samples: Any) -> Any:
@@ -146,7 +146,7 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
 
 
 def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """The first part in which samples differ, and its description in each sample; ("", ()) if all are alike."""
+    """The path of the first part that differs between samples, and its description in each; ("", ()) if none does."""
     by_part = [dict(_parts(sample)) for sample in samples]
     for where in by_part[0]:
         kinds = tuple(parts.get(where, "nothing") for parts in by_part)
@@ -156,7 +156,7 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (path, description) for each part of a sample, outer parts first, to compare with other samples."""
+    """Yield (path, description) for each part of a sample, outer parts first, for comparison with other samples."""
     if hasattr(sample, "shape"):
         yield where, f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):
@@ -208,7 +208,7 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _keys(loader: Any, number: int) -> list[Any] | None:
-    """The keys of the samples in batch `number`, read from the batch sampler again; None if unknown."""
+    """The keys of the samples in batch `number`, found by iterating over the batch sampler again; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         return None
@@ -216,7 +216,7 @@ def _keys(loader: Any, number: int) -> list[Any] | None:
 
 
 def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
-    """An error that names the DataLoader worker, unlike torch's own error; None if no worker failed."""
+    """A `DataError` that names the DataLoader worker that failed or timed out; None for any other error."""
     workers, text = getattr(batches, "_workers", []), str(error)
     found = None
     if text.startswith("DataLoader timed out"):

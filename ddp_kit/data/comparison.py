@@ -1,4 +1,4 @@
-"""Comparison of the ranks' datasets: facts about each dataset, and a few of its samples."""
+"""Comparison of datasets between ranks: properties of each dataset, and a few of its samples."""
 
 import time
 import weakref
@@ -76,7 +76,7 @@ class SampleComparison:
         self._known: dict[int, tuple[Any, list[int]]] = {}  # dataset id -> (weak reference, digests)
 
     def compare(self, data: Mapping[str, object]) -> None:
-        """Raise `DataError` if the ranks' samples differ. A collective: all ranks must pass the same roles."""
+        """Raise `DataError` if samples differ between ranks. A collective: `data` has the same keys everywhere."""
         for role, given in data.items():
             loader = given if isinstance(given, DataLoader) else None
             dataset = given if loader is None else loader.dataset
@@ -153,7 +153,10 @@ class SampleComparison:
 
 
 class _Digests(Dataset[int]):
-    """A dataset of hashes of samples. Random states are set from (seed, sample key) before each sample is fetched."""
+    """A dataset whose items are hashes of another dataset's samples.
+
+    The random states are set from (seed, sample key) before each sample is fetched.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset

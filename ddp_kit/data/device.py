@@ -1,4 +1,4 @@
-"""Moves batches, which may be nested containers of any kind, to the device, overlapped with computation."""
+"""Moves batches to the device, overlapped with computation. A batch may be any nested container."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -83,8 +83,8 @@ def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Copy the dense host tensors of a batch on the side stream, and leave everything else as it is.
 
     Other leaves are not safe on the side stream: the current stream may still be writing to tensors that are already on
-    a GPU, and streams cannot be recorded for sparse tensors, nested tensors, or tensors inside objects with a `to`
-    method.
+    a GPU, and `record_stream` cannot be called for sparse tensors, nested tensors, or tensors inside objects with a
+    `to` method.
     """
     return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 

@@ -60,9 +60,12 @@ class DataRank:
     ranks: int
     """The number of parts into which the data is divided."""
     contributes: bool
-    """Whether this rank's samples count: true for exactly one of the ranks that read the same samples."""
+    """Whether this rank's samples are counted: true for exactly one of the ranks that read the same samples."""
     equal_passes: bool
-    """Whether all ranks must run equally many passes. If so, a rank with fewer batches repeats one with zero weight."""
+    """Whether all ranks must run the same number of forward and backward passes.
+
+    If so, a rank with fewer batches repeats a batch with zero weight.
+    """
 
 
 class Share(NamedTuple):
@@ -71,7 +74,10 @@ class Share(NamedTuple):
     samples: int
     """The number of samples in the whole step, over all ranks."""
     passes: tuple[int, ...]
-    """The number of samples in each of this rank's passes; may be empty. A pass of 0 samples has zero weight."""
+    """The number of samples in each forward and backward pass of this rank; () if it runs no pass.
+
+    A pass of 0 samples has zero weight; it only makes the number of passes equal on all ranks.
+    """
 
 
 class Feed(Protocol):
@@ -85,9 +91,9 @@ class Feed(Protocol):
         """The number of optimizer steps in this epoch; None if unknown before the end of the epoch."""
 
     division: str
-    """Text for the log: how a step is divided into batches of the user's own batch sampler; "" for other data."""
+    """How a step is divided into batches of the user's own batch sampler, as text for the log; "" for other data."""
     place: StreamPosition
-    """This rank's position in a stream, before the batches of the step that `next` last returned."""
+    """This rank's position in its stream before the step that `next` returned last; () for other data."""
 
     def steps_in(self, epochs: range) -> int | None:
         """The total number of optimizer steps in `epochs`; None if unknown.
@@ -96,7 +102,7 @@ class Feed(Protocol):
         """
 
     def facts(self, epoch: int) -> Facts:
-        """Go to the start of an epoch, and return the facts that determine the samples of each step."""
+        """Go to the start of an epoch, and return the properties that determine the samples of each step."""
 
     def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
         """Go to a step of an epoch. `place`: the value of the attribute `place` at that step; () if unknown."""
@@ -143,8 +149,9 @@ class MapFeed:
     ) -> None:
         """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
-        `facts`: a function that returns the facts of the current epoch. `check`: a collective function that raises an
-        error if the run cannot train on the current epoch; it is not called for the first epoch.
+        `facts`: a function that returns the properties that determine the samples of each step of the current epoch.
+        `check`: a collective function that raises an error if the run cannot train on the current epoch; it is not
+        called for the first epoch.
         """
         self._dataset_epoch = dataset_epoch
         self._check = check
@@ -211,9 +218,10 @@ class StreamFeed:
     """The feed of an iterable dataset of unknown length. Every rank reads its own stream.
 
     Each rank fetches the batches of the next step in advance, and an all-reduce adds up the ranks' sample counts. The
-    total, by which the loss is averaged, is therefore known before the step starts. All ranks end the epoch at the same
-    step, when no rank has samples left; a rank whose stream ends earlier runs the remaining steps without samples. The
-    all-reduce uses host memory, does not wait for the device, and overlaps with the previous step.
+    total, over which the loss is averaged, is therefore known before the step starts. All ranks end the epoch at the
+    same step, when no rank has samples left; a rank whose stream ends earlier runs the remaining steps without samples.
+    The all-reduce uses host memory, does not wait for the device, and overlaps with the previous step.
+
     `at_least`: the minimum number of samples in a step; a step with fewer samples is skipped and ends the epoch.
     """
 
@@ -320,7 +328,7 @@ class StreamFeed:
         )
 
     def _compare_first_samples(self, batches: list[Any]) -> None:
-        """Warn if all ranks read the same samples, because the stream is not divided among ranks. A collective.
+        """Warn if the stream is not divided among ranks, so that all ranks read the same samples. A collective.
 
         Raises `DataError` if ranks that share a model replica read different samples.
         """
@@ -363,7 +371,7 @@ class EvaluationData:
     """Batches for evaluation or prediction."""
 
     batches: Callable[[], Iterable[tuple[int, Any]]]
-    """A function that returns an iterable of (number of samples, batch on the device) over this rank's batches."""
+    """A function that returns this rank's batches, as an iterable of (number of samples, batch on the device)."""
     spare: Callable[[], Any]
     """A function that returns a batch for a rank that has no batch of its own. Raises `DataError` for a stream."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
@@ -402,7 +410,7 @@ class FeedBuilder:
     dtype: torch.dtype | None
     """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
     check_first: Callable[[Any], None]
-    """A function that is called with the first batch of each epoch and evaluation, while it is on the host."""
+    """A function that is called with the first batch of each epoch and evaluation, before it leaves the host."""
     needs_equal_samples: bool
     """Whether all ranks must have equally many samples in each pass, because the model has SyncBatchNorm."""
     fetched: Callable[[], None]
@@ -412,7 +420,7 @@ class FeedBuilder:
 
     @property
     def _reader(self) -> World:
-        """A copy of `world` with the rank and world size of `part`.
+        """The world for reading data: a copy of `world` with the rank and world size of `part`.
 
         Ranks that read the same samples then draw the same random numbers.
         """
@@ -459,7 +467,7 @@ class FeedBuilder:
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
-        """Facts that determine the samples of each step of the current epoch."""
+        """Properties that determine the samples of each step of the current epoch."""
         config = self.config
         facts: Facts = {
             "the setting seed": config.seed,
@@ -480,7 +488,7 @@ class FeedBuilder:
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """Facts that determine the samples of a stream's steps.
+        """Properties that determine which samples of a stream each step gets.
 
         They must be equal on all ranks, because a checkpoint stores them only once.
         """
@@ -498,7 +506,7 @@ class FeedBuilder:
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
-        """Return identical batches of the first `samples` samples, on the device, to measure memory.
+        """Return identical batches on the device, each with the first `samples` samples, to measure memory.
 
         The list has one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError`
         if the data determines its batch size itself.
@@ -584,7 +592,8 @@ class FeedBuilder:
     ) -> None:
         """Raise an error if the ranks cannot train on the current epoch. A collective.
 
-        The ranks' facts about the epoch must be equal. With SyncBatchNorm, the ranks must also get equal batches.
+        The properties that determine the samples of each step must be equal on all ranks. With SyncBatchNorm, all ranks
+        must also get the same number of samples.
         """
         if self.world.world_size > 1:
             check_agreement(self.world, facts(), on_host=on_host)

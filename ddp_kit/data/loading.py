@@ -129,7 +129,7 @@ def _is_dense_on_cpu(tensor: Tensor) -> bool:
 
 
 class WholeBatchLoader:
-    """A loader that fetches batches in this process, faster than a DataLoader. `pinned`: whether to pin memory."""
+    """A loader that fetches batches in this process, faster than a DataLoader. `pinned`: whether to pin the batches."""
 
     def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
         self._data = data
@@ -144,7 +144,7 @@ class WholeBatchLoader:
 
 
 class SeededSamples(Dataset[Any]):
-    """A wrapper around a dataset that sets the random states before each sample, from (seed, epoch, key) only.
+    """Wraps a dataset, and sets the random states from (seed, epoch, key) alone before each sample is read.
 
     The keys must come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`:
     whether to return (key, sample) pairs. `dataset_epoch`: an object that calls the dataset's `set_epoch` before the
@@ -172,7 +172,7 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededBatches(Dataset[Any]):
-    """A wrapper around a dataset that sets random states before each batch, from (seed, epoch, keys of the batch) only.
+    """Wraps a dataset, and sets the random states from (seed, epoch, keys) alone before each batch is read.
 
     A resumed run therefore draws the same random numbers, no matter how far ahead it fetches batches. The keys must
     come from `WithEpoch`. The random states are not restored, because collate_fn may draw random numbers afterwards:
@@ -193,7 +193,7 @@ class SeededBatches(Dataset[Any]):
 
 
 class IsolatedLoader:
-    """A wrapper around a loader without workers that restores the training process's random states after each batch."""
+    """Wraps a loader without workers, and restores the random states of the training process after each batch."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
@@ -211,7 +211,7 @@ class IsolatedLoader:
 
 
 class IsolatedRandomStates:
-    """A context manager with its own random states, separate from the random states of training.
+    """Context manager with its own random states, separate from the random states of training.
 
     Each use continues from the states at the end of the previous use; the first use starts from `seed`. In a DataLoader
     worker, nothing is restored on exit, because no training code runs there.
@@ -254,7 +254,7 @@ class WithEpoch:
 
 
 class ExposeUserDataset:
-    """A `worker_init_fn` for wrapped datasets that lets `get_worker_info()` return the user's own dataset.
+    """A `worker_init_fn` for wrapped datasets: makes `get_worker_info().dataset` the user's own dataset.
 
     `then`: the user's own worker_init_fn, which is called afterwards.
     """
@@ -381,7 +381,7 @@ def build_loader(
 
 
 def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
-    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if the user set two."""
+    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if there are two."""
     given = config.collate_fn
     if template is not None and template.collate_fn is not default_collate:
         if given is not None:
@@ -393,7 +393,7 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """Keyword arguments of the DataLoader, except for sampler and collate_fn; taken from `template` if given."""
+    """Keyword arguments for a DataLoader, without sampler and collate_fn; taken from `template` if it is given."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))

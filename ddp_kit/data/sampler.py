@@ -49,7 +49,7 @@ class BatchPlan:
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
 
     def step_samples(self, step: int, samples: int) -> range:
-        """The positions, in the epoch, of the samples of a step, over all ranks.
+        """The positions, within the epoch, of the samples that all ranks together use in a step.
 
         Args:
             step: The index of the step in the epoch, from 0.
@@ -286,7 +286,7 @@ class TrainBatches(_Steps):
         self.set_position(sampler.epoch, 0)
 
     def set_position(self, epoch: int, first_step: int) -> None:
-        """Set where the next iteration starts. Raises `DataError` if the epoch has no step."""
+        """Set where the next iteration starts. Raises `DataError` if the epoch has no steps."""
         self._sampler.set_epoch(epoch)
         self.epoch, self.first_step = epoch, first_step
         self.steps = self._steps_of(self._sampler.total_size, epoch)
@@ -309,11 +309,11 @@ class TrainBatches(_Steps):
         return len(self._plan.step_samples(step, self._sampler.total_size))
 
     def passes(self, step: int) -> tuple[int, ...]:
-        """The number of samples in each of this rank's passes in step `step`; empty if this rank has no pass."""
+        """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
     def max_passes(self, step: int) -> int:
-        """The largest number of passes on any rank in step `step`."""
+        """The largest number of forward passes on any rank in step `step`."""
         return len(self._plan.micro_batches(0, self.samples(step)))
 
     def spare(self) -> list[Any]:
@@ -338,7 +338,7 @@ class TrainBatches(_Steps):
 
 
 class UserTrainBatches(_Steps):
-    """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
+    """A batch sampler that yields this rank's share of the user's own batches; each batch is one micro-batch.
 
     An optimizer step uses the next `accumulation` x `world_size` batches. Each rank takes consecutive batches.
     Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
@@ -369,7 +369,7 @@ class UserTrainBatches(_Steps):
         self.set_position(epoch, 0)
 
     def set_position(self, epoch: int, first_step: int) -> None:
-        """Set where the next iteration starts. Raises `DataError` if the epoch has no step."""
+        """Set where the next iteration starts. Raises `DataError` if the epoch has no steps."""
         if self._drawn.epoch != epoch:
             self._drawn = self._draw(epoch)
         self.epoch, self.first_step = epoch, first_step
@@ -390,11 +390,11 @@ class UserTrainBatches(_Steps):
         return self._drawn.samples[step]
 
     def passes(self, step: int) -> tuple[int, ...]:
-        """The number of samples in each of this rank's passes in step `step`; empty if this rank has no pass."""
+        """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
         return self._drawn.passes[step]
 
     def max_passes(self, step: int) -> int:
-        """The largest number of passes on any rank in step `step`."""
+        """The largest number of forward passes on any rank in step `step`."""
         batches = min(self.per_step, self._drawn.batches - step * self.per_step)
         return len(split(batches, self._world_size, 0))
 
@@ -447,7 +447,10 @@ class _EpochBatches:
 
 
 class EvalBatches(Sampler[list[Any]]):
-    """A batch sampler over this rank's share of a dataset, in order, in batches of at most `size`; without padding."""
+    """A batch sampler that yields this rank's share of a dataset, in order and without padding.
+
+    `size`: the maximum number of samples in a batch.
+    """
 
     def __init__(self, sampler: ExactDistributedSampler, size: int) -> None:
         self._sampler = sampler
@@ -470,7 +473,10 @@ class EvalBatches(Sampler[list[Any]]):
 
 
 class UserEvalBatches(Sampler[list[Any]]):
-    """This rank's share of the batches of the user's own batch sampler, for evaluation: each batch is on one rank."""
+    """A batch sampler for evaluation that yields this rank's share of the user's own batches.
+
+    Each batch goes to exactly one rank.
+    """
 
     def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
         self.seed, self.epoch = seed, 0
@@ -563,7 +569,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
 
 @contextmanager
 def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
-    """A context manager that seeds the global generators and the sampler's generators, and restores them on exit."""
+    """Context manager that seeds the global generators and the sampler's generators, and restores them on exit."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)

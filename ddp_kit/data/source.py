@@ -63,7 +63,7 @@ class DatasetEpoch:
         self._epoch: int | None = None
 
     def set(self, epoch: int) -> None:
-        """Call `set_epoch` if `epoch` is new, with the same random numbers on every rank and in every run."""
+        """Call `set_epoch` if `epoch` is new, after seeding the generators equally on every rank and in every run."""
         if epoch != self._epoch:
             self._epoch = epoch
             with random_states_kept():
@@ -158,7 +158,7 @@ def _samplers(batches: Any) -> Iterator[Any]:
 
 
 def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
-    """Whether a sampler is torch's DistributedSampler over the whole dataset, which the Trainer can replace."""
+    """Whether a sampler is torch's DistributedSampler over the whole dataset, and so the Trainer can replace it."""
     plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
     return plain and _length(sampler.dataset) == _length(loader.dataset)
 

@@ -44,7 +44,7 @@ class ReaderState:
 
 
 class Stream:
-    """An iterable over (number of samples, batch) for each batch of an epoch."""
+    """Iterates over the batches of an epoch, and yields (number of samples, batch) for each."""
 
     def __init__(self, loader: "DataLoader[Any]", epoch: Tensor) -> None:
         self._loader = loader
@@ -193,7 +193,7 @@ def _count(batch: Any) -> int:
         raise DataError(
             f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {found}: "
             f"its number of samples is unknown",
-            "yield batches whose first tensor has the samples as its first dimension, or set a batch_size",
+            "yield batches whose first tensor has the batch dimension first, or set a batch_size",
         )
     return len(tensor)
 

@@ -1,10 +1,10 @@
 """A monitored barrier, which reports the missing ranks and where they are.
 
-All ranks wait at it before the Trainer's collectives, and when a pass runs FSDP's units in another order than the
-previous pass did.
+All ranks wait at this barrier when a call of the Trainer is about to use collectives, and when a forward or backward
+pass runs FSDP's units in a different order from the previous pass.
 
-It uses the process group's store, not a collective: if another rank is in a gradient reduction at that time, two
-different collectives would be paired, which hangs, crashes, or silently returns wrong numbers.
+The barrier uses the process group's store, not a collective. A collective could be paired with a different one, such as
+a gradient reduction of a rank that has not arrived; both would then hang, crash, or silently return wrong numbers.
 
     wait_for_all(world, "trainer.fit() after step 0"):
         write to the store that this rank has arrived
@@ -63,7 +63,7 @@ class RankLocation:
     collectives: int
     """The number of collectives that the rank has started in the default group."""
     words: str
-    """A description, such as a call of the Trainer or a phase of a step."""
+    """A description of the place: a call of the Trainer, a phase of a step, or the script."""
 
     @staticmethod
     def parse(text: str) -> "RankLocation":
@@ -120,7 +120,7 @@ class _Barriers:
         self.thread.join(_JOIN_SECONDS)
 
     def start(self, store: Any, pause: float) -> None:
-        """Start the answering thread. `store`: a connection for only this thread. `pause`: seconds between polls."""
+        """Start the answering thread. `store`: a connection that only it uses. `pause`: seconds between polls."""
         self.thread = threading.Thread(target=self.serve, args=[store, pause], name="barrier", daemon=True)
         self.thread.start()
         atexit.register(self.end)
@@ -143,7 +143,7 @@ def _barriers(world: World) -> _Barriers:
 def join_world(place: str, *, share_gpus: bool) -> World:
     """Join the process group with `world.join`, and wait at a barrier until all ranks have joined.
 
-    If this takes long, ranks 0 and 1 log a warning. `place`: the user's call, for messages.
+    If joining takes a long time, ranks 0 and 1 log a warning. `place`: the user's call, for messages.
     """
     world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
     log.start(world.rank, world.world_size)
@@ -153,7 +153,7 @@ def join_world(place: str, *, share_gpus: bool) -> World:
 
 @contextmanager
 def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
-    """A context that logs a warning if creating the process group takes long.
+    """Context manager that logs a warning if creating the process group takes a long time.
 
     The warning cannot name the missing ranks, because there is no store yet.
     """
@@ -206,7 +206,10 @@ def wait_for_all(world: World, place: str, *, seconds: float | None = None, hint
 
 
 def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
-    """Whether all ranks arrive within `seconds` at a barrier that a rank may skip. `name`: unique to the barrier."""
+    """Wait at a barrier that some ranks may never reach; return whether all ranks arrive within `seconds`.
+
+    `name`: the name of the barrier, equal on all ranks and not used before.
+    """
     if world.world_size == 1:
         return True
     barriers = _barriers(world)
@@ -306,7 +309,10 @@ class _Wait:
         return RankLocation.parse(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def _is_past(self, rank: int, location: RankLocation) -> bool:
-        """Whether a rank has skipped this barrier: since the last one, it started more collectives than this rank."""
+        """Whether a rank has skipped this barrier.
+
+        Such a rank has started more collectives since the previous barrier than this rank.
+        """
         before = self._barriers.collectives or [0] * self._world.world_size
         return location.collectives - before[rank] > self._own.collectives - before[self._world.rank]
 

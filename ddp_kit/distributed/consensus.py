@@ -1,7 +1,8 @@
 """Agreement of all ranks on the step after which to save or stop, without a collective in every step.
 
-Signals reach ranks at different times, or reach only one rank, and clocks differ. But all ranks must save after the
-same step, and a collective in every step would make GPUs wait for the host.
+All ranks must save or stop after the same step, but no rank can choose the step on its own: a signal reaches the ranks
+at different times, or only one of them, and their clocks differ. A collective in every step would make GPUs wait for
+the host.
 """
 
 import atexit
@@ -45,9 +46,9 @@ class StepConsensus:
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store`: a function that returns a store for only this purpose, given the number of previous calls of `begin`.
-    None if there is only one rank. `poll`: a function that returns this rank's own request, if any; with several
-    ranks, a thread calls it.
+    `open_store`: a function that returns a store used only for such requests, given the number of previous calls of
+    `begin`; None instead of a function if there is only one rank. `poll`: a function that returns this rank's own
+    request, if any; with several ranks, a thread calls it.
     """
 
     def __init__(

@@ -63,7 +63,10 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _whole(flat: Tensor) -> list[Tensor]:
-    """The bytes of a tensor as int64 numbers, padded with zeros, because it is fastest to sum eight bytes at a time."""
+    """The bytes of a tensor as int64 tensors, because summing eight bytes at a time is fastest.
+
+    The last bytes, if fewer than eight are left, are padded with zeros.
+    """
     flat, size = flat.contiguous(), flat.element_size()
     rest = flat.numel() * size % 8 // size
     head, parts = flat[: flat.numel() - rest], []
@@ -110,9 +113,9 @@ def facts_of_optimizer(
 ) -> dict[str, int | str]:
     """The optimizer state of each parameter as text, to compare between ranks that hold the same state.
 
-    Tensors are replaced by checksums. Waits for the device. `names`: the names of the parameters that
-    `device_optimizer` holds, by id. `optimizer`: the user's optimizer, which holds the state of the same parameters in
-    the same order.
+    Tensors are replaced by checksums. Waits for the device.
+    `names`: id(parameter) -> name, for each parameter of `device_optimizer`. `optimizer`: the user's optimizer, which
+    holds the state of these parameters, in the same order.
     """
     optimizers = device_optimizer, optimizer
     named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
@@ -134,7 +137,11 @@ def _state_bits(parameter: Tensor, state: Any) -> Tensor:
 
 
 def _plain(value: Any) -> str:
-    """A value as text that is the same in every process: no memory addresses, and numbers in full precision."""
+    """Describe a value as text, so that equal values give equal text in every process.
+
+    Numbers have full precision, and tensors are described by shape and dtype. Other objects are described by their name
+    or the name of their class, because memory addresses differ between processes.
+    """
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
@@ -147,7 +154,7 @@ def _plain(value: Any) -> str:
 
 
 def settings_of(optimizer: Optimizer) -> str:
-    """An optimizer's class and the options of its groups, as text that is the same in every process."""
+    """An optimizer's class and the options of its parameter groups as text; equal settings give equal text."""
     groups = [
         {name: _number(value) for name, value in group.items() if name != "params"} | {"params": len(group["params"])}
         for group in optimizer.param_groups
@@ -167,7 +174,7 @@ def schedule(scheduler: LRScheduler | None) -> str:
 
 
 def rates(optimizer: Optimizer) -> int:
-    """A hash below 2**56 of the learning rates and other values that schedulers change. Skips tensors on a device."""
+    """A hash, below 2**56, of the learning rates and other settings that schedulers change. Skips tensors on a GPU."""
     values = [
         tuple(
             value.item() if isinstance(value, Tensor) else value for value in map(group.get, _RATES) if _on_host(value)
@@ -182,8 +189,9 @@ def _on_host(value: Any) -> bool:
 
 
 def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The checksums that ranks compare with `differing` at a log point, as float64 [n]. Does not wait for the device.
+    """The checksums that ranks compare with `differing` at a log point, as a 1-D tensor. Does not wait for the device.
 
+    The tensor has dtype float64, and two elements per checksum.
     `verify`: the setting `verify_ranks`. `held`: the weights that this rank holds.
     """
     own = [torch.tensor(rates(optimizer), device=device)]
@@ -202,7 +210,7 @@ def differing(
     """The name of the first checksum that differs between ranks that must agree; None if all agree.
 
     `rows`: what `row` returned on each rank. `replicas`, `optimizer_replicas`: groups of ranks that hold the same
-    weights, and the same optimizer state.
+    weights, and groups that hold the same optimizer state.
     """
     names = {
         "the learning rates": [range(len(rows))],

@@ -64,8 +64,8 @@ def join(
     is; a single process needs no group.
     `share_gpus`: whether to allow fewer GPUs than processes on a node. All collectives then use gloo, because NCCL
     refuses a GPU that two ranks use.
-    `starting`: a function that returns a context, which is active while a new group is initialised. Its arguments are
-    the rank and the world size.
+    `starting`: a function that returns a context manager, which is active while a new group is initialised. The
+    function's arguments are the rank and the world size.
     Raises `WorldError` if there is no GPU for this rank.
     """
     show_without_traceback(rank_for_messages())
@@ -136,7 +136,7 @@ class RandomStates:
     numpy: Any
     """The state of numpy's generator; None if numpy is not imported, because then nothing draws from it."""
     device: Tensor | None
-    """The states of this process's GPUs, concatenated; None if not requested."""
+    """The states of the generators of this process's GPUs, concatenated; None without GPUs, or if not requested."""
 
 
 def random_states(world: World | None = None) -> RandomStates:
@@ -166,7 +166,7 @@ def set_random_states(states: RandomStates) -> None:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """A context that restores the states of the CPU generators on exit."""
+    """Context manager that restores the states of the CPU generators on exit."""
     before = random_states()
     try:
         yield
@@ -178,7 +178,7 @@ def random_states_kept() -> Iterator[None]:
 def host_group(world: World) -> dist.ProcessGroup | None:
     """A gloo group for collectives on host memory, which do not wait for the device.
 
-    None on the CPU, where the default group already is such a group. The first call is a collective.
+    None if training runs on the CPU, where the default group already is a gloo group. The first call is a collective.
     """
     return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 

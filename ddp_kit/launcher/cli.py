@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
 def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> NoReturn:
     """Run the command like `main`, then flush all output and exit with `os._exit`.
 
-    A normal interpreter shutdown would wait for torch's threads, or abort if one of them woke up in the meantime.
+    A normal interpreter shutdown would wait for torch's threads, and could abort if one of them woke up meanwhile.
     """
     code = main(argv, warm)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -258,13 +258,13 @@ def _open_standard_streams() -> None:
 
 
 def _may_start_warm(argv: Sequence[str]) -> bool:
-    """Guess, before the command line is parsed, whether the launch uses the warm server."""
+    """Guess, before the command line is parsed, whether this launch will use the warm server."""
     cold_flags = {"-h", "--help", "--cold", "--dry-run", "--no-python", "--no_python", "--run-path", "--run_path"}
     return not cold_flags.intersection(_before_script(argv)) and PYTHON not in os.environ
 
 
 def _before_script(argv: Sequence[str]) -> Sequence[str]:
-    """The arguments before the script, as far as the script can be recognised without torchrun's parser."""
+    """The arguments before the script, found without torchrun's parser; all arguments if no script is recognised."""
     for position, word in enumerate(argv):
         if word.endswith(".py") or word in ("-m", "--module", "--"):
             return argv[:position]
@@ -279,7 +279,7 @@ def import_agent() -> None:
 
 @contextmanager
 def _import_quietly() -> Iterator[None]:
-    """Context manager for the import of torch: hides warnings of torch's C++ code here, but not in workers."""
+    """Context manager for importing torch: hides warnings of its C++ code in this process, but not in the workers."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
     yield
@@ -327,7 +327,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 class _StoppedError(BaseException):
-    """Exception for a signal that arrives before the job is running."""
+    """Raised when a stop signal arrives before the job is running."""
 
     latest: "_StoppedError | None" = None
     """The latest instance. It is stored because torch ignores any exception that is raised while it imports NumPy."""

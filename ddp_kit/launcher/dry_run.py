@@ -108,7 +108,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:
-    """Rows with the name of the cluster and the values from its variables, each with the name of the variable."""
+    """Rows with the name of the cluster, the values of its environment variables, and the names of these variables."""
     place = rendezvous.place
     if place is None:
         return []
@@ -173,7 +173,7 @@ def _logs(logs: Logs) -> str:
 
 
 def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
-    """The command that estimates the memory of this job. It is only shown, because it would run the script."""
+    """A row that suggests the command that estimates this job's memory. Running it here would run the script."""
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
     rendezvous = plan.rendezvous
@@ -189,7 +189,7 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
 
 
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
-    """Tables of the variables that are the same on all ranks, with their origins, and of those that differ by rank."""
+    """Three tables of variables: set by the launcher, from the user's environment, and different on each rank."""
     assignment = _assignment(plan)
     envs = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.workers)))]
     known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
@@ -211,7 +211,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _assignment(plan: Plan) -> RankAssignment:
-    """This node's rank assignment if all nodes run the same number of processes; unknown values get placeholders."""
+    """This node's rank assignment, assuming equally many processes on all nodes; unknown values get placeholders."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
@@ -229,7 +229,7 @@ def _assignment(plan: Plan) -> RankAssignment:
 
 
 def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
-    """The variables whose values are not known yet, and when the values will be known."""
+    """The variables whose values are not known yet; the text for each says when its value will be known."""
     known_later = {ERROR_FILE: f"{AT_THE_START}, one for each rank"}
     if not rendezvous.endpoint_source:
         known_later |= {MASTER_PORT: AT_THE_START, RUN_ID: AT_THE_START}
@@ -265,10 +265,10 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
-    """The torchrun command line, preceded by the variables that the launcher adds to the environment.
+    """The equivalent torchrun command line, preceded by the variables that the launcher adds to the environment.
 
-    It contains only the settings that differ from `defaults`, which are torchrun's defaults in this environment,
-    including those set by PET_ variables. Flags that the installed torchrun does not have are left out.
+    `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
+    PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
     """
     wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
     if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
@@ -312,7 +312,7 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with aligned columns; the last column is not padded."""
+    """Format rows as lines with aligned columns. The last column is not padded."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     return "\n".join(
         "  " + "  ".join([*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[-1]])

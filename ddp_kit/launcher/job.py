@@ -36,7 +36,7 @@ class Restart:
     """Decision to restart the workers."""
 
     description: str
-    """The number of the restart as text for the message, such as `restart 1 of 3`."""
+    """Which restart this is, as text for a message, for example `restart 1 of 3`."""
     wait: float
     """Seconds before the restart."""
 
@@ -52,8 +52,8 @@ class GiveUp:
 class Restarts:
     """Restart counters of one job, and the decision after each failure.
 
-    A round makes progress if it starts from a later step than the previous round that made progress, and reaches a
-    later step than every earlier round. A run that starts from step 0 each time never makes progress.
+    A round counts as progress if it starts at a later step than the latest round with progress, and gets further than
+    every earlier round. A script that always starts from step 0 therefore never makes progress.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -107,9 +107,10 @@ class Restarts:
         return Restart(self._description(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """Return how often this failure has occurred in a row.
+        """Return how many times in a row this failure has occurred.
 
-        A kill from outside the job, or a long round of a script that records no steps, resets the crash count.
+        If a worker was killed from outside the job, or a script that records no steps ran for a long time, the counts
+        start again.
         """
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
@@ -121,9 +122,9 @@ class Restarts:
         return before + 1
 
     def _is_repeated(self, first: Failure) -> bool:
-        """Whether this error occurred at this step before, on any rank.
+        """Whether the same error has already occurred at the same step, on any rank.
 
-        The rank does not matter, because any rank may fail first if all ranks fail.
+        The rank does not matter: if all ranks fail, any of them may be the first.
         """
         if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
@@ -222,7 +223,7 @@ class State(Enum):
     FAILED = auto()
     """At least one worker failed; the others have been stopped."""
     STOPPED = auto()
-    """All workers were stopped as ordered."""
+    """All workers were stopped because the job ordered it."""
     LEFT = auto()
     """The node leaves the job because its launcher received a stop signal."""
 
@@ -236,7 +237,7 @@ class Report:
     state: State
     failures: tuple[Failure, ...] = ()
     port: int = 0
-    """The port for the workers' store of the next round; each round has a new one."""
+    """The port on which this node can serve the workers' store of the next round."""
     signal: int = 0
     """The signal that stopped the launcher, if the node leaves."""
     ended_well: tuple[int, ...] = ()
@@ -265,7 +266,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Pause:
-    """Announcement that the next round starts later; nodes only print the reason."""
+    """Announcement of a delay before the next round. Nodes only print the reason."""
 
     why: str
 
@@ -324,7 +325,7 @@ class _Round:
     lost: list[str] = field(default_factory=list)
     failing: bool = False
     for_new_node: bool = False
-    """Whether the round is being stopped to admit a new node. Failures are then consequences of the stop."""
+    """Whether the round is being stopped to admit a new node. Any failures are then caused by the stop."""
 
 
 class Job:
@@ -348,7 +349,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended. It then gives no further orders."""
+        """Whether the job has ended. A node that joins later only gets the outcome."""
         return self._phase is _Phase.ENDED
 
     @property

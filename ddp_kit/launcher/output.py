@@ -48,10 +48,7 @@ class Streams:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Context manager: files and folders created inside the block are accessible only to this user.
-
-    This includes files that torch creates.
-    """
+    """Context manager that makes new files and folders, including torch's, accessible only to this user."""
     before = os.umask(0o077)
     try:
         yield
@@ -131,7 +128,7 @@ class _Source:
     local_rank: int
     descriptor: int
     console: int
-    """The launcher's descriptor that shows the output."""
+    """The launcher's descriptor to which the output is written: 1 or 2."""
     copy: int
     """The descriptor of the log file; negative: there is no log file."""
     label: bytes
@@ -165,10 +162,11 @@ class Output:
     def __init__(
         self, workers: Iterable[Streams], direct: bool, colour: bool, is_ending: Callable[[int], bool] = lambda _: False
     ) -> None:
-        """`direct`: whether output that goes only to the console bypasses this process.
+        """Open the descriptors for the workers.
 
-        `colour`: whether labels may be coloured on a terminal. `is_ending`: a function that returns whether a local
-        rank is known to be ending with an exception.
+        `direct`: whether output that goes only to the console bypasses this process. `colour`: whether labels may be
+        coloured on a terminal. `is_ending`: a function that returns whether a local rank is known to be ending with an
+        exception.
         """
         self._is_ending = is_ending
         self._colour = colour
@@ -227,7 +225,7 @@ class Output:
         return self._descriptors[local_rank]
 
     def start(self) -> None:
-        """Close the workers' descriptors, which every worker must have inherited by now, and start reading."""
+        """Start reading, and close the workers' descriptors. Call this only after every worker has inherited them."""
         for descriptors in self._descriptors.values():
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -363,7 +361,7 @@ class Output:
     # End of the round -------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """Record that a worker failed. A traceback that is held back is then not shown before `end` is called."""
+        """Record that a worker failed. If its traceback is being held back, it stays hidden until `end` is called."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
@@ -390,10 +388,10 @@ class Output:
     ) -> dict[int, FinalOutput]:
         """Show the rest of the workers' output, and return the final output of failed workers, by local rank.
 
-        `suppress_trace`: a function that returns whether to return a traceback without showing it. A traceback that is
-        too long for the verdict is still shown, unless the function `is_secondary` returns True for it. `seconds`: how
-        long to wait for further output. `interrupted`: a function that returns whether to stop waiting for a blocked
-        console.
+        `suppress_trace`: a function that decides whether a traceback is only returned, and not shown. A traceback that
+        is too long for the verdict is shown anyway, unless the function `is_secondary` returns True for it. `seconds`:
+        how long to wait for further output. `interrupted`: a function that returns whether to stop waiting for a
+        blocked console.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake_write, b"!")
@@ -455,7 +453,7 @@ def _end_of_file(path: str) -> str:
 
 
 def _read(descriptor: int) -> bytes:
-    """Return the available data, which is empty at the end of the file."""
+    """Return the data that is available; empty at the end of the file."""
     try:
         return os.read(descriptor, _READ_BYTES)
     except OSError:  # a terminal whose last writer closed it

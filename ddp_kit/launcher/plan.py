@@ -1,4 +1,4 @@
-"""Turn a `LaunchSpec` into the `Plan` of this node with a pure function."""
+"""The plan of a launch on this node. The pure function `make` turns a `LaunchSpec` into a `Plan`."""
 
 import math
 import sys
@@ -79,7 +79,7 @@ class Logs:
     local_ranks_filter: frozenset[int]
     """The local ranks whose output is shown on the console; empty: all."""
     log_line_prefix_template: str | None
-    """Template for the labels; None: not given; empty: only torch's own labels, for output that also goes to a file."""
+    """Template for the labels; None: not given; empty: torch's label, and only for output that also goes to a file."""
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
@@ -103,9 +103,9 @@ class Plan:
     """
 
     torchrun: Mapping[str, Any]
-    """torchrun's settings by their names in torchrun's parser, set by the user or else chosen by the launcher."""
+    """torchrun's settings, by the names in its parser. The values come from the user, or else from the launcher."""
     read_by_torchrun: frozenset[str]
-    """Names of settings that need no flags in a torchrun command, because torchrun reads the same variables."""
+    """Names of settings that need no flag in a torchrun command, because torchrun reads their environment variables."""
     ignored_signals: frozenset[str]
     """Names of the signals that were ignored when the launcher started, and therefore do not stop the job."""
     python: str
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def numa_binding(self) -> str | None:
-        """The value of --numa-binding, or None if workers are bound to the cores in `workers`."""
+        """The value of --numa-binding; None: the workers use the cores given in `workers`."""
         binding: str | None = self.torchrun["numa_binding"]
         return binding
 
@@ -218,7 +218,7 @@ class Plan:
         return self.python, "-u", *(["-m"] if self.torchrun["module"] else []), *words
 
     def command_line(self, local_rank: int) -> tuple[str, ...]:
-        """The command line that a worker executes."""
+        """The command line of the worker with this local rank. `${local_rank}` is replaced by the number."""
         return self.command[0], *_fill_local_rank(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
@@ -323,7 +323,10 @@ def make(
 
 
 def _requested_gpus(spec: LaunchSpec) -> str | None:
-    """The value of --gpus, or else the product of --gpus-per-process and --nproc-per-node, or else None."""
+    """The requested GPUs; None: the flags do not say which GPUs or how many.
+
+    This is the value of --gpus or, without it, the product of --gpus-per-process and --nproc-per-node.
+    """
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
@@ -399,7 +402,7 @@ def _worker_resources(processes: str, chosen: Chosen, each: int, cpus: Cpus, bin
 
 
 def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
-    """The usable cores near any of these GPUs; empty if the nearby cores of at least one GPU are unknown."""
+    """The usable cores near any of these GPUs; empty if they are unknown for at least one of the GPUs."""
     if not all(gpu.near for gpu in gpus):
         return ()
     return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))

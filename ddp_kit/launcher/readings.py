@@ -46,12 +46,12 @@ class RankReading:
     age: float | None = None
     """Seconds since the heartbeat last changed."""
     waits_for: int | None = None
-    """The rank that this rank mostly waits for, among the ranks that were read; None: no rank stands out."""
+    """The straggler that this rank waits for; None: no straggler stands out, or this rank is the straggler."""
     memory: int | None = None
-    """Bytes of the process's resident memory."""
+    """Resident memory of the process, in bytes."""
     gpus: tuple[GpuUsage, ...] = ()
     beats: int = 0
-    """Counter that every action of the rank's Trainer increments."""
+    """Counter that increases with every action of the rank's Trainer."""
     host: str = ""
     advice: str = ""
     """The last line of advice from the rank's Trainer; "": no advice so far."""
@@ -127,7 +127,7 @@ def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
 
 
 def straggler(ranks: Sequence[RankReading]) -> int | None:
-    """The rank that the other ranks wait for, or None if no rank stands out."""
+    """The slow rank that the other ranks are waiting for, or None if no rank stands out."""
     if len(ranks) < 2 or any(each.step is None or each.communication is None for each in ranks):
         return None
     if all((each.age or 0.0) > _STALLED_SECONDS for each in ranks):
@@ -180,7 +180,7 @@ def _rank_from(found: dict[str, Any]) -> RankReading:
 
 
 def as_json(jobs: Sequence[JobReading]) -> list[dict[str, Any]]:
-    """The fields of the readings, for JSON."""
+    """The readings as dicts that can be written as JSON."""
     return [asdict(job) for job in jobs]
 
 

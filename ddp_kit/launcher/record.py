@@ -58,7 +58,7 @@ class RoundRecord:
 
 
 class RoundFile:
-    """The file of a round. After `write`, it is kept open until `close`, which removes it."""
+    """File that describes a running round. It stays open from `write` until `close`, which removes it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROUND_FILE
@@ -103,10 +103,10 @@ _SECONDS = 1.0
 
 
 class RecordKeeper:
-    """Sampler that records the state of this machine in a thread of the launcher while an attempt runs."""
+    """Sampler of this machine's state. While an attempt runs, its thread adds samples to the run record."""
 
     def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: the folder for the record of a Trainer without its own folder; None: there is then no record."""
+        """`kept`: the folder for the record if the Trainer has no folder of its own; None: there is then no record."""
         self._note = attempt_folder / RECORD_NOTE
         self._kept = kept
         self._node = node
@@ -115,14 +115,17 @@ class RecordKeeper:
         self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
 
     def start(self) -> None:
-        """Create the file in which a Trainer writes the record's path, and start sampling, before the workers start."""
+        """Create the file to which a Trainer writes the record's path, and start sampling.
+
+        Call this before the workers start.
+        """
         with suppress(OSError):
             self._note.touch(mode=0o600)
             self._note.write_text("" if self._kept is None else str(self._kept))
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling and remove the file that `start` created, after the workers have ended."""
+        """Stop sampling and remove the file that `start` created. Call this after the workers have ended."""
         self._ending.set()
         self._thread.join()
         self._find()

@@ -17,7 +17,7 @@ from ddp_kit.masking import masked
 
 
 def holder(port: int) -> str:
-    """Describe the process that listens on a port, as ` by pid N (COMMAND)`; empty if that process is not visible."""
+    """Text such as ` by pid N (COMMAND)` that names the process listening on a port; empty if it cannot be found."""
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
@@ -96,7 +96,7 @@ class Rendezvous:
 
 
 def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
-    """Read torchrun's settings, completed with settings from `place`. Raises `UsageError` for invalid settings."""
+    """Read the rendezvous settings from torchrun's flags and `place`. Raises `UsageError` for invalid settings."""
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
@@ -158,7 +158,7 @@ def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def ignored_settings(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
-    """A notice for each number in --rdzv-conf that torchrun accepts but that has no effect."""
+    """A notice for each number in --rdzv-conf that has no effect, although torchrun accepts it."""
     conf = _conf(torchrun["rdzv_conf"]) if torchrun["rdzv_backend"] in _NUMBERS_OF else {}
     return tuple(
         f"--rdzv-conf {name}={conf[name]} is not a number greater than 0, and is ignored"

@@ -1,4 +1,4 @@
-"""Parse the command line, which has torchrun's flags and ddpkit's own flags, into a `LaunchSpec`."""
+"""Parse the command line, which may contain torchrun's flags and ddpkit's own flags, into a `LaunchSpec`."""
 
 import argparse
 import math
@@ -79,9 +79,9 @@ class LaunchSpec:
     gpus_per_process: int | None = None
     """The value of --gpus-per-process; None: not given."""
     typed: frozenset[str] = frozenset()
-    """Names of the settings in `torchrun` whose flags were typed."""
+    """Names of the settings in `torchrun` that were set by a flag on the command line."""
     given: frozenset[str] = frozenset()
-    """Names of the settings in `torchrun` whose flags were typed or that PET_ variables set."""
+    """Names of the settings in `torchrun` that were set by a flag on the command line or by a PET_ variable."""
     place: JobPlace | None = None
     """This node's place in the job, from the cluster's variables; None: no cluster, or flags set the place."""
 
@@ -104,7 +104,7 @@ class LaunchSpec:
 
 
 def parse(argv: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
-    """Parse `argv`, which has torchrun's flags and ddpkit's own flags. Raises `UsageError`."""
+    """Parse `argv`, which may contain torchrun's flags and ddpkit's own flags. Raises `UsageError`."""
     known = parser(torchrun)
     # None means not given. torch's defaults would hide that a flag was not given, and its default port differs between
     # versions.
@@ -184,7 +184,7 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
 
 
 def _typed(argv: Sequence[str], known: Parser) -> frozenset[str]:
-    """Names of the settings whose flags are among the launcher's arguments."""
+    """Names of the settings that are set by a flag in `argv`, the launcher's arguments."""
     actions = {flag: action.dest for action in known.actions for flag in action.option_strings}
     names = (_written_out(word, known).partition("=")[0] for word in argv)
     return frozenset(actions[name] for name in names if name in actions)
@@ -281,7 +281,7 @@ def _check_file(script: str) -> None:
 
 
 def _check_syntax(path: Path) -> None:
-    """Report a syntax error once, before the start, instead of one traceback per process."""
+    """Report a syntax error in the script once, before any process starts. Otherwise, each would print a traceback."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # these warnings are shown when the script runs

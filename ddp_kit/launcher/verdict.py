@@ -76,7 +76,7 @@ def is_interrupt(trace: str) -> bool:
 
 
 def failed_at_start(trace: str) -> bool:
-    """Whether a top-level import in the script, or in a module that it imports, failed, which a restart cannot fix."""
+    """Whether the script failed with an import error or a syntax error at module level. A restart cannot fix that."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
     return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
@@ -92,7 +92,7 @@ def _first_of_chain(plain: list[str], starts: list[int]) -> int:
 
 
 def _end(plain: list[str], start: int) -> int:
-    """The index after the last line of the traceback, which ends with a message that may have several lines."""
+    """The index after the last line of the traceback, including all lines of the message at its end."""
     end = start
     for number in range(start, len(plain)):
         if _AFTER_TRACEBACK.match(plain[number]):
@@ -294,9 +294,8 @@ _WARNING = re.compile(r"^(?:\[rank\d+\]:)?\[W.*\n?", re.MULTILINE)
 def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     """Advice about a failure; empty if the cause is not known.
 
-    `text`: the end of the worker's output, or its traceback. `exit_code`: the worker's exit code, or minus the number
-    of the signal that killed the worker.
-    `out_of_memory`: whether the kernel killed a process of this job because memory ran out.
+    `text`: the end of the worker's output, or its traceback. `exit_code`: the worker's exit code; -N if signal N killed
+    the worker. `out_of_memory`: whether the kernel killed a process of this job because memory ran out.
     """
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
@@ -355,7 +354,7 @@ class Failure:
     local_rank: int
     pid: int
     exit_code: int
-    """The worker's exit code, or minus the number of the signal that killed the worker."""
+    """The worker's exit code; -N if signal N killed the worker."""
     after: float
     """Seconds since this round's workers were started, by the clock of their node."""
     host: str = ""
@@ -373,7 +372,7 @@ class Failure:
     hint: str = ""
     """What to do about the failure; empty: the cause is not known."""
     at_start: bool = False
-    """Whether the script failed at its imports or with a syntax error, which means that a restart cannot help."""
+    """Whether the script failed at its imports or with a syntax error. A restart cannot fix that."""
     terminated: bool = False
     """Whether the launcher had begun to terminate the worker before the worker ended."""
     secondary: bool = False
@@ -387,7 +386,7 @@ class Failure:
 
     @property
     def from_outside(self) -> bool:
-        """Whether something other than the launcher and the out-of-memory killer killed the worker."""
+        """Whether the worker was killed by SIGKILL or SIGTERM, but not by the kernel's out-of-memory killer."""
         return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not self.out_of_memory
 
     @property
@@ -471,7 +470,7 @@ def _secondary_level(failure: Failure) -> int:
 
 
 def normalised(message: str) -> str:
-    """The message, without parts that may differ between ranks and attempts although the error is the same."""
+    """The message without the parts that may differ between ranks or attempts even if the error is the same."""
     return _NUMBER.sub("#", _plain(message))
 
 
@@ -535,9 +534,10 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
 
 
 def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:
-    """Describe the other failures, one line for all ranks with the same error, without ranks that the launcher stopped.
+    """Describe the other failures, with one line for all ranks that have the same error.
 
-    The message of an error is left out if the rank that failed first has the same error.
+    Ranks that the launcher stopped are left out. The message of an error is not repeated if the rank that
+    failed first has the same error.
     """
     by_message: dict[str, list[int]] = {}
     for failure in failures:

@@ -1,9 +1,11 @@
 """Finds placements that fit in memory for `parallel="auto"` and `ddpkit plan`, and rejects runs that cannot fit.
 
                        counted bytes                                         must fit in
-"auto", OOM hints      all except activations: the batch is not known yet    a part of the memory
+"auto", OOM hints      all except activations: the batch is not known yet    a fixed share of the memory
 `ddpkit plan`          all, including measured activations                   the whole memory
 checks at the start    weights, gradients and optimizer state, all exact     the whole memory
+
+A placement is a parallel strategy, its sizes, and the memory settings.
 """
 
 import math
@@ -44,7 +46,7 @@ def _memory_of_rank(world: World) -> int:
 
 
 def _as_written(**settings: Any) -> str:
-    """Settings as written in a script; settings with empty values are omitted."""
+    """Settings as they would be written in a script, without settings that have empty values."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items() if value).replace("'", '"')
 
 
@@ -59,7 +61,7 @@ STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("fsdp", _RECOMPUTED | {"offload_optimizer": True}),
     ("tensor", _RECOMPUTED),
 )
-"""Pairs of a strategy and changes to `memory`, in order of increasing cost in time. The user's settings are kept."""
+"""Strategies with changes to `memory`, ordered by how much they slow down training. The user's settings are kept."""
 
 COUNTED_SHARE = 0.7
 """The fraction of the memory for weights, gradients and optimizer state; the rest is for activations."""
@@ -70,10 +72,10 @@ _COUNTED = "The numbers include weights, gradients and optimizer state; the rest
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, and the memory that it needs on the rank with the largest share."""
+    """A placement, and the memory that it needs on the rank that needs the most."""
 
     text: str
-    """The configuration as written in a script."""
+    """The configuration as it would be written in a script."""
     parallel: ParallelConfig
     memory: MemoryConfig
     needed: int
@@ -93,9 +95,9 @@ class Candidate:
 def candidates(
     model: ModelMemory, parallel: ParallelConfig, memory: MemoryConfig, ranks: int, device_memory: int, per_node: int
 ) -> Iterator[Candidate]:
-    """Yield the placements to try for these settings, in order, each once.
+    """Yield the placements to try, each one once, starting with those that slow down training the least.
 
-    `parallel`, `memory`: settings that a placement does not change are kept.
+    `parallel`, `memory`: the user's settings; those that a placement does not set are kept.
     `device_memory`: bytes of the smallest device.
     `per_node`: the number of ranks on each node, or a common divisor if the nodes differ.
     """
@@ -190,7 +192,10 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """Plan a configuration. For ``parallel="auto"``, plan the placement that it chooses for this `device_memory`."""
+    """Calculate the memory plan of a configuration.
+
+    For ``parallel="auto"``, this is the plan of the placement that "auto" chooses for `device_memory`.
+    """
     chosen, _ = _with_auto(model, config, ranks, device_memory)
     plan = plan_memory(
         model,
@@ -228,7 +233,7 @@ def _with_auto(
 
 
 def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, title: str = "") -> str:
-    """A text with the table of the plan, whether it fits, and if not, what to change."""
+    """Describe a plan as text: a table, whether the plan fits in memory, and if not, what to change."""
     devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
     lines = [f"{title}; {devices}" if title else devices, str(plan)]
     lines += [f"  not known: {problem}" for problem in plan.problems]
@@ -250,10 +255,10 @@ def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int,
 
 @dataclass(frozen=True)
 class Setting:
-    """A change of the configuration, and the memory plan that results from it."""
+    """A possible configuration, and its memory plan."""
 
     text: str
-    """The configuration as written in a script."""
+    """The configuration as it would be written in a script."""
     plan: MemoryPlan
     fits: bool
     note: str = ""
@@ -263,7 +268,7 @@ class Setting:
 
 
 def advice(model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int) -> tuple[Setting, ...]:
-    """The settings that fit and need less memory than the current plan, cheapest first."""
+    """Settings that fit and need less memory than the current plan, starting with the fastest."""
     found: list[Setting] = []
     least = current.total
     for setting in settings(model, ranks, device_memory):
@@ -274,7 +279,7 @@ def advice(model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: i
 
 
 def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Setting]:
-    """Yield placements in order of increasing cost in time, each with its memory plan."""
+    """Yield possible settings with their memory plans, starting with those that slow down training the least."""
 
     def setting(
         parallel: str | dict[str, int], memory: dict[str, Any], note: str = "", used: ModelMemory = model, **more: str
@@ -357,7 +362,10 @@ def _memory_to_fit(strategy: Strategy) -> int | None:
 
 
 def refuse(plan: MemoryPlan, device_memory: int) -> None:
-    """Raise `ConfigError` if weights, gradients and optimizer state alone do not fit; estimates are not used."""
+    """Raise `ConfigError` if weights, gradients and optimizer state alone do not fit.
+
+    The estimated parts of the plan, such as activations, are ignored.
+    """
     if plan.exact <= device_memory:
         return
     parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
@@ -394,7 +402,7 @@ def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerCo
 
 
 def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerConfig, world: World) -> str:
-    """Describe a placement that fits and needs less memory than the current one, as calculated; "" if there is none."""
+    """Describe a placement that, by calculation, fits and needs less memory than the current one; "" if none does."""
     if config.parallel.strategy == "device_map" or world.world_size == 1:
         return ""
     ranks, memory = world.world_size, _memory_of_rank(world)

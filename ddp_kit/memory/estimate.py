@@ -1,13 +1,13 @@
 """Memory estimates: the bytes that a model needs on each device, before anything is allocated.
 
-    weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the placement. Estimates
-                                           for `tensor` without a tensor plan, and for `pipeline` if it is unknown which
-                                           stages use which weights
+    weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the parallel dimensions;
+                                           only estimates for `tensor` without a tensor plan, and for `pipeline` if it
+                                           is unknown which stages use which weights
     activations, temporaries               estimates, measured in a pass without data (measure.py)
     communication, fixed                   estimates
 
 The total includes activations or the optimizer's temporary copies, whichever is larger, because they do not exist at
-the same time. Estimates were not verified on a GPU. Activations are not divided by `tensor`.
+the same time. Estimates were not verified on a GPU. Tensor parallelism is assumed not to reduce activations.
 """
 
 import math
@@ -77,17 +77,20 @@ class PassMemory:
     """Bytes of one forward and backward pass of one micro-batch, without weights and gradients."""
 
     batch: int = 0
-    """The micro-batch and prefetched micro-batches."""
+    """Bytes of the micro-batch and of prefetched micro-batches."""
     kept: int = 0
-    """Activations at the end of the forward pass."""
+    """Bytes of activations at the end of the forward pass."""
     peak: int = 0
-    """The maximum bytes at any time, including activations."""
+    """The most bytes in use at any time, including activations."""
     blocks: tuple[BlockMemory, ...] = ()
     casts: int = 0
-    """Copies of the blocks' weights in another dtype, which autocast keeps until the end of the forward pass."""
+    """Bytes of the casts of the blocks' weights that autocast keeps until the end of the forward pass."""
 
     def with_less(self, *, checkpointing: float, offload: bool) -> "PassMemory":
-        """An estimate with a fraction of blocks recomputed (`checkpointing`) or activations offloaded (`offload`)."""
+        """Estimate the same pass with checkpointing or offloaded activations.
+
+        `checkpointing`: the fraction of the blocks that are recomputed. `offload`: whether activations are offloaded.
+        """
         kept, temporary = self.kept, self.peak - self.kept
         if not self.blocks or not (checkpointing or offload):
             return self
@@ -121,11 +124,11 @@ class ModelMemory:
 
     @property
     def splits_known(self) -> bool:
-        """Whether it is known, from a tensor plan, which parameters tensor parallelism splits."""
+        """Whether a tensor plan specifies which parameters tensor parallelism splits."""
         return any(row.split is not None for row in self.rows)
 
     def in_half(self) -> "ModelMemory":
-        """The same model with two bytes per weight. Activations stay as measured, which is an upper bound."""
+        """The same model with two bytes per weight. The measured activations are kept, as an upper bound."""
         rows = tuple(
             replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
             for row in self.rows
@@ -160,7 +163,7 @@ class MemoryPlan:
     temporaries: int = 0
     """Other tensors of the forward and backward pass. An estimate."""
     optimizer_temporaries: int = 0
-    """Temporary copies in `optimizer.step()`, during which no activations exist."""
+    """Temporary copies that `optimizer.step()` makes, at a time when no activations exist."""
     communication: int = 0
     """Gathered weights, and buffers of reductions. An estimate."""
     fixed: int = 0
@@ -179,7 +182,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak: the largest sum at any time."""
+        """Peak memory in bytes: the largest total of what is in memory at the same time."""
         step = max(self.activations + self.temporaries, self.optimizer_temporaries)
         return self.exact + step + self.communication + self.fixed
 
@@ -269,11 +272,12 @@ def plan_memory(
 
 
 def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
-    """The parameters of the largest pipeline stage.
+    """The parameters of the pipeline stage that needs the most memory for parameters.
 
-    If the stages are unknown, this stage is assumed to have an equal share of blocks, and the largest other parameter.
-    With 1F1B, the first stage keeps the activations of as many micro-batches as there are stages, but only for its
-    share of the layers: about as much as one device without a pipeline keeps for one micro-batch.
+    If the stages are unknown, this stage is assumed to have an equal share of the blocks and, of the parameters outside
+    of the blocks, only the largest. Activations need no such division. With 1F1B, the first stage keeps activations for
+    as many micro-batches as there are stages, but only those of its own layers; this takes about as much memory as one
+    micro-batch on one device without a pipeline.
     """
     rows = model.rows
     if stages == 1:
@@ -297,7 +301,7 @@ def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
 
 
 def _part(row: ParameterRow, dimension: int, parts: int) -> ParameterRow:
-    """The first part of a parameter. It is the largest, because torch.chunk rounds the size of a part up."""
+    """The first of `parts` parts of a parameter. No other part is larger, because torch.chunk rounds sizes up."""
     if parts == 1 or not row.shape:
         return row
     shape = list(row.shape)
@@ -310,7 +314,10 @@ def _size(rows: Iterable[ParameterRow]) -> int:
 
 
 def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
-    """Bytes of optimizer state with ZeRO-1 on the rank that holds the most, and bytes of padding for equal shards."""
+    """Return two numbers of bytes for ZeRO-1: the largest optimizer state of any rank, and the padding.
+
+    The padding makes the shards of all ranks equal in size.
+    """
     state, padding = [0] * ranks, 0
     for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
         flat = [row for row in rows if row.trained and row.itemsize == itemsize]
@@ -327,9 +334,10 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
 def _communication(
     rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int, *, gathered: bool
 ) -> int:
-    """Bytes for communication. DDP's buckets share memory with gradients; FSDP gathers a unit while it uses another.
+    """Bytes for communication: buffers and gathered weights.
 
-    `gathered`: whether all units stay gathered with `reshard_after_forward="auto"`.
+    DDP's buckets take no extra memory, because gradients are views into them. FSDP gathers the weights of one unit
+    while it computes another. `gathered`: whether `reshard_after_forward="auto"` keeps all units gathered.
     """
     if sizes.shard == 1:
         half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0

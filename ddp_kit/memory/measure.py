@@ -1,6 +1,7 @@
 """Measures a model, its optimizer and one pass without allocating memory, and the peak memory of a real run.
 
-The model is copied to fake tensors, or was built from them; see `ddp_kit.trainer.plan_script`. The measurement runs:
+The parameters are fake tensors: in a copy of the model, or from the start, as in `ddp_kit.trainer.plan_script`. The
+measurement runs:
 
     optimizer.step() once, with gradients of the weights' shapes      -> optimizer state of each parameter
     loss_fn(model, batch).backward() once, with a real first batch    -> activations, the peak, the share of each block
@@ -36,7 +37,8 @@ from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 def config_to_plan(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration of the same run in one process, without checkpoints, compilation or micro-batch search.
 
-    fp8 is planned as bf16, which needs no GPU: fp8 training has the same weights, and keeps no 8-bit copies of them.
+    fp8 becomes bf16, because the bf16 pass runs without a GPU. The weights need the same memory: fp8 training keeps no
+    8-bit copies of them.
     """
     changes: dict[str, Any] = {
         "parallel": ParallelConfig(),
@@ -68,7 +70,7 @@ class TrainingPass:
 def measured(
     model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer, training: TrainingPass, *, accumulates: bool
 ) -> ModelMemory:
-    """Measure a model, its optimizer and a pass for a plan. Leaves them unchanged, and allocates little memory.
+    """Measure a model, its optimizer and a pass for a plan, without changing them or allocating much memory.
 
     `device_optimizer`: the optimizer that holds the model's parameters; the same object as `optimizer`, unless
     `optimizer` holds copies on the host. `accumulates`: whether an optimizer step has several passes.
@@ -153,7 +155,7 @@ def _without_memory(model: nn.Module, optimizer: Optimizer, device_optimizer: Op
 
 
 def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass) -> PassMemory:
-    """Run the pass, and count the bytes that are alive."""
+    """Run the pass, and measure how many bytes of tensors are alive during it."""
     # Offloading has no effect on the CPU: `plan_memory` subtracts offloaded activations.
     activations = Activations(model, training.config.memory.model_copy(update={"offload_activations": False}))
     arrived = [leaf for leaf in pytree.tree_leaves(training.batch) if isinstance(leaf, Tensor)]
@@ -210,7 +212,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
-    """Optimizer state of each parameter, measured by a step: bytes per value, and other bytes."""
+    """Measure each parameter's optimizer state by running a step: bytes per value of the parameter, and other bytes."""
     held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     for parameter in held:
         with torch.no_grad():
@@ -254,7 +256,10 @@ def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Paramet
 
 
 def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[str], ...], dict[nn.Parameter, str]]:
-    """Names of the parameters on each rank of the pipeline, and the block of each parameter that can be sharded."""
+    """Return which parameters each rank of the pipeline holds, by name, and to which block each one belongs.
+
+    The blocks include only parameters that FSDP can shard.
+    """
     # A local import, because the module imports torch.distributed.pipelining.
     from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
 

@@ -34,7 +34,7 @@ def strategy_for(
     """Create the configured strategy. For one rank, this is `SingleRank`, or `SingleRankDeviceMap` with a device map.
 
     `recoverable`: whether steps can be repeated after a rank ran out of memory; see `Strategy.finish_failed_passes`.
-    `parallelize`: a function of the user that distributes the model; None: the strategy distributes it.
+    `parallelize`: the user's own function that distributes the model; None: the strategy distributes it.
     Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)

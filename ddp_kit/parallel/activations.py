@@ -6,9 +6,9 @@
 
 These settings affect only the forward passes of training steps, which run within `Activations.forward_context`.
 
-torch has no public call that recomputes a module in place: a wrapper module changes the names in `state_dict`, hooks
-cannot call a forward again, and a permanently replaced `forward` would be part of every copy of the model. Therefore,
-the `forward` of each block is replaced only within that context.
+torch has no public function that turns on checkpointing for an existing module: a wrapper module would change the names
+in `state_dict`, hooks cannot call a forward again, and a permanently replaced `forward` would be part of every copy of
+the model. Therefore, the `forward` of each block is replaced only within that context.
 """
 
 from collections import deque
@@ -183,7 +183,7 @@ class _CallState:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context for the forward, which records the buffers that the forward changes."""
+        """A context for the block's forward call. It records the buffers that the call changes."""
         before = _buffers(self._block)
         copies, versions = _copied(before), [_versions(buffers) for _, buffers in before]
         yield
@@ -196,7 +196,7 @@ class _CallState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context for the recomputation, which may stop early, once the backward pass has all tensors that it needs.
+        """A context for the recomputation. torch may stop it early, as soon as it has all tensors that it needs.
 
         Buffers are replaced with other tensors, not changed in place, because autograd may have saved them.
         """
@@ -242,7 +242,7 @@ _ATTENTION = "scaled_dot_product"
 
 
 def _every_second_product() -> Callable[..., CheckpointPolicy]:
-    """Return a selective checkpointing policy: save attention and every second matrix product, recompute the rest.
+    """Return a selective checkpointing policy that saves only attention and every second matrix product.
 
     A policy counts matrix products, so each call of a block needs its own. Source: TorchTitan's selective activation
     checkpointing, which saves memory at little cost in time.
@@ -268,7 +268,7 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
 class SavedTensors:
     """Stores the tensors that autograd saves in a forward pass: as 8-bit integers, on the host, or both.
 
-    Weights and buffers are left unchanged, because saving them takes no additional memory.
+    Weights and buffers are neither compressed nor offloaded, because saving them takes no additional memory.
     """
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
@@ -374,8 +374,8 @@ def compressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a tensor to int8. Every 256 consecutive values share one step size: their maximum magnitude / 127.
 
     Values are rounded to the nearest step, but nonzero values are never rounded to zero, so that the zeros of ReLU and
-    dropout stay the only zeros. The error is at most half a step, or one step where rounding to zero is avoided. A
-    value that is not finite makes all 256 values not finite.
+    dropout stay the only zeros. The error is at most half a step, or one step where rounding to zero is avoided. One
+    infinite or NaN value makes all 256 values infinite or NaN.
     """
     values = tensor.reshape(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))

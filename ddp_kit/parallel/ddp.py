@@ -1,8 +1,8 @@
 """A whole replica on every rank; torch's DistributedDataParallel (DDP) averages the gradients.
 
-DDP usually prepares the reduction in the forward of the wrapper, which is never called here. Instead, `DdpReducer`
-prepares the reduction for a given loss, so a loss function may call the model any number of times, or use only parts
-of it. The backward pass of a loss that is not prepared only accumulates gradients on this rank.
+DDP usually prepares the reduction of gradients in the forward of its wrapper, which is never called here. Instead,
+`DdpReducer` prepares the reduction for one loss, so a loss function may call the model any number of times, or use only
+parts of it. The backward pass of any other loss accumulates gradients on this rank, without a reduction.
 """
 
 import re
@@ -61,7 +61,10 @@ class DdpStrategy(Strategy):
         self._wrap()
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
-        """One strategy per update, each with a DistributedDataParallel for the parameters of that update."""
+        """Return one strategy for each of a step's several updates; see `Strategy.divided`.
+
+        Each of them has its own DistributedDataParallel for the parameters of its update.
+        """
         self.release()
         self._updates = [self._of_update(each) for each in parameters]
         for update in self._updates:
@@ -147,9 +150,9 @@ class DdpStrategy(Strategy):
             future.wait()
 
     def check_gradients(self) -> None:
-        """Raise `LossError` for missing gradients after the first step.
+        """Raise `LossError` if parameters have no gradient after the first step.
 
-        DDP would raise an error in the second step or never, and would not name the parameters.
+        DDP itself would raise an error only in the second step or not at all, and would not name the parameters.
         """
         if self._complete or self.config.find_unused_parameters or self.config.static_graph:
             return
@@ -229,9 +232,9 @@ class DdpStrategy(Strategy):
     def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
         """Return a zero loss whose backward pass contributes zeros to DDP's reduction, for a rank without samples.
 
-        DDP needs every rank in every reduction. Repeating a batch with zero weight instead would cost a pass and change
-        BatchNorm's statistics, and is impossible on a rank whose stream is empty. The gradients on this rank are
-        undefined, not zeros: a parameter that no rank used then ends up without a gradient.
+        DDP needs every rank to take part in every reduction. Repeating a batch with zero weight instead would cost a
+        pass and change BatchNorm's statistics, and a rank with an empty data stream has no batch to repeat. The
+        gradients on this rank are undefined, not zeros, so a parameter that no rank used ends up without a gradient.
 
         `order`: the order in which the parameters are reduced; None: any order.
         """
@@ -255,11 +258,11 @@ class DdpStrategy(Strategy):
     # --- Static graphs ------------------------------------------------------------------------------------------------
 
     def _learn_graph(self, passes: Passes) -> None:
-        """Run the first step with a static graph: all ranks run the same number of passes, and reduce after each one.
+        """Run the first step with a static graph. Gradients are reduced after each pass, not only after the last one.
 
-        DDP learns the graph from all backward passes up to the first reduction. That must be a single pass, so each
-        pass is reduced. The gradients of earlier passes are already equal on all ranks, and averaging them again does
-        not change them.
+        DDP learns the graph from the backward passes up to the first reduction, and for a correct graph, this must be a
+        single pass. Later reductions average the gradients of earlier passes again, which does not change them, because
+        they are already equal on all ranks. Ranks with fewer passes contribute zeros.
         """
         self._learns_graph = False
         self._wrap()  # so that DDP has seen no earlier backward pass

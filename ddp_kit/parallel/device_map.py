@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, nearest, some
+from ddp_kit.errors import ConfigError, some, suggestion
 from ddp_kit.log import logger
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import SingleRank, Strategy
@@ -129,10 +129,9 @@ def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
     for key, index in device_map.items():
         for name in [key] if key in known else _names(key):
             if name not in known:
-                close = nearest(name, modules)
                 raise ConfigError(
                     f"parallel.device_map names {key!r}, but {type(model).__name__} has no module {name!r}",
-                    f"nearest: {close!r}" if close else f"its modules are {some([each for each in modules if each])}",
+                    suggestion(name, [each for each in modules if each], "modules"),
                 )
             if name in found:
                 raise ConfigError(
@@ -184,7 +183,7 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
                 raise ConfigError(
                     f"{first} and {full} are tied (one tensor), but parallel.device_map puts them on devices "
                     f"{other} and {index}",
-                    "put both modules on the same device; they need not be adjacent",
+                    "put both modules on the same device; the modules between them may be on other devices",
                 )
     if missing:
         uncovered = list(dict.fromkeys(_topmost(name, device_map) for name in missing))
@@ -206,7 +205,7 @@ def _index_of(name: str, device_map: Mapping[str, int]) -> int | None:
 
 
 def _topmost(name: str, device_map: Mapping[str, int]) -> str:
-    """The outermost module around `name` that contains no module in the map."""
+    """The outermost module that is or contains `name`, and that contains no module named in the map."""
     while name and (parent := name.rpartition(".")[0]):
         if any(key.startswith(f"{parent}.") for key in device_map):
             break
@@ -313,9 +312,9 @@ def _bytes_in_training(tensor: Tensor) -> int:
 
 
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own tensors, as `module.to(device)` does, but not those of its children.
+    """Move a module's own tensors to a device, but not those of its children.
 
-    Parameters stay the same objects.
+    As with `module.to(device)`, parameters stay the same objects.
     """
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
@@ -323,9 +322,9 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
-    """The modules whose inputs are moved, with their devices.
+    """The names of the modules whose inputs are moved, with the indices of the modules' devices.
 
-    These are the modules in the map, and the outermost modules whose tensors are all on one device.
+    These are the modules named in the map, and the outermost modules whose tensors are all on one device.
     """
     indices = {**indices_of(model, device_map), **device_map}
     found: dict[str, int] = {}
@@ -337,9 +336,9 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
             inside.setdefault(name, set()).add(index)
 
     def walk(name: str, module: nn.Module, within: bool) -> None:
-        """Visit a module.
+        """Visit a module and its children.
 
-        `within`: whether an outer module is entirely on one device. That module's hook moves the inputs.
+        `within`: whether a module around this one is entirely on one device. If so, its hook already moves the inputs.
         """
         there = inside.get(name, set())
         whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called

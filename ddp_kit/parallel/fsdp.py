@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
-from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, broadcast, sizes_of, whole_gradients_fit
 from ddp_kit.parallel.tensor import is_divided, is_dtensor, piece_of_dtensor, reduced_part, split_layers
@@ -59,7 +59,7 @@ def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[s
 
 
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise `ConfigError` for trained parameters of several dtypes, for which FSDP fails in the first forward pass.
+    """Raise `ConfigError` if a unit's trained parameters have several dtypes: FSDP would fail in its first pass.
 
     `hint`: another way to fix the error. "{}" in it is replaced with the names of the modules with the rarer dtype.
     """
@@ -86,10 +86,10 @@ class FsdpUnits:
     ) -> None:
         """Set up the units.
 
-        `whole_gradients`: accumulate unsharded gradients, and reduce them in the last pass of a step. `replicated`:
-        whether there are several replicas. If so, and without `whole_gradients`, each pass accumulates sharded
-        gradients, and the last pass of a step reduces them over the replicas. `gathered`: keep weights gathered from
-        the first forward pass to the last backward pass of a step.
+        `whole_gradients`: accumulate unsharded gradients, and reduce them only in the last pass of a step; otherwise,
+        each pass reduces its gradients to shards. `replicated`: whether there are several replicas; the shards are then
+        reduced over the replicas only in the last pass of a step. `gathered`: keep weights gathered from the first
+        forward pass to the last backward pass of a step.
         """
         self._units = [*units]
         self._whole_gradients = whole_gradients
@@ -148,7 +148,7 @@ def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> 
 
 
 def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
-    """Yield the same number of (samples, batch) pairs on each rank. A collective.
+    """Yield (number of samples, batch) for each batch, equally often on each rank. A collective.
 
     Ranks with fewer batches repeat their last batch as a batch of 0 samples. `spare`: a function that returns a batch
     for a rank that has none.
@@ -397,7 +397,10 @@ class FsdpStrategy(Strategy):
                 check_dtypes(name, module, "call fully_shard on {} first in your function")
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The FSDP units by module name, inner modules first. The root unit shards all other parameters."""
+        """The FSDP units by module name, inner modules first.
+
+        The root unit is not included. It shards all parameters that are in no other unit.
+        """
         modules = dict(model.named_modules())
         modules.pop("")
         if self.config.fsdp_units == "auto":
@@ -409,7 +412,7 @@ class FsdpStrategy(Strategy):
                 if not found:
                     raise ConfigError(
                         f"parallel.fsdp_units names {pattern!r}, but {type(model).__name__} has no such module",
-                        f"nearest: {nearest(pattern, [*modules]) or some([*modules])}",
+                        suggestion(pattern, [*modules], "modules"),
                     )
                 chosen |= {name: modules[name] for name in found}
         _check_shared(model, chosen)
@@ -537,7 +540,7 @@ class FsdpStrategy(Strategy):
         return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
-        """The piece, with `owned` set only on the first rank that holds it. That rank writes it to checkpoints."""
+        """A copy of a piece, with `owned` set only on the first rank that holds it, which writes it to checkpoints."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 
@@ -547,7 +550,7 @@ def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
 
 
 def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
-    """Raise `ConfigError` if a parameter is in two units: each of the two would gather and reduce it."""
+    """Raise `ConfigError` if two units share a parameter, because both would gather and reduce it."""
     owners: dict[nn.Parameter, str] = {}
     for name, unit in units.items():
         for parameter in unit.parameters():
@@ -571,7 +574,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """A context that raises `LossError` for FSDP's errors about weights used outside of the model's forward pass."""
+    """A context that re-raises FSDP's errors about weights used outside of the model's forward pass as `LossError`."""
     try:
         yield
     except RuntimeError as error:

@@ -18,7 +18,7 @@ class OffloadedOptimizer(Optimizer):
     """Holds the parameters that this rank updates, and lets another optimizer update copies of them on the host.
 
     step():
-        copy weights and gradients to the host, and wait for these copies, once
+        copy all weights and gradients to the host, and wait until these copies are complete
         step the optimizer on the host
         copy the weights back, without waiting
 
@@ -63,7 +63,7 @@ class _HostCopy:
         self._gradient = _on_host(parameter)
 
     def fetch(self, parameter: nn.Parameter) -> None:
-        """Start to copy the weights and the gradient to the host."""
+        """Start copying the weights and the gradient to the host."""
         gradient = parameter.grad
         if gradient is None:
             return
@@ -74,7 +74,7 @@ class _HostCopy:
             self.weight.grad = self._gradient.copy_(gradient, non_blocking=True)
 
     def send_back(self, parameter: nn.Parameter) -> None:
-        """Start to copy the updated weights to the device."""
+        """Start copying the updated weights to the device."""
         if self.weight.grad is not None:
             parameter.copy_(self.weight, non_blocking=True)
             self.weight.grad = None

@@ -1,8 +1,8 @@
 """Pipeline parallelism: the blocks of a model divided into consecutive stages on different ranks.
 
 Every rank of a pipeline reads the same samples and runs the user's own loss function and forward pass, in which the
-blocks of other stages are replaced by placeholders (stages.py). The passes of an optimizer step are the micro-batches
-that a schedule of torch.distributed.pipelining orders.
+blocks of other stages are replaced by placeholders (stages.py). Each pass of an optimizer step processes one
+micro-batch; a schedule of torch.distributed.pipelining determines the order of the passes.
 """
 
 import copy
@@ -62,14 +62,14 @@ _BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNo
 
 
 class _StageRoot(nn.Module):
-    """The root FSDP module of a stage. With one root, FSDP gathers a block while the previous block computes."""
+    """The root FSDP module of a stage's blocks. It lets FSDP gather a block while the previous block computes."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, or the `StageBoundary` that it raises: FSDP's hooks run only after a return."""
+        """Return the result of `call`, or the `StageBoundary` that it raises: FSDP's hooks need a normal return."""
         try:
             return call()
         except StageBoundary as passed:
@@ -79,7 +79,8 @@ class _StageRoot(nn.Module):
 class PipelineStrategy(Strategy):
     """Pipeline parallelism over `pipeline` ranks. Can be combined with tensor parallelism, FSDP and replication.
 
-        in the first step, run one pass alone, then free weights outside of the blocks, if this rank did not use them
+        in the first step, run one pass alone, and then free the weights outside of the blocks, except those that this
+            rank used
         run the other passes, and all passes of later steps, in the order of the schedule
         sum gradients over the ranks that hold the same weights
 
@@ -87,12 +88,14 @@ class PipelineStrategy(Strategy):
     reduces their gradients. Weights outside of the blocks, and weights that several blocks share, are not sharded,
     because the stages that use them are known only after the first pass.
 
-    Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; each block gets as its
-    first argument the output of the previous block, or the first item if that output is a tuple; the loss function
-    calls the model once. Code outside of the blocks runs on every stage that reaches it, and code before the first
-    block runs on all stages, so it should be cheap, as embeddings are. Weights outside of the blocks may be tied, and
-    may be used by several stages; frozen ones are kept on all stages. Weights that a rank does not hold are NaN on that
-    rank, and take no memory.
+    Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; the first argument of
+    each block is the output of the previous block, or the first item of that output if it is a tuple; the loss function
+    calls the model once.
+
+    Code outside of the blocks runs on every stage that reaches it, and code before the first block runs on all stages,
+    so it should be cheap, as embeddings are. Weights outside of the blocks may be tied, and may be used by several
+    stages; if they are frozen, all stages keep them. Weights that a rank does not hold are NaN on that rank, and take
+    no memory.
 
     Random numbers: code outside of the blocks draws the same numbers on each stage that runs it, whatever the order of
     the schedule. Blocks of different stages draw different numbers.
@@ -398,7 +401,10 @@ class PipelineStrategy(Strategy):
         self._reduce(has_passes=passes.count > 0)
 
     def _run_alone(self, passes: Passes) -> None:
-        """Run the first pass of a training run, in which the ranks agree on what the loss function returns."""
+        """Run the first pass of a training run, without a schedule.
+
+        In this pass, the ranks compare what the loss function returns, and learn which weights each stage uses.
+        """
         before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
         stages = self._new_stages()
         for stage in stages:
@@ -533,7 +539,7 @@ class PipelineStrategy(Strategy):
     # --- Users of weights outside of the blocks -----------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Find the ranks of the pipeline that use each weight outside of the blocks, and those that change each buffer.
+        """Find out which pipeline ranks use each weight that is outside of the blocks, and which change each buffer.
 
         A collective.
         """
@@ -734,7 +740,7 @@ class PipelineStrategy(Strategy):
         self.model.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The division into stages, and the ranks of the pipeline that use each weight outside of the blocks."""
+        """The division into stages and, for each weight outside of the blocks, the pipeline ranks that use it."""
         if not self._learned:
             return {}
         names = self.held_names()
@@ -793,7 +799,7 @@ class PipelineStrategy(Strategy):
 
 
 def _schedule_for(name: str, passes: int, places: int) -> tuple[Any, bool]:
-    """The class of torch's schedule, and whether its constructor takes a list of stages.
+    """torch's class for the named schedule, and whether its constructor takes a list of stages.
 
     1F1B needs at least as many passes as stages, and interleaved 1F1B needs the same number of passes in each round.
     For other numbers of passes, all forward passes run before all backward passes, as in GPipe; `ScheduleLoopedBFS`

@@ -91,7 +91,7 @@ def check_dense_gradients(model: nn.Module, strategy: str) -> None:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that updates a shard differently from the same part of the whole tensor.
 
-    Compares trial runs with the same class and settings: one on small tensors, two on the halves of the same tensors.
+    Compares trial runs with the same class and settings: one on small tensors, and one on each half of these tensors.
     """
     before = random_states()
     try:
@@ -129,7 +129,7 @@ def _problem_of(optimizer: Optimizer) -> str | None:
 
 
 def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
-    """The settings of a parameter group that are constructor arguments of the optimizer class `kind`, without tensors.
+    """The settings of a parameter group that are constructor arguments of the optimizer class `kind`, except tensors.
 
     `kernels`: whether to include the arguments that choose a kernel, which some devices do not support.
     """

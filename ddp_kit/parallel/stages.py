@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.pipelining import PipelineStage
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.parallel.strategy import StageBoundary
 from ddp_kit.structures import repeated_blocks, split_chain, work_of
 
@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Autograd nodes of a stage that share leaves, such as weights, and the leaves that they share."""
+    """A group of autograd nodes, and the leaves, such as weights, that only the nodes of this group reach."""
 
     nodes: list[Node] = field(default_factory=list)
     leaves: dict[Tensor, None] = field(default_factory=dict)
@@ -122,7 +122,10 @@ def _path(root: Node, received: Tensor) -> dict[Node, None]:
 
 
 def _groups(path: dict[Node, None]) -> list[_Group]:
-    """Divide nodes into groups for the second half of the backward pass. Nodes that share a leaf are in one group."""
+    """Divide nodes into groups, such that nodes that share a leaf are in one group.
+
+    The second half of a split backward pass, which computes the gradients of the leaves, processes one group at a time.
+    """
     of_leaf: dict[Tensor, _Group] = {}
     for node in path:
         group = _Group([node], _leaves_beside(node, path))
@@ -264,7 +267,7 @@ class Stage(PipelineStage):
         self._next: Stage | None = None
 
     def is_followed_by(self, following: "Stage") -> None:
-        """Connect to the next stage, on the same rank. The `set_local_...` methods pass tensors between them."""
+        """Connect to the next stage, which is on this rank too. `set_local_...` methods pass tensors between them."""
         self._next, following._previous = following, self
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -325,7 +328,7 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,  # noqa: ARG002
     ) -> None:
-        """Compute gradients. Without `full_backward`, compute only the input's gradient, for the previous stage."""
+        """Compute gradients. Without `full_backward`, compute only the one that the previous stage needs."""
         tensor, _ = self._outputs.pop(bwd_chunk_id)
         gradient, received = self._gradients.pop(bwd_chunk_id, None), self._received.get(bwd_chunk_id)
 
@@ -457,7 +460,7 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
         if name not in known:
             raise ConfigError(
                 f"parallel.pipeline_stages names {name!r}, but the model {type(model).__name__} has no such module",
-                f"nearest: {nearest(name, [*known]) or some([*known])}",
+                suggestion(name, [each for each in known if each], "modules"),
             )
     prefixes = {name.rpartition(".")[0] for name in names}
     parent = known.get(next(iter(prefixes)))

@@ -41,7 +41,7 @@ class Sizes:
         return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """The coordinates of a rank in pipeline, replicate, shard and tensor."""
+        """The coordinates of a rank in the dimensions pipeline, replicate, shard and tensor, in this order."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.shard)
         pipeline, replicate = divmod(rank, self.replicate)
@@ -115,7 +115,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """A view that contains each value in memory once: it takes index 0 of expanded dimensions."""
+    """A view of a tensor without repeated values: expanded dimensions are reduced to their first index."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -141,7 +141,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], None]
 
 
 class StageBoundary(BaseException):
-    """Ends a call of the user's function at the end of a pipeline stage; the next stage continues with `tensor`.
+    """Raised at the end of a pipeline stage to end the user's function. The next stage continues with `tensor`.
 
     Not an `Exception`, so that the model's own code does not handle it as an error.
     """
@@ -164,25 +164,27 @@ class Passes(Protocol):
         """The largest number of passes on any rank in the first step; known after the first forward pass."""
 
     def forward(self, number: int) -> Tensor:
-        """Return the scalar loss of a pass. Passes begin in order, and each needs `Strategy.calls_per_pass` calls.
+        """Return the scalar loss of a pass.
+
+        Passes begin in order. For each of them, this method is called `Strategy.calls_per_pass` times.
 
         Raises `StageBoundary` on pipeline stages other than the last.
         """
 
     def without_loss(self) -> None:
-        """Take part, without a loss, when the ranks agree on what the loss function returns. A collective.
+        """On a rank that has no loss, take part in the collective that compares the first losses of all ranks.
 
-        Called after the first pass of the first step, on a rank that does not compute losses.
+        Called after the first pass of the first step.
         """
 
     def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
         """A context that yields a function. Each call of the function computes and returns the loss of pass 0.
 
-        Buffers and random states are restored at the end, and `forward(0)` gets the same batch.
+        On exit, buffers and random states are restored. The real pass 0 then gets the same batch.
         """
 
     def before_reduction(self, loss: Tensor) -> None:
-        """Called once per step, on all ranks, just before the last backward pass whose gradients are reduced."""
+        """Called once per step, on all ranks, just before the last backward pass that reduces gradients."""
 
     def after_backward(self) -> None:
         """Called after each backward pass."""
@@ -250,7 +252,7 @@ class Strategy(ABC):
 
     @property
     def calls_per_pass(self) -> int:
-        """Calls of the loss function per batch: one for each part of the model on this rank."""
+        """How often the loss function is called for each batch: once for each pipeline stage on this rank."""
         return 1
 
     equal_passes: bool = False
@@ -351,14 +353,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def run_passes(self, passes: Passes) -> None:
-        """Run this rank's passes and reduce the gradients over the ranks, once.
+        """Run this rank's passes, and reduce the gradients over the ranks.
 
         Afterwards, each `.grad` is the sum over all passes of all ranks, divided by `divisor`. A rank without passes
         contributes zeros to the reductions; a parameter that no pass on any rank used has no gradient.
         """
 
     def accumulate(self, passes: Passes, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Run this rank's passes and accumulate their gradients, for `run_passes`. Not a collective.
+        """Run this rank's passes for `run_passes`, and accumulate their gradients. Not a collective without `prepare`.
 
         `prepare`: a function that turns the last loss into a loss whose backward pass also reduces the gradients.
         """
@@ -381,7 +383,7 @@ class Strategy(ABC):
         """Raise `LossError` if a step did not use parameters that the strategy needs. Not a collective."""
 
     def end_step(self) -> None:
-        """End a step, after the update, when gradients are None. Raises `LossError` for errors of the reduction."""
+        """End a step, after the update and when gradients are None. Raises `LossError` if the reduction failed."""
 
     def forward_context(self) -> AbstractContextManager[object]:
         """The context in which a compiled loss function runs. Not a collective."""
@@ -395,7 +397,7 @@ class Strategy(ABC):
         return function(self.model, batch)
 
     def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
-        """Run `forward`, a forward pass of an evaluation or a prediction that uses `call`.
+        """Run `forward`, a function that runs one forward pass of an evaluation or a prediction with `call`.
 
         Returns a tuple with the pass's result; an empty tuple on pipeline stages other than the last.
         """
@@ -463,7 +465,7 @@ class Strategy(ABC):
         return None
 
     def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:  # noqa: ARG002
-        """Add entries for the parts of other ranks to an optimizer's state. `forms`: `optimizer_form` of each rank."""
+        """Add entries to an optimizer's state for the parts on other ranks. `forms`: `optimizer_form` of each rank."""
         return state
 
     def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
@@ -471,7 +473,7 @@ class Strategy(ABC):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as JSON, that must be saved to reduce gradients in the same way after a resume."""
+        """JSON-serializable state that must be saved, so that gradients are reduced in the same way after a resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:

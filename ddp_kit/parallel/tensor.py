@@ -41,7 +41,7 @@ def local_part(value: Any) -> Tensor:
 
 
 def reduced_part(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient, after any reduction that tensor parallelism has not done yet.
+    """This rank's part of a gradient. A gradient that the backward pass has left unreduced is reduced first.
 
     A collective of the ranks that share the DTensor.
     """

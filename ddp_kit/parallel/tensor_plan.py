@@ -1,4 +1,7 @@
-"""The layers that tensor parallelism splits, from the configuration or the model. Does not import DTensors."""
+"""Determines which layers tensor parallelism splits: the plan comes from the configuration or the model.
+
+This module does not import DTensors.
+"""
 
 import fnmatch
 from collections.abc import Mapping
@@ -6,14 +9,17 @@ from collections.abc import Mapping
 from torch import nn
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import ConfigError, nearest, some
+from ddp_kit.errors import ConfigError, some, suggestion
 
 _KINDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "sequence"}
 """The name of a kind in the plans of transformers models -> the name in ddpkit."""
 
 
 def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
-    """The kind of each layer to split, by module name, from the configuration or the model. Raises `ConfigError`."""
+    """How each layer is split ("column", "row" or "sequence"), by module name, from the configuration or the model.
+
+    Raises `ConfigError` if there is no plan, or if the model does not match it.
+    """
     modules = dict(model.named_modules())
     patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
     plan: dict[str, str] = {}  # module name -> kind
@@ -22,7 +28,7 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
         if not found:
             raise ConfigError(
                 f"parallel.tensor_plan names {pattern!r}, but the model {type(model).__name__} has no such module",
-                f"nearest: {nearest(pattern, [*modules]) or some([*modules][1:])}",
+                suggestion(pattern, [each for each in modules if each], "modules"),
             )
         plan |= dict.fromkeys(found, kind)
     users: dict[nn.Parameter, list[str]] = {}

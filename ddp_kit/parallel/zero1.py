@@ -1,7 +1,7 @@
 """ZeRO-1: DDP with the optimizer's state and update sharded evenly over the ranks.
 
 The parameters of each dtype are in one flat tensor. Each rank updates a range of that tensor, and all ranges have the
-same size; an all-gather then distributes the ranges. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+same size; an all-gather then distributes the updated ranges. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Zero1Strategy(DdpStrategy):
 
     @torch.no_grad()
     def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
-        """Move parameters into one flat tensor. Returns, for each parameter, the piece in this rank's range."""
+        """Move parameters into one flat tensor. Returns the piece of each parameter that is in this rank's range."""
         ranks, device = self.world.world_size, self.world.device
         share = -(-sum(each.numel() for each in parameters) // ranks)
         values = torch.zeros(share * ranks, dtype=dtype, device=device)

@@ -38,7 +38,7 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 class Evaluator:
     """Runs the evaluations of a Trainer.
 
-    `call_callbacks`: a function `(event, *values)` that calls the event of every callback.
+    `call_callbacks`: a function `(event, *values)` that calls the method `event` of every callback with `values`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Evaluator:
     def rehearse(self, data: EvaluationData) -> dict[str, float]:
         """Evaluate one batch before training, so that mistakes in the loss or metrics are found at once.
 
-        Returns the metrics. Does not call callbacks, and restores random states. A collective.
+        Returns the metrics. Calls no callbacks, and restores the random states afterwards. A collective.
         """
         parts, first = self._parts, data.first
         assert first is not None, "only datasets with a length are rehearsed"
@@ -99,11 +99,11 @@ class Evaluator:
         notify_callbacks: bool = True,
         name: str = "evaluation",
     ) -> dict[str, float] | None:
-        """Evaluate, call the callbacks, and return all metrics; None if the evaluation was interrupted. A collective.
+        """Evaluate, call the callbacks, and return all metrics, or None if the evaluation is interrupted. A collective.
 
         `stops`: a function that returns whether to interrupt the evaluation. After an interruption, the random states
-        are restored. `notify_callbacks`: whether callbacks and `checkpoint.best_metric` get the metrics. `name`: the
-        text at the start of the log line.
+        are restored. `notify_callbacks`: whether to pass the metrics to callbacks and use them for
+        `checkpoint.best_metric`. `name`: the text at the start of the log line.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
@@ -128,7 +128,10 @@ class Evaluator:
 
 
 def _shown(values: Mapping[str, float]) -> str:
-    """One line of text with at most 32 values, and the number of values left out: a metric may return many values."""
+    """The values as one line of text. Only the first 32 are shown, because a metric may return many.
+
+    If there are more, the line ends with the number of values left out.
+    """
     shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
     more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
     return "  ".join([*shown, *more])
@@ -261,7 +264,7 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """A context with the model in evaluation mode. It yields a list that holds the model's last output."""
+    """Context manager that sets the model to evaluation mode. Yields a list that holds the model's latest output."""
     modes = {module: module.training for module in model.modules()}
     outputs: list[Any] = []
 

@@ -95,12 +95,12 @@ def scale_learning_rate(
 
     `linear`: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677). `sqrt`: Krizhevsky 2014, "One
     weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997), and for adaptive optimizers
-    Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287), who also
-    scale betas and epsilon; here only the rate is scaled.
+    Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287). Malladi
+    et al. also scale betas and epsilon; this function scales only the learning rate.
 
-    `global_batch`, `reference`: batch sizes in samples. `scheduler`: the Trainer's argument. If it is a function
-    `optimizer -> LRScheduler`, it is called after the scaling, so that the scheduler starts from the scaled rates; but
-    settings such as OneCycleLR's max_lr are not scaled.
+    `global_batch`, `reference`: batch sizes in samples. `scheduler`: the `scheduler` argument of the Trainer. A
+    function `optimizer -> LRScheduler` is called after the scaling, so its scheduler starts from the scaled rates. Its
+    own settings, such as OneCycleLR's max_lr, are not scaled.
     Raises `ConfigError` if `scheduler` is an LRScheduler, because it was created with the unscaled rates.
     """
     if isinstance(scheduler, LRScheduler):
@@ -175,7 +175,7 @@ class WarmUp(LRScheduler):
         return own | {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a state that `state_dict()` returned."""
         vars(self).update({name: value for name, value in state_dict.items() if name != "scheduler"})
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state_dict["scheduler"])
@@ -207,7 +207,7 @@ class EveryEpoch(WarmUp):
 
 @contextmanager
 def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
-    """A context that converts the ValueError of a scheduler that is stepped too often into a `ConfigError`."""
+    """Context manager that turns the ValueError of a scheduler stepped too many times into a `ConfigError`."""
     try:
         yield
     except ValueError as error:
@@ -235,7 +235,7 @@ class DecayWatch:
         self._epochs = 0
 
     def begin(self, epochs: int | None) -> None:
-        """Begin a loop. `epochs`: the number of epochs that the loop will complete, or None if unknown."""
+        """Start watching a loop. `epochs`: the number of epochs that the loop will complete, or None if unknown."""
         self._epochs = epochs or 0
 
     def after_step(self, step: int, epoch: int) -> None:
@@ -306,9 +306,9 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
         by_epochs = epochs is not None and epochs > 1 and left - warmup <= epochs
         raise ConfigError(
             f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
-            "create the scheduler for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
-            f"{total - warmup} here"
-            + (f" ({total} with warmup_steps=0)" if warmup else "")
+            "create the scheduler with total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
+            f"{total - warmup} for this run"
+            + (f" (not counting warmup_steps={warmup})" if warmup else "")
             + ('; if it should be stepped once per epoch, set scheduler_every="epoch"' if by_epochs else ""),
         )
 
@@ -330,7 +330,10 @@ def check_new_length(scheduler: LRScheduler | None, total: int, before: int, don
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
-    """Steps that a scheduler still allows; infinity if unlimited. In torch 2.10 to 2.15, only OneCycleLR is limited."""
+    """The number of steps that a scheduler still allows, or infinity if it has no limit.
+
+    In torch 2.10 to 2.15, only OneCycleLR has a limit.
+    """
     if isinstance(scheduler, WarmUp):
         within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
         return max(0, scheduler.steps - scheduler.last_epoch) + within
@@ -355,7 +358,7 @@ def _copy(rate: "float | Tensor") -> "float | Tensor":
 
 
 def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
-    """Set a rate. A tensor is updated in place, because other objects may refer to it."""
+    """Set a learning rate of a parameter group. A tensor is updated in place, because other objects may refer to it."""
     if isinstance(group[name], Tensor):
         group[name].copy_(rate)
     else:
@@ -384,8 +387,8 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
         The number of steps, at least 1.
 
     Raises:
-        ConfigError: For a stream, unless `max_steps` is set and `epochs` is not; if the run has no step after the
-            warm-up; and if the batch sizes or `config.parallel` do not fit the number of ranks.
+        ConfigError: If `train_data` is a stream and the run is not limited by `max_steps` alone, if the run has no
+            step after the warm-up, or if the batch sizes or `config.parallel` do not fit the number of ranks.
         DataError: For unusable data.
     """
     epochs = config.last_epoch

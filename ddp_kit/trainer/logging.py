@@ -85,7 +85,7 @@ class Adviser:
         self._said: set[str] = set()
 
     def watch(self, interval: Watched) -> str | None:
-        """The line of advice after an interval; None if nothing new stands out."""
+        """Return a line of advice about an interval, or None if nothing new stands out."""
         compiled, self._graphs = interval.graphs > self._graphs, interval.graphs
         if self._sums is None:
             self._sums = [[0.0] * len(each.figures) for each in interval.times]
@@ -256,10 +256,10 @@ class Interval:
         self._logged.end_step()
 
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
-        """Start to reduce losses and times over all ranks, and to copy the results to the host. A collective.
+        """Start reducing losses and times over all ranks and copying the results to the host. A collective.
 
-        Does not wait for the device. `facts`: a float64 tensor [n] on the device, which is gathered from all ranks; n
-        must be the same on all ranks.
+        Does not wait for the device. `facts`: a float64 tensor [n] on the device to gather from all ranks; n must be
+        the same on all ranks.
         """
         self._fold()
         world = self.world
@@ -282,7 +282,10 @@ class Interval:
         return Reading(self, seconds, table, pairs, self._step_of, [*means], logged)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """Like `Reading.first_non_finite`, for the current interval so far. Waits for the device. A collective."""
+        """The (step, rank) of the first non-finite loss of the current interval; None if all losses are finite.
+
+        See `Reading.first_non_finite`. Waits for the device. A collective.
+        """
         self._fold()
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
         return _first_non_finite(self.world, pairs[:, column], self._step_of)
@@ -300,7 +303,10 @@ class Interval:
 
 
 def _peaks(world: World) -> Tensor:
-    """Peak bytes allocated on this rank's GPU, as float64 [world_size] with zeros for other ranks; empty on a CPU."""
+    """A float64 tensor [world_size] with the peak bytes allocated on this rank's GPU, and zeros for other ranks.
+
+    Empty if the device is a CPU.
+    """
     peaks = [0.0] * (world.world_size if world.device.type == "cuda" else 0)
     if peaks:
         peaks[world.rank] = float(torch.cuda.max_memory_allocated(world.device))
@@ -308,7 +314,7 @@ def _peaks(world: World) -> Tensor:
 
 
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
-    """The weight as a float64 scalar on the device. `torch.full` does not make the host wait, unlike a copy."""
+    """The weight as a float64 scalar on the device. Uses `torch.full`: a copy would make the host wait."""
     if isinstance(weight, Tensor) and weight.device == device:
         return weight.detach().double().sum()
     number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
@@ -330,13 +336,13 @@ class Values:
     times: tuple[StepTimes, ...]
     """The times of each rank."""
     memory: tuple[int, ...]
-    """Peak bytes of each rank, as in `LogRow.rank_memory`."""
+    """The peak memory of each rank in bytes, as in `LogRow.rank_memory`."""
     facts: tuple[tuple[float, ...], ...]
     """The `facts` that each rank passed to `Interval.close`; empty for each rank if there were none."""
 
 
 class Reading:
-    """An interval's sums over all ranks. On a GPU, the copy to the host is overlapped with later steps."""
+    """An interval's sums over all ranks. On a GPU, they are copied to the host while later steps run."""
 
     def __init__(
         self,
@@ -416,7 +422,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class _Point:
-    """The state at a log point."""
+    """What a log point keeps until its row is created."""
 
     step: int
     epoch: int
@@ -443,7 +449,7 @@ class LogPoints:
     ) -> None:
         """`advise`: a function that is called with each line of advice.
 
-        `utilisation`: a function that returns the MFU for a number of samples per second.
+        `utilisation`: a function that returns the MFU for a given number of samples per second.
         """
         self._utilisation = utilisation
         self._parts = parts
@@ -468,7 +474,7 @@ class LogPoints:
         self.interval = Interval(self._parts.world, first_step, self._parts.logged)
 
     def note_rates(self) -> None:
-        """Record the learning rates of the step that begins, because a scheduler changes them before the log point."""
+        """Record the learning rates that the current step uses: the scheduler changes them before the log point."""
         self._rates = [
             rate.clone() if isinstance(rate := group.get("lr", nan), Tensor) else rate
             for group in self._parts.optimizer.param_groups
@@ -496,7 +502,7 @@ class LogPoints:
         return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
 
     def rest(self) -> list[LogRow]:
-        """Return the rows that are still unread if a run ends right after a log point."""
+        """Return the rows that have not been read yet. Called if a run ends right after a log point."""
         late, self._late = self._late, []
         return [self._row(point) for point in late]
 
@@ -642,7 +648,7 @@ class LogSchedule:
         self._points.interval.started += time.perf_counter() - self._step_ended
 
     def end(self, step: int, epoch: int) -> None:
-        """After the last step, add all rows that are not yet in `rows`."""
+        """After the last step, add the remaining rows to `rows`."""
         if self._points.interval.steps:  # the run was stopped between two log points
             self._note(self._points.close(step, epoch, last=True))
         else:

@@ -31,9 +31,9 @@ class PeakRates:
     """Peak rates of one kind of GPU."""
 
     name: str
-    """A regular expression that must match torch's whole name of the device, without the prefix "NVIDIA "."""
+    """A regular expression that must match the full device name that torch reports, without the prefix "NVIDIA "."""
     teraflops: Mapping[str, float]
-    """TFLOP/s by data type of matrix products: fp32, tf32, bf16, fp16, fp8. Unsupported data types are left out."""
+    """Peak TFLOP/s of matrix products for each supported data type: fp32, tf32, bf16, fp16 or fp8."""
     source: str
 
 
@@ -93,7 +93,7 @@ TABLE: tuple[PeakRates, ...] = (
 
 
 def peak_rates(device_name: str) -> Mapping[str, float]:
-    """FLOP/s of one device by data type; empty if the device, such as a MIG slice of a GPU, is not in the table."""
+    """The peak FLOP/s of a device by data type; empty for devices that are not in the table, such as MIG slices."""
     name = device_name.removeprefix("NVIDIA ")
     found = next((each.teraflops for each in TABLE if re.fullmatch(each.name, name)), {})
     return {kind: rate * 1e12 for kind, rate in found.items()}
@@ -115,7 +115,7 @@ _KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class ModelFlops:
-    """Counts the FLOPs of one sample, and computes the MFU from the samples per second."""
+    """Counts the FLOPs of one sample, and computes the model FLOPs utilisation (MFU) from the samples per second."""
 
     def __init__(self, model: nn.Module, config: TrainerConfig, world: World, precision: Precision) -> None:
         """Copy the model if `config.mfu` is set. Must be called before the model is compiled or distributed."""
@@ -167,9 +167,9 @@ class ModelFlops:
         return samples_per_second * self._seconds_per_sample / self._devices
 
     def count(self, parts: Parts, *, once_per_step: bool) -> None:
-        """Count the FLOPs of a sample, once.
+        """Count the FLOPs of one sample. May be called only once.
 
-        `once_per_step`: whether a step evaluates a single loss, once per batch; if not, the FLOPs are not counted.
+        `once_per_step`: whether a step evaluates a single loss, once per batch. If False, the FLOPs are not counted.
         """
         model, self._copy = self._copy, None
         batch, self._batch = self._batch, None
@@ -263,7 +263,7 @@ class ModelFlops:
 
 
 class _CopiesWithoutMemory(TorchFunctionMode):
-    """A context in which `copy.deepcopy` creates fake tensors instead of copying tensors."""
+    """A `TorchFunctionMode` that makes `copy.deepcopy` create fake tensors instead of copying tensors."""
 
     def __init__(self, fakes: FakeTensors) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class _CopiesWithoutMemory(TorchFunctionMode):
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors whose `.grad` a backward pass from the loss would change."""
+    """The leaf tensors whose `.grad` a backward pass from the loss would change."""
     seen, found = set(), []
     waiting = [loss.grad_fn]
     while waiting:

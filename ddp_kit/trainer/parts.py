@@ -1,4 +1,4 @@
-"""The objects that a Trainer trains with, and the values that user code logs."""
+"""The model, optimizer and other objects that a Trainer uses, and the values that user code logs."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +64,10 @@ class LoggedValues:
         self._pending.append((name, _detached(name, value), samples))
 
     def batch(self, samples: int) -> "_BatchContext":
-        """A context for a call of the loss function with `samples` samples; if 0, values logged in it are discarded."""
+        """Return a context manager for a call of the loss function on a batch of `samples` samples.
+
+        If `samples` is 0, the values logged in this call are discarded.
+        """
         return _BatchContext(self, float(samples))
 
     def end_step(self) -> None:
@@ -90,7 +93,10 @@ class LoggedValues:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A context for logging outside of training: the values collected so far are set aside and restored on exit."""
+        """Context manager that sets aside the values collected so far, and restores them on exit.
+
+        Values logged inside it, such as those of an evaluation, do not mix with those of training.
+        """
         before = self._means, self._pending
         self._means, self._pending = {}, []
         try:
@@ -105,7 +111,7 @@ class LoggedValues:
 
 
 class _BatchContext:
-    """The context that `LoggedValues.batch` returns. `@contextmanager` would take two microseconds more per pass."""
+    """The context manager that `LoggedValues.batch` returns. `@contextmanager` would add two microseconds per pass."""
 
     def __init__(self, values: LoggedValues, samples: float) -> None:
         self._values = values
@@ -145,7 +151,9 @@ def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]")
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"trainer.log got the name {name!r}, not a non-empty string", "use names such as 'accuracy'")
+        raise ConfigError(
+            f"trainer.log got the name {name!r}, but a name must be a non-empty string", "use names such as 'accuracy'"
+        )
     if name in _RESERVED:
         raise ConfigError(
             f"trainer.log got the name {name!r}, which is reserved for a value that ddpkit logs",
@@ -179,7 +187,7 @@ SchedulerInterval = Literal["step", "epoch"]
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that a Trainer trains with. They are fixed when the Trainer is created."""
+    """The model, optimizer and other objects that a Trainer uses. They are fixed when the Trainer is created."""
 
     model: nn.Module
     """The user's model."""

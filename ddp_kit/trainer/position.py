@@ -24,9 +24,9 @@ from ddp_kit.state_values import flag, whole_number
 
 
 class Position:
-    """The progress of a run so far. A checkpoint stores it, and a resumed run continues from there.
+    """The progress of a run. Checkpoints store it, and a resumed run continues from it.
 
-    The names of the attributes are keys in checkpoints.
+    The names of the attributes are used as keys in checkpoints.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Position:
         """The last step at which callbacks received the metrics of an evaluation; -1: none."""
 
     def begin_epoch(self, facts: Facts) -> None:
-        """Start or continue an epoch. `facts`: see `epoch_facts`."""
+        """Start or continue an epoch. `facts`: the facts that determine its samples; see `epoch_facts`."""
         self.epoch_facts = facts
 
     def advance(
@@ -134,7 +134,7 @@ class Position:
         return sum(end > after for end in range(first, last + 1, steps_per_epoch))
 
     def state(self) -> dict[str, Any]:
-        """The attributes that are equal on all ranks, for a checkpoint."""
+        """The attributes to save in a checkpoint: those that are equal on all ranks."""
         return {name: value for name, value in vars(self).items() if name != "place"}
 
     @staticmethod
@@ -158,7 +158,7 @@ class Position:
                 raise ValueError(f"{name} is {fact!r}")
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Set the attributes to the values in `state`, which come from the method `state()`."""
         vars(self).update(state)
 
 
@@ -270,7 +270,7 @@ class RunState:
 
     @property
     def loop(self) -> object:
-        """An object that identifies the loop that was started last."""
+        """An object that identifies the most recently started loop."""
         return self._loop
 
     @property
@@ -302,7 +302,7 @@ class RunState:
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """A context for the steps of a loop. Saves that are requested in it are done at the end of the current step."""
+        """Context manager for the steps of a loop. Saves requested inside it wait for the end of the current step."""
         self._in_loop = True
         try:
             yield
@@ -311,7 +311,7 @@ class RunState:
 
 
 class Nesting:
-    """A reentrant context that counts its depth. `@contextmanager` would take two microseconds more per step."""
+    """Reentrant context manager that counts its depth. `@contextmanager` would add two microseconds per step."""
 
     def __init__(self) -> None:
         self.depth = 0

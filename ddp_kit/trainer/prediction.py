@@ -27,8 +27,8 @@ PredictFunction = Callable[[Any, Any], Any]
 def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData) -> Any:
     """Return `function(model, batch)` for all samples, concatenated in order, on the CPU of every rank.
 
-    A collective. If `function` is None, `_predicted` describes the results. Raises `LossError` for results that cannot
-    be concatenated.
+    If `function` is None, returns the model's own outputs; see `_predicted`. A collective. Raises `LossError` for
+    results that cannot be concatenated.
     """
     columns: dict[str, list[Tensor]] = {}
     spec = None

@@ -37,10 +37,10 @@ _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
-    """A context in which SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C set a flag instead of ending the process.
+    """Context manager that makes SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C set a flag instead of ending the process.
 
     A second Ctrl-C interrupts as usual. Handlers that user code has set are not replaced; outside the main thread, no
-    handler is set. Several Trainers may enter the context; the last one that exits restores the handlers.
+    handler is set. Several Trainers may enter it; the last one to exit restores the handlers.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,10 @@ class Preemption:
             _signals.__exit__()
 
     def handling_signals(self) -> AbstractContextManager[object]:
-        """A context in which a signal stops the run after its next step, even if no step has begun yet."""
+        """Return a context manager in which a signal stops the run after its next step, even before the first step.
+
+        Without a checkpoint folder, the context manager does nothing.
+        """
         return nullcontext() if self._folder is None else _signals
 
     def begin(self) -> None:
@@ -173,8 +176,8 @@ class Preemption:
     def after_step(self, finished: bool) -> None:
         """Save, or save and end the run, if the ranks have agreed to do so after this step.
 
-        Raises `SystemExit` to end the run. `finished`: whether this was the last step. Requests are then ignored,
-        unless an evaluation is still pending.
+        Raises `SystemExit` to end the run. `finished`: whether this was the last step. After the last step, requests
+        are ignored unless an evaluation is still pending.
         """
         position = self._position
         if self._grace is not None and self._checkpoints.save_seconds is not None:
@@ -246,7 +249,11 @@ def _save_others(stopping: Preemption, world: World) -> None:
             except DdpKitError as error:  # do not raise: the stopping Trainer is saved already, and must exit
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:
-                logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)
+                logger.warning(
+                    "another Trainer was also saved: its checkpoint after step {} is in {}",
+                    other._position.step,
+                    other._folder,
+                )
 
 
 def _store(number: int, times: int) -> dist.Store:

@@ -92,7 +92,7 @@ def announce(
 
 
 def _placement(config: TrainerConfig, world: World) -> str:
-    """The parallel strategy, and where checkpoints are saved."""
+    """A text that states the parallel strategy and where checkpoints are saved."""
     sizes = {name: getattr(config.parallel, name) for name in ("shard", "tensor", "pipeline")}
     several = [f"{name} {size}" for name, size in sizes.items() if size != 1]
     strategy = ", ".join(several) or config.parallel.strategy
@@ -116,7 +116,7 @@ def conclude(
     saved: Path | None = None,
     advice: Sequence[str] = (),
 ) -> None:
-    """Log the duration of the run, this rank's time by phase, the results, and the advice once more.
+    """Log the duration of the run, this rank's time by phase, and the results; then repeat the advice.
 
     `began`: steps done before the run. `best`: a metric and its best value. `saved`: the newest checkpoint.
     """
@@ -297,7 +297,7 @@ class RunRecord(Callback):
 
 
 class _Rows(JSONLinesLogger):
-    """A JSON Lines file in which all rows are from this run, so that `take_back` may remove any of them."""
+    """A JSON Lines file whose rows all belong to this run, so `take_back` may also remove those of earlier attempts."""
 
     def begin(self) -> int:
         return 0
@@ -316,7 +316,10 @@ def _versions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """The Git commit of the repository around `folder`, and whether tracked files have changed; None if unknown."""
+    """The commit of the Git repository that contains `folder`, and whether tracked files have changed.
+
+    None if unknown.
+    """
     commit, changed = _asked_git(folder, "rev-parse", "HEAD"), _asked_git(folder, "status", "--porcelain", "-uno")
     return None if commit is None else {"commit": commit, "changed": bool(changed)}
 

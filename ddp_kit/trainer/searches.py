@@ -51,7 +51,7 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         """This rank's error; None if another rank ran out of memory."""
 
     def error_to_raise(self, parts: Parts) -> BaseException:
-        """Return the error to raise if one sample does not fit. Ranks that had enough memory do not print it."""
+        """Return the error to raise if not even one sample fits. On ranks that had enough memory, it is not printed."""
         if self.error is not None:
             return with_hint(self.error, parts)
         silent = LossError("another rank ran out of memory with a micro-batch of 1", "see that rank's error")
@@ -86,8 +86,8 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
 
     Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
     step between them, which allocates the optimizer state; then the state of the run is restored.
-    `batches_of`: a function that returns, for n, a batch of n samples on the device, followed by as many batches as
-    training prefetches.
+    `batches_of`: a function that takes a number of samples, and returns batches of that size on the device: one to run,
+    and as many more as training prefetches.
     Raises the out-of-memory error if even one sample does not fit.
     """
     share = -(-plan.global_batch // plan.world_size)
@@ -176,7 +176,7 @@ class RecoverableStep(OptimizerStep):
     """
 
     def release(self) -> None:
-        """Discard the strategy's buffers, which an interrupted reduction leaves in an unknown state."""
+        """Discard what the strategy built around the model: an interrupted reduction leaves it in an unknown state."""
         self._strategy.release()
         _release_cached_memory()
 

@@ -21,9 +21,10 @@ from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
 
 
 def check_main() -> None:
-    """Raise `ConfigError` if this is a spawned child process, such as a DataLoader worker, that imports the script.
+    """Raise `ConfigError` if a spawned child process, such as a DataLoader worker, creates a Trainer.
 
-    Otherwise the child process would join the process group with the rank of its parent process, and wait forever.
+    This happens if the child imports a script without a main guard. Without the error, the child would join the process
+    group with the rank of its parent, and wait forever.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself checks
         raise ConfigError(
@@ -41,7 +42,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def checked_config(config: object) -> TrainerConfig:
-    """Return the configuration, or the default one for None. Raises `ConfigError` for other types."""
+    """Return `config`, or the default configuration if it is None. Raises `ConfigError` for other types."""
     if config is None:
         return TrainerConfig()
     if not isinstance(config, TrainerConfig):

@@ -29,7 +29,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the tensors that the modules had as buffers, and the values of these tensors."""
+        """Put the original buffer tensors back into the modules, and restore their values."""
         for module, name, buffer, before in self._kept:
             if buffer is not None and before is not None:
                 stored(buffer).copy_(before)
@@ -47,7 +47,7 @@ class BufferCopies:
 
 @contextmanager
 def buffers_exchanged(model: nn.Module) -> Iterator[None]:
-    """A context for a forward pass that must not change the model's buffers: the pass uses copies of them.
+    """Context manager for a forward pass that must not change the model's buffers: the pass uses copies of them.
 
     The buffers themselves are never written to: autograd may have saved them for a later backward pass.
     """
@@ -88,7 +88,7 @@ class StepSnapshot:
 
 @contextmanager
 def without_trace(parts: Parts) -> Iterator[None]:
-    """A context in which a forward pass leaves buffers and random states unchanged."""
+    """Context manager for a forward pass that must leave buffers and random states unchanged."""
     random = random_states(parts.world)
     try:
         with buffers_exchanged(parts.model):

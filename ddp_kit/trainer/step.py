@@ -30,7 +30,7 @@ from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
 
 
 class RunParameters:
-    """Parameters of the model and the optimizer when the Trainer was created, kept to detect changes.
+    """The parameters that the model and the optimizer had when the Trainer was created, kept to detect changes.
 
     Strategies reduce only the gradients of parameters that required gradients at that time: if a parameter were
     unfrozen later, each rank would train it separately.
@@ -55,7 +55,7 @@ class RunParameters:
         return any(parameter.grad is not None for parameter in self._own)
 
     def check_frozen(self) -> None:
-        """Raise `ConfigError` if any `requires_grad` has changed. Takes about 30 ns per parameter."""
+        """Raise `ConfigError` if `requires_grad` of any parameter has changed. Takes about 30 ns per parameter."""
         if [parameter.requires_grad for parameter in self._own] == self._required_grad:
             return
         changed = [
@@ -219,7 +219,10 @@ def backward_called() -> LossError:
 
 
 def _token_counts(batch: object) -> tuple[int, int] | None:
-    """Smallest and largest number of tokens in a sample, if the batch looks like tokens and the numbers differ."""
+    """The smallest and the largest number of tokens in a sample.
+
+    None if the batch does not look like tokens, or if all samples have the same number.
+    """
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
             counts = (leaf != _IGNORED).sum(dim=1)
@@ -233,7 +236,7 @@ def _token_counts(batch: object) -> tuple[int, int] | None:
 
 
 class StepRecord(Protocol):
-    """Records the losses and the gradient norm of a step, as `Interval` does."""
+    """Protocol of an object that records the losses and the gradient norm of a step, such as an `Interval`."""
 
     @property
     def step(self) -> int:
@@ -258,7 +261,7 @@ class OptimizerStep:
     unscale (fp16), divide by the step's weight (Loss), clip
     optimizer.step(), scheduler.step()      # or, if the step is skipped, restore the buffers
 
-    At the end of an epoch, `end_epoch` steps a scheduler that counts epochs.
+    At the end of an epoch, `end_epoch` steps the scheduler if `scheduler_every="epoch"`.
 
     The first step has additional checks, which find most mistakes in a loss function.
     """
@@ -335,7 +338,7 @@ class OptimizerStep:
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
-        """A context in which the scheduler is not stepped: trial steps must not use up the scheduler's total_steps."""
+        """Context manager that disables the scheduler, so that trial steps do not use up its total_steps."""
         parts, self._parts = self._parts, replace(self._parts, scheduler=None)
         try:
             yield
@@ -375,7 +378,7 @@ class OptimizerStep:
                 scheduler.step()
 
     def end_epoch(self, step: int) -> None:
-        """Step a scheduler that counts epochs. `step`: the number of optimizer steps done."""
+        """Step the scheduler if `scheduler_every="epoch"`. `step`: the number of optimizer steps done."""
         scheduler = self._parts.scheduler
         if isinstance(scheduler, EveryEpoch):
             with explained_ticks(scheduler, step):
@@ -423,7 +426,7 @@ class StepPasses:
 
     @property
     def samples(self) -> int:
-        """Samples in the whole step, over all ranks."""
+        """The number of samples in the whole step, over all ranks."""
         return self._share.samples
 
     @property
@@ -515,9 +518,9 @@ class StepPasses:
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
         """The loss to backpropagate: this pass's share of the mean loss of the global batch.
 
-        The strategy will divide the sum of the gradients by its `divisor`, so the loss is multiplied by it here. A
-        plain mean is weighted by its number of samples. A `Loss` is divided by the number of samples in the step;
-        `_gradient` corrects the gradients once the sum of all weights is known.
+        The strategy later divides the sum of the gradients by its `divisor`; to compensate, this method multiplies the
+        loss by the same number. A plain mean is weighted by its number of samples. A `Loss` is divided by the number of
+        samples in the step; `_gradient` corrects the gradients once the sum of all weights is known.
         """
         divisor, all_samples = self._parts.strategy.divisor, self._share.samples
         if isinstance(value, Loss):
@@ -560,7 +563,7 @@ class StepBatches:
         self._kept: list[Any] = []
 
     def again(self) -> Callable[[], Any]:
-        """Return a function whose calls return the batches of the step one after another, starting with the first."""
+        """Return a function that returns the next batch of the step at each call, starting with the first batch."""
         kept = iter(self._from_the_first())
         return lambda: with_copied_containers(next(kept))
 

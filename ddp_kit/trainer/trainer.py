@@ -146,7 +146,7 @@ class Trainer:
             - an object with the methods update, compute and reset, such as a metric of torchmetrics; update is called
               with the output and the second item of the batch
             - a pair of such an object and a function `fn(output, batch)` that returns the arguments of update
-        callbacks: The `Callback`s. Each event is called on the callbacks in this order.
+        callbacks: The `Callback`s. At each event, they are called in this order.
         parallelize: A function `parallelize(model, mesh)` that applies torch's own parallelism APIs to the model.
             `mesh` is a DeviceMesh with the dimensions replicate, shard and tensor, sized as in `config.parallel`.
             The function is not called if there is only one rank. None: `config.parallel.strategy` distributes the
@@ -222,7 +222,7 @@ class Trainer:
         self._heartbeat.set_step(self.step)
 
     def _choose_placement(self, model: nn.Module, parallelize: Parallelize | None) -> tuple[TrainerConfig, Strategy]:
-        """Return the settings, with "auto" resolved, and the strategy; also set the batch plan. A collective."""
+        """Return the strategy, and the settings with "auto" resolved; also set the batch plan. A collective."""
         settings = self.config if self._plan_request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         settings = first_that_fits(settings, model, self.world)
@@ -550,9 +550,9 @@ class Trainer:
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
             name: The start of the log line, such as "test" for the line "test at step 300: loss 0.1".
-            notify_callbacks: Whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.best_metric` get
-                the values. None: yes, unless `fit` was given other eval_data, so that a test set does not determine
-                which weights are best.
+            notify_callbacks: Whether to pass the values to callbacks (`BestModel`, `EarlyStopping`, loggers) and use
+                them for `checkpoint.best_metric`. None: yes, unless `fit` was given other eval_data, so that a test
+                set does not determine which weights are best.
 
         Returns:
             The mean loss, the metrics and the values passed to `log` during the evaluation, by name; the same on every
@@ -704,7 +704,7 @@ class Trainer:
 
     @contextmanager
     def _noting_an_interrupt(self) -> Iterator[None]:
-        """A context that adds a note to a KeyboardInterrupt: the step at which the run was interrupted."""
+        """Context manager that adds a note to a KeyboardInterrupt: the last completed step and why it was not saved."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -756,7 +756,10 @@ class Trainer:
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
-        """A context for the steps of a loop. On exit, it ends everything that it has started, even after an error."""
+        """Context manager for the steps of a loop: starts the profiler, the handling of stop requests, and so on.
+
+        On exit, it ends everything that it has started, even after an error.
+        """
         with (
             self._heartbeat.follow(self.step),
             self._heartbeat.during(Phase.DATA),
@@ -797,7 +800,7 @@ class Trainer:
         return share
 
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
-        """Record that a step is done; at the end of an epoch, step the schedulers that count epochs."""
+        """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
         number, epoch = self.step + 1, self.epoch
         self._position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
         self._decay_watch.after_step(number, epoch)
@@ -847,7 +850,7 @@ class Trainer:
             self._preemption.after_step(self._is_finished())
 
     def _feed(self, train_data: Data) -> Feed:
-        """Choose the micro-batch (by DataLoader, settings, or search), and create the feed of training data."""
+        """Take the micro-batch size from the DataLoader, the settings or a search, and create the training feed."""
         config = self.config
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
@@ -952,7 +955,7 @@ class Trainer:
         barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
 
     def _check_ranks_agree(self, call: str, **data: object) -> None:
-        """Raise an error if the ranks differ in data, settings or state: they would diverge or wait forever."""
+        """Raise an error if the ranks differ in data, settings or state, because they would diverge or wait forever."""
         if self._plan_request is not None:
             raise ConfigError(
                 f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
@@ -990,9 +993,9 @@ class DeferredGarbageCollection:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context without automatic collection.
+        """Context manager that turns automatic garbage collection off.
 
-        Objects that exist before the context are frozen (`gc.freeze`), so collections do not traverse them.
+        Objects that exist on entry are frozen (`gc.freeze`), so the collections between steps do not traverse them.
         """
         if not gc.isenabled():
             yield
@@ -1011,7 +1014,7 @@ class DeferredGarbageCollection:
             gc.enable()
 
     def collect_if_due(self) -> None:
-        """Collect if the last collection was more than a second ago."""
+        """Collect garbage if the last collection was more than a second ago."""
         if self._on and time.perf_counter() - self._last > self._SECONDS:
             gc.collect()
             self._last = time.perf_counter()

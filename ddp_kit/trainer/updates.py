@@ -37,7 +37,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def kind(self) -> str:
-        """Name of each update and class of its optimizer, as text."""
+        """The name of each update and the class of its optimizer, as text."""
         return ", ".join(f"{name}: {type(each).__name__}" for name, each in self.optimizers.items())
 
     @property
@@ -49,7 +49,7 @@ class JointOptimizer(Optimizer):
         return {key: value for each in self.optimizers.values() for key, value in each.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State in the format of a single optimizer with all groups: parameters are numbered consecutively."""
+        """The state in the format of a single optimizer that has all groups, with consecutively numbered parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for each in self.optimizers.values():
@@ -61,7 +61,7 @@ class JointOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a state that `state_dict()` returned."""
         groups, first = list(state_dict["param_groups"]), 0
         for each in self.optimizers.values():
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
@@ -104,7 +104,10 @@ def optimizer_kind(optimizer: Optimizer) -> str:
 
 
 class JointScheduler(LRScheduler):
-    """Presents several updates' schedulers as one, to save and compare them. Each update steps its own scheduler."""
+    """Presents the schedulers of several updates as one, to save and compare them together.
+
+    Each update steps its own scheduler.
+    """
 
     def __init__(self, schedulers: Mapping[str, LRScheduler]) -> None:
         self.schedulers = list(schedulers.values())
@@ -120,7 +123,7 @@ class JointScheduler(LRScheduler):
         return {name: each.state_dict() for name, each in self.by_update.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a state that `state_dict()` returned."""
         for name, each in self.by_update.items():
             each.load_state_dict(state_dict[name])
 
@@ -141,12 +144,12 @@ class Update:
             config=TrainerConfig(...),
         )
 
-    A step runs its updates in order, on the same batch. Each update uses the weights that the previous update has
-    changed. An update computes gradients only for the parameters of its own optimizer.
+    A step runs its updates in order, on the same batch. Each update sees the weights as the previous update
+    left them. An update computes gradients only for the parameters of its own optimizer.
     """
 
     name: str
-    """A unique name, such as generator; the update's loss is logged as loss/generator."""
+    """A unique name. The loss of an update named "generator" is logged as "loss/generator"."""
     loss_fn: LossFunction
     """A function `loss_fn(model, batch)`, as for the Trainer. It gets the Trainer's whole model."""
     optimizer: Optimizer
@@ -156,7 +159,7 @@ class Update:
     scheduler_every: SchedulerInterval = "step"
     """When the scheduler is stepped: "step", each time this update runs, or "epoch", at the end of each epoch."""
     every: int = 1
-    """Run this update only in every `every`-th step."""
+    """Run this update only in steps whose number is a multiple of this value."""
     max_grad_norm: float | None = None
     """Clip this update's gradients to this norm; None: use the configuration's `max_grad_norm`."""
     closure: bool = False

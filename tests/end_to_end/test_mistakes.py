@@ -83,10 +83,10 @@ def test_five_mistakes_in_a_configuration_are_listed_once(
     assert run.returncode == 1
     assert run.stderr.count("ddpkit: error at script.py:3: TrainerConfig has 5 problems:") == 1
     for line in (
-        "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
+        "global_batch_sz = 64: there is no such setting; did you mean global_batch_size?",
         "nearest: 'bf16'",
         "log_every_steps = 0: must be at least 1; nearest: 1",
-        "num_workers = 2: there is no such setting; nearest: data.num_workers",
+        "num_workers = 2: there is no such setting; did you mean data.num_workers?",
         "max_steps = -5: must be at least 1; nearest: 1",
     ):
         assert run.stderr.count(line) == 1

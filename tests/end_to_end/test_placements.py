@@ -167,7 +167,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "scalar": "scalar parameters: scale",
         "tied": "shares a parameter with the FSDP unit",
         "width": "up has 3 outputs, which is not divisible by parallel.tensor=2",
-        "pattern": "nearest: up",
+        "pattern": "did you mean 'up'?",
         "plan": "needs a plan of the layers to split",
         "kind": "is a ReLU",
         "tied layers": "names one, which shares a weight with other | give each its own weight",

@@ -88,7 +88,10 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
 @pytest.mark.parametrize(
     ("given_map", "said"),
     [
-        ({"": 0, "block.0": 1}, "names 'block.0', but Network has no module 'block.0'\n  hint: nearest: 'blocks.0'"),
+        (
+            {"": 0, "block.0": 1},
+            "names 'block.0', but Network has no module 'block.0'\n  hint: did you mean 'blocks.0'?",
+        ),
         ({"": 0, "blocks.2-4": 1}, "names 'blocks.2-4', but Network has no module 'blocks.4'"),
         ({"": 0, "blocks.3-2": 1}, "the range 3-2 in 'blocks.3-2' is empty"),
         ({"": 0, "blocks.0-2": 1, "blocks.2-3": 0}, "'blocks.2' in two entries: 'blocks.0-2' and 'blocks.2-3'"),

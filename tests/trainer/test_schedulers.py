@@ -78,7 +78,8 @@ def test_a_length_that_cannot_be_known_is_refused() -> None:
         scheduler_steps(TrainerConfig(max_steps=3, warmup_steps=3), DATA)
     config = TrainerConfig(max_steps=3, warmup_steps=1, global_batch_size=8)
     trainer = trainer_for(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=1))
-    with pytest.raises(ConfigError, match=r"scheduler_steps\(config, train_data\), which is 2 here"):
+    said = r"scheduler_steps\(config, train_data\), which is 2 for this run \(not counting warmup_steps=1\)"
+    with pytest.raises(ConfigError, match=said):
         trainer.fit(DATA)
 
 
@@ -217,7 +218,7 @@ def test_a_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> No
             trainer_for(config.model_copy(update=settings), cycle(2), scheduler_every="epoch").fit(DATA)
     warm = TrainerConfig(epochs=3, global_batch_size=8, warmup_steps=4)
     assert trainer_for(warm, cycle(2), scheduler_every="epoch").fit(DATA).steps == 12
-    said = 'which is 12 here; if it should be stepped once per epoch, set scheduler_every="epoch"'
+    said = 'which is 12 for this run; if it should be stepped once per epoch, set scheduler_every="epoch"'
     with pytest.raises(ConfigError, match=said):
         trainer_for(config, cycle(3)).fit(DATA)
 

@@ -41,14 +41,14 @@ _DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
 
 @dataclass(frozen=True)
 class NoProgress:
-    """How long no rank of this node has made progress, and the limit that applies, both in seconds."""
+    """Time during which no rank of this node made progress, and the limit that it reached; both in seconds."""
 
     seconds: float
     limit: float
 
     @property
     def past_other_nodes_limit(self) -> bool:
-        """Whether so much time has passed that a node with a stuck rank would already have reported the hang."""
+        """Whether enough time has passed for another node to report the hang, if one of its ranks is stuck."""
         return self.seconds >= _OTHER_NODES_FACTOR * self.limit
 
 
@@ -57,15 +57,15 @@ class _Rank:
     heartbeat: Heartbeat
     idle: float = 0.0
     in_native_code: float = 0.0
-    """Seconds without a sign that the rank's main thread executes Python code."""
+    """Seconds since the rank's main thread was last seen running Python code."""
     uncounted: float = 0.0
-    """Seconds since collectives were last counted; only a GIL held by another thread stops the counting."""
+    """Seconds since the rank's collectives were last counted. Counting stops only if another thread holds the GIL."""
     collectives: int = 0
     """Number of collectives started in the default process group; kept when that group is destroyed."""
 
 
 class HangRule:
-    """Rule that decides whether the ranks of this node hang, for one round.
+    """Rule that decides whether the ranks of this node hang. Each round has its own instance.
 
     `floor`: the minimum limit in seconds. `any_script`: whether the rule also applies to scripts without a Trainer.
     """
@@ -88,11 +88,13 @@ class HangRule:
         return max(0.0, self._last_check + self.check_interval - now)
 
     def check(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> NoProgress | None:
-        """Return how long no rank has made progress, or None if that is less than the limit.
+        """Return a `NoProgress` if the ranks hang, else None.
 
         `heartbeats`: the heartbeats of all running ranks. `stopped`: whether a signal such as SIGSTOP has stopped any
-        of these ranks; if so, the minimum limit applies. A check counts at most two check intervals, so that a
-        suspended machine or launcher is not mistaken for a hang.
+        of these ranks; if so, the minimum limit applies.
+
+        Each check adds at most two check intervals to the idle times, so that a suspended machine or launcher is not
+        mistaken for a hang.
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
         self._last_check = now
@@ -107,7 +109,7 @@ class HangRule:
         return NoProgress(idle, limit) if idle >= limit else None
 
     def reset(self) -> None:
-        """Reset the idle times, because there is a legitimate reason for the pause, such as a debugger."""
+        """Reset the idle times after a legitimate pause, for example in a debugger."""
         for rank in self._ranks.values():
             rank.idle = rank.in_native_code = rank.uncounted = 0.0
 
@@ -146,10 +148,10 @@ class HangRule:
         return after
 
     def _progress_expected(self) -> bool:
-        """Whether any rank should make progress.
+        """Whether at least one rank should be making progress.
 
-        True if a rank is in the Trainer, if some ranks have started more collectives than others, or if all ranks are
-        stuck in native code.
+        True if a rank is running Trainer code, if some ranks have started more collectives than others, or if all
+        ranks are stuck in native code.
         """
         every = [rank.heartbeat for rank in self._ranks.values()]
         apart = self._any_script and len({each.collectives for each in every}) > 1
@@ -158,8 +160,8 @@ class HangRule:
     def _is_in_native_code(self, rank: _Rank) -> bool:
         """Whether the rank's main thread has executed no Python code for as long as the limit.
 
-        In a script without collectives, the rank must also hold the interpreter lock (GIL) for as long. Without the
-        lock, the script may be waiting for another program.
+        In a script without collectives, a rank counts only if it has also held the interpreter lock (GIL) for all of
+        that time: a rank that does not hold the lock may be waiting for another program.
         """
         if not self._any_script or not rank.heartbeat.python_at or rank.in_native_code < self.limit:
             return False
@@ -171,7 +173,7 @@ class HangRule:
 
 
 def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) -> int:
-    """Return the rank that the others wait for.
+    """Return the rank that the others are waiting for.
 
     A stopped rank takes precedence, then a rank outside a collective, then the rank that is furthest behind.
     """
@@ -187,17 +189,17 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
 
 
 def all_wait_for_ranks(stacks: Collection[Stack]) -> bool:
-    """Whether all these processes only wait for other ranks, which means that the cause of the hang is elsewhere."""
+    """Whether all these processes are only waiting for other ranks. The cause of the hang is then elsewhere."""
     return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
 
 
 def may_take_long(heartbeat: Heartbeat) -> bool:
-    """Whether a rank runs the user's code, for which other ranks may have to wait a long time."""
+    """Whether a rank is running the user's code, which may take so long that other ranks have to wait for it."""
     return heartbeat.phase.in_user_code or heartbeat.phase is Phase.CALLBACKS
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:
-    """Whether a debugger runs in one of these processes."""
+    """Whether a debugger is running in one of these processes."""
     return any(_DEBUGGER.search(frame.file) for stack in stacks for frame in stack.frames)
 
 
@@ -222,14 +224,14 @@ class Hung:
     """Lines of text that say what the other ranks of this node were doing."""
     hint: str
     waits: bool = False
-    """Whether the worker only waits for other ranks, which means that the cause of the hang is elsewhere."""
+    """Whether the worker is only waiting for other ranks. The cause of the hang is then elsewhere."""
 
 
 class HangMonitor:
     """Monitors the workers of one round on this node.
 
-    `hang_timeout`: --hang-timeout in seconds; None: the default; 0: no limit. `interrupted`: a function that returns
-    whether to stop reading stacks.
+    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `interrupted`: a
+    function that returns whether to stop reading stacks.
     """
 
     def __init__(
@@ -293,7 +295,7 @@ class HangMonitor:
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
-        """Return the local rank that did not reach a collective that timed out on other ranks, or None if not known."""
+        """After a collective has timed out, return the local rank that did not reach it, or None if not known."""
         heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
         seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
         self.others = self._locations(seen, heartbeats)
@@ -410,7 +412,10 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_ending(pid: int) -> bool:
-    """Wait up to a second and return whether a process ends, for example because its own collective timed out."""
+    """Wait up to a second for a process to end, and return whether it did.
+
+    The process may be ending because its own collective has timed out as well.
+    """
     try:
         end = os.pidfd_open(pid)
     except OSError:

@@ -168,7 +168,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def allow_connections(count: int) -> None:
-    """Raise the soft limit of open files (often 1024) to allow `count` connections, but not above the hard limit."""
+    """Raise the soft limit on open files (often 1024) to allow `count` connections, but not above the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(count, _MAX_CONNECTIONS) + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -186,12 +186,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_loopback(address: str) -> str:
-    """The loopback address for local connections to a socket that `listen` opened with this `address`."""
+    """The loopback address at which this machine can reach a socket that `listen` opened for `address`."""
     return "::1" if ":" in address and is_loopback(address) else "127.0.0.1"
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address belongs to this machine, tested by binding a socket to it.
+    """Whether a host name or address belongs to this machine. The test is to bind a socket to it.
 
     Raises `LaunchError` for a name that does not resolve.
     """
@@ -236,7 +236,7 @@ class Reminder:
         self._next = now if at_once else now + self._interval
 
     def due(self, now: float) -> bool:
-        """Whether to print now; true once per interval."""
+        """Whether a message is due now; true at most once per interval."""
         if now < self._next:
             return False
         self._interval = min(self._interval * _FACTOR, _MAX_SECONDS)
@@ -263,7 +263,7 @@ class Commands:
 
     @property
     def lack_endpoint(self) -> bool:
-        """Whether no flag gives a node rank or an endpoint, as with `--nnodes 2` alone."""
+        """Whether no flag sets a node rank or an endpoint, for example if `--nnodes 2` is the only flag."""
         names = [word.partition("=")[0].replace("_", "-") for word in self.flags]
         return not any(name in _STATIC_FLAGS or name.startswith("--rdzv") for name in names)
 
@@ -287,7 +287,7 @@ class Commands:
 
 
 def waiting_for_name(host: str, why: str, limits: Limits, place: JobPlace) -> str:
-    """The message of a node in a cluster while the host name of node 0 does not resolve yet."""
+    """The message that a cluster node prints while the host name of node 0 does not resolve yet."""
     return (
         f"the host name {host!r} of node 0 does not resolve yet ({why}); waiting up to {limits.join_timeout:g} s for it"
         f"{_to_check(place)}"
@@ -295,7 +295,7 @@ def waiting_for_name(host: str, why: str, limits: Limits, place: JobPlace) -> st
 
 
 def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlace | None = None) -> str:
-    """The message of a node that cannot reach the host of the rendezvous."""
+    """The message that a node prints while it cannot reach the host of the rendezvous."""
     if place is not None:
         return (
             f"no launcher answers at {endpoint} ({why}), which is the address of node 0 in {place.environment}"
@@ -307,7 +307,10 @@ def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlac
 def waiting_for_nodes(
     here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands, place: JobPlace | None = None
 ) -> str:
-    """The message of the host that waits for other nodes. `here`: how many nodes have joined, including the host."""
+    """The message that the host prints while it waits for other nodes.
+
+    `here`: the number of nodes that have joined, including the host.
+    """
     joined = f"{here} of {limits.min_nodes} nodes {'has' if here == 1 else 'have'} joined"
     if here >= limits.min_nodes:
         return f"{joined}, which is enough; waiting up to {limits.last_call_timeout:g} s for more (last_call_timeout)"

@@ -17,9 +17,9 @@ from ddp_kit.launcher.plan import Logs, Plan
 
 
 def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
-    """Create the `LogsSpecs` (torch's or a plug-in's), which chooses the files that the workers of a round write to.
+    """Create the `LogsSpecs` object, torch's or a plug-in's, that chooses the log files of a round's workers.
 
-    Raises `UsageError` for settings that this class rejects.
+    Raises `UsageError` for settings that its class rejects.
     """
     try:
         with private_files():  # the constructor creates a folder
@@ -55,8 +55,8 @@ class RoundLogs:
     ) -> None:
         """Create the log files.
 
-        `specs` adds the path of a worker's error file to the worker's environment. `is_ending`: a function that returns
-        whether a local rank is known to be ending with an exception.
+        `specs`: chooses the files, and adds the path of each worker's error file to its environment in `envs`.
+        `is_ending`: a function that returns whether a local rank is known to be ending with an exception.
 
         Raises `LaunchError` if the folder cannot be used.
         """

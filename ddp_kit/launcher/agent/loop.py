@@ -124,7 +124,10 @@ def steps_of(error_files: Iterable[str]) -> Steps | None:
 
 
 class EventRecords:
-    """Event records of one node. Source: `SimpleElasticAgent._construct_event` of torch 2.13."""
+    """Writer of one node's event records, which are the same as those of torch's agent.
+
+    Source: `SimpleElasticAgent._construct_event` of torch 2.13.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -367,7 +370,10 @@ class Agent:
         )
 
     def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count; torch would delete these logs."""
+        """Rename the previous round's logs if this round has the same restart count.
+
+        torch would otherwise delete them.
+        """
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             folder.rename(f"{folder}.round_{assignment.round - 1}")

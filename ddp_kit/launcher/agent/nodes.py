@@ -1,4 +1,4 @@
-"""Links between a node and the state machine of its job (`job.Job`), either in this process or over a TCPStore."""
+"""Links that connect a node to the state machine of its job (`job.Job`), either directly or over a TCPStore."""
 
 import json
 import queue
@@ -51,7 +51,7 @@ class SingleNodeLink:
 
     @property
     def next_check(self) -> float | None:
-        """Seconds until the next call of `check`, or None if no round is due."""
+        """Seconds until the next call of `check`, or None if no round is scheduled."""
         return self._job.timeout(time.monotonic())
 
     def join(self) -> None:
@@ -184,7 +184,7 @@ class Coordinator:
                 self._publish(self._job.tick(now))
 
     def _publish(self, orders: list[Order]) -> None:
-        """Write orders to the store. The caller holds the lock."""
+        """Write orders to the store. The caller must hold the lock."""
         for order in orders:
             if isinstance(order, Go):
                 number = next(iter(order.assignments.values())).round
@@ -405,12 +405,15 @@ class MultiNodeLink:
         self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
 
     def take_listening(self) -> socket.socket | None:
-        """Return the socket for the workers' store of the next round, or None if workers use the rendezvous' store."""
+        """Return the socket for the workers' store of the next round; None: the workers use the rendezvous store."""
         listening, self._listening = self._listening, None
         return listening
 
     def check(self) -> None:
-        """Print what this node waits for; put `Disconnected` into the inbox if the host no longer answers."""
+        """Print, at intervals, what this node is waiting for.
+
+        If the host no longer answers, put `Disconnected` into the inbox.
+        """
         if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
             self._print_message(self._waiting())
         if not self._is_over and time.monotonic() - self._last_contact > self._limits.heartbeat_timeout:

@@ -34,7 +34,7 @@ def facts() -> dict[str, Any]:
 
 
 def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]:
-    """Run an all-reduce between two processes; rank 0 serves their store on the inherited socket `listening`.
+    """Take part in an all-reduce of two processes. Rank 0 serves the store on the inherited socket `listening`.
 
     Raises `ArithmeticError` if the sum is wrong.
     """
@@ -64,7 +64,7 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
 
 
 def product() -> dict[str, Any]:
-    """Compute a matrix product on the GPU. Raises `ArithmeticError` if the CPU's result differs."""
+    """Compute a matrix product on the GPU. Raises `ArithmeticError` if it differs from the CPU's result."""
     import torch
 
     left, right = torch.randn(2, 1024, 1024, generator=torch.Generator().manual_seed(0))

@@ -58,7 +58,7 @@ def nproc_per_node(processes: str | None) -> str | None:
 
 
 def check(plan: Plan) -> None:
-    """Raise `UsageError` if `run` would reject the plan, without creating a folder or a socket."""
+    """Raise `UsageError` if `run` would reject the plan. This creates neither a folder nor a socket."""
     if plan.rendezvous.served_by_ddpkit:
         logs_specs(plan.logs, os.devnull)
     else:
@@ -104,7 +104,7 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
 
 
 def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:
-    """The link to a job of one or several nodes."""
+    """Create the link between this node and its job, which may have one or several nodes."""
     rendezvous = plan.rendezvous
     limits, static = rendezvous.limits, rendezvous.backend == "static"
     node = Node(
@@ -127,7 +127,7 @@ def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLi
 
 
 def _check_host(rendezvous: Rendezvous, print_message: PrintMessage) -> None:
-    """Warn if the address of the rendezvous belongs to another machine, although this node hosts the rendezvous."""
+    """Warn if this node is to host the rendezvous, but the rendezvous address belongs to another machine."""
     in_cluster = rendezvous.place is not None
     try:
         if is_local(rendezvous.host):
@@ -170,7 +170,7 @@ def _check_event_handler(name: str) -> None:
 
 
 def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> None:
-    """Pass the error file of the first failure to the parent launcher, if there is one, as torchrun does."""
+    """If another launcher started this one, pass on the error file of the first failure to it, as torchrun does."""
     if failures and os.environ.get(ERROR_FILE):
         _, first = ChildFailedError(script, failures).get_first_failure()
         if Path(first.error_file).exists():

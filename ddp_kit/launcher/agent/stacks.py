@@ -47,7 +47,7 @@ class Frame:
 
     @property
     def where(self) -> str:
-        """Location, as in `train.py:10 in main`."""
+        """The location of the frame, for example `train.py:10 in main`."""
         return f"{Path(self.file).name}:{self.line} in {self.name}"
 
     @property
@@ -70,7 +70,7 @@ class Stack:
     holds_lock: bool = False
     """Whether a thread of the process holds the interpreter lock (GIL)."""
     loader: "Stack | None" = None
-    """The DataLoader worker that the process waits for, if that worker is stopped or is running dataset code."""
+    """The stack of the DataLoader worker that the process waits for, if that worker is stopped or runs dataset code."""
 
     @property
     def python(self) -> tuple[Frame, ...]:
@@ -79,7 +79,7 @@ class Stack:
 
     @property
     def location(self) -> str:
-        """The innermost frame of the user's code, else the innermost Python frame."""
+        """The location of the innermost frame of user code, or else of the innermost Python frame; empty: no frame."""
         own = next((frame for frame in self.frames if frame.is_user_code), None)
         found = own or next(iter(self.python), None)
         return "" if found is None else found.where
@@ -104,11 +104,11 @@ class Stack:
 
     @property
     def waits_for_data(self) -> bool:
-        """Whether the process waits for a DataLoader worker."""
+        """Whether the process is waiting for a DataLoader worker."""
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:
-        """Describe what the process does, as in `in all_reduce (train.py:10 in main)`.
+        """Describe what the process is currently doing, for example `in all_reduce (train.py:10 in main)`.
 
         `phase`: the phase of training according to the heartbeat of the process.
         """
@@ -144,12 +144,12 @@ class Stack:
 def read_stacks(
     pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Read the stack of each process. The result has the keys of `pids`; a stack that cannot be read is empty.
+    """Read the stack of each process. The result has the same keys as `pids`; a stack that cannot be read is empty.
 
     `native_seconds`: time limit for native frames, which are slow to resolve. The time limit for Python frames is
     the same, but at least 3 s, because py-spy takes seconds to start on a busy machine. `files`: the files to which
-    processes write their own stacks if py-spy cannot read the processes. `interrupted`: a function that returns whether
-    to stop and return the stacks that have been read.
+    processes write their own stacks if py-spy cannot read them. `interrupted`: a function that returns whether to stop
+    early; the result then contains the stacks that have been read so far.
     """
     spy = program()
     if not spy:
@@ -167,7 +167,7 @@ def read_stacks(
 def _with_own_stacks(
     stacks: Mapping[int, Stack], files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Fill in empty stacks by asking the processes with a handler for STACKS_SIGNAL to write their own stacks."""
+    """Fill in empty stacks: processes that have a handler for STACKS_SIGNAL are asked to write their own stacks."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
     asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
     deadline = time.monotonic() + _TIMEOUT_SECONDS
@@ -189,7 +189,7 @@ def _request_own_stack(pid: int) -> bool:
 
 
 def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
-    """Whether a process survives a signal: it has a handler for the signal or, with `or_ignores`, ignores it."""
+    """Whether a process has a handler for the signal `number` or, if `or_ignores` is true, ignores this signal."""
     fields = ("SigCgt:", "SigIgn:") if or_ignores else ("SigCgt:",)
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -199,7 +199,7 @@ def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
 
 
 def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
-    """Read stacks that a process wrote itself: return the frames of its main thread, and the whole text."""
+    """Read the file to which a process wrote its own stacks. Return its main thread's frames and the whole text."""
     with suppress(OSError):
         text = Path(path).read_text(errors="replace")
         _, found, last = text.rpartition("Current thread ")
@@ -232,7 +232,7 @@ def wait_channel(pid: int) -> str:
 
 
 def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool]) -> Stack:
-    """Add the DataLoader worker that the process waits for, if that worker is stopped or runs dataset code."""
+    """Add to `stack` the DataLoader worker that the process waits for, if it is stopped or runs dataset code."""
     if not stack.waits_for_data:
         return stack
     children = _children(stack.pid)

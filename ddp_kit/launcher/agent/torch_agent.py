@@ -1,4 +1,4 @@
-"""Run the job with torch's own agent, for etcd and rendezvous plug-ins. torch also starts the workers."""
+"""Run the job with torch's own agent, which also starts the workers. Used for etcd and rendezvous plug-ins."""
 
 import argparse
 import os

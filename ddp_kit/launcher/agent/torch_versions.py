@@ -1,7 +1,7 @@
-"""The launcher's uses of torch APIs that are not public or differ between versions: look here when torch changes.
+"""All uses of torch APIs in the launcher that are private or differ between versions. Check them when torch changes.
 
 The code checks for features, not version numbers. It was checked against the sources of torch 2.10 to 2.15;
-docs/versions.md lists the differences that a user sees.
+docs/versions.md lists the differences that users can see.
 """
 
 import argparse
@@ -61,13 +61,13 @@ def _torchrun_parser() -> argparse.ArgumentParser:
 def local_world_size(nproc_per_node: str) -> int:
     """The number of processes for --nproc-per-node auto, cpu, gpu or xpu on this machine.
 
-    Raises `ValueError` if torch does not know the word, or has no such device.
+    Raises `ValueError` if torch does not know the word, or if this machine has no such device.
     """
     return int(torchrun.determine_local_world_size(nproc_per_node))
 
 
 def launch_config(settings: argparse.Namespace) -> LaunchConfig:
-    """torchrun's own `LaunchConfig` for these settings. Raises exceptions of several types for invalid settings."""
+    """torchrun's own `LaunchConfig` for these settings. Invalid settings raise different types of exceptions."""
     config: LaunchConfig = torchrun.config_from_args(settings)[0]
     return config
 
@@ -75,7 +75,7 @@ def launch_config(settings: argparse.Namespace) -> LaunchConfig:
 def numa_cpus(local_rank: int, numa_binding: str) -> set[int]:
     """The logical CPUs that --numa-binding assigns to a local rank. Source: torch.numa.binding of torch 2.10 to 2.15.
 
-    The argument `gpu_index` is called `device_index` from 2.14 on.
+    torch 2.14 renamed the argument `gpu_index` of its function to `device_index`.
     """
     find = binding._get_validated_logical_cpus_to_bind_to
     index = "device_index" if "device_index" in inspect.signature(find).parameters else "gpu_index"

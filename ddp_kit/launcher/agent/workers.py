@@ -142,7 +142,7 @@ class Workers:
     def _note_shutdown_timeout(self) -> None:
         """Write the shutdown timeout to a file that the workers can read.
 
-        It is not passed as a variable, because the workers' environment must be the same as under torchrun.
+        An environment variable is not used, because the environment must be the same as under torchrun.
         """
         if self._folder is not None:
             noted = self._folder / GRACE_FILE
@@ -150,14 +150,14 @@ class Workers:
             noted.write_text(str(self._plan.shutdown_timeout))
 
     def _keep_record(self) -> None:
-        """Start the thread that adds samples of this machine's state to the run record, if a Trainer creates one."""
+        """Start the thread that adds samples of this machine's state to the run record once a Trainer creates it."""
         if self._folder is not None:
             kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
             self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
             self._record_keeper.start()
 
     def record_end(self, outcome: Outcome) -> None:
-        """Record in the run record, if there is one, how this attempt ended on this node."""
+        """Add to the run record, if there is one, how this attempt ended on this node."""
         if self._record_keeper is not None:
             self._record_keeper.end(attempt_id(self._envs[0]), verdict.record(outcome), self.hang_monitor.stacks)
 
@@ -348,7 +348,7 @@ class Workers:
     # Signals and stopping ---------------------------------------------------------------------------------------------
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every worker that handles or ignores it; the signal would kill the others."""
+        """Send a signal to every worker that handles or ignores it, but not to the others, which it would kill."""
         without_handler = []
         for rank in sorted(self._running):
             pid = self._processes[rank].pid
@@ -455,7 +455,7 @@ class Workers:
                     os.killpg(proc.pid, signal.SIGKILL)
 
     def _wait_for_ends(self, timeout: float) -> None:
-        """Wait for a worker to end, but only for a moment, so that the caller can check for signals."""
+        """Wait for a worker to end. The wait is short, so that the caller can check for signals in between."""
         wait_readable(self.watched(), min(timeout, _SIGNAL_CHECK_SECONDS))
         self._note_ends()
 

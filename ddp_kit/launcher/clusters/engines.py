@@ -14,7 +14,7 @@ class Engine:
     job_file: Callable[[Request], str]
     """A pure function that turns a `Request` into the text of a job file."""
     submission: Callable[[Request, str], tuple[str, ...]]
-    """A function that returns the command that submits the job file at a given path, such as `sbatch PATH`."""
+    """A function that takes the path of a job file and returns the command to submit it, such as `sbatch PATH`."""
     flags: frozenset[str]
     """The flags of `ddpkit submit` that the engine supports, in addition to --nodes, --gpus and --name."""
     suffix: str
@@ -25,7 +25,7 @@ class Engine:
     """Whether a job needs a training script on the command line of `ddpkit submit`."""
     image_needed: bool = False
     run: Callable[[Request, Callable[[str], None]], int] | None = None
-    """A function that runs the job and returns its exit code; None: run the command from `submission`."""
+    """A function that runs the job and returns its exit code. If None, the command from `submission` is run instead."""
 
 
 _OF_PODS = frozenset({"cpus", "image", "queue", "retries", "grace"})

@@ -1,4 +1,4 @@
-"""Kubeflow Trainer: a TrainJob sets PET_ environment variables, which are the defaults of torchrun's flags."""
+"""Kubeflow Trainer: a TrainJob sets PET_ environment variables, which torchrun uses as defaults for its flags."""
 
 from collections.abc import Mapping
 from typing import Any

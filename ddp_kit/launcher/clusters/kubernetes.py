@@ -24,13 +24,13 @@ _EXPLAINED = """\
 
 
 def manifest(request: Request, *objects: Mapping[str, Any]) -> str:
-    """The objects as YAML, preceded by comments that show the command and explain the exit codes."""
+    """The YAML text of Kubernetes objects, after comments that show the submit command and explain the exit codes."""
     texts = [yaml.safe_dump(each, sort_keys=False, default_flow_style=None, width=120) for each in objects]
     return _EXPLAINED.format(command=request.command) + "---\n".join(texts)
 
 
 def labels(request: Request) -> dict[str, Any]:
-    """Metadata with the label that tells Kueue the job's queue; empty if the request names no queue."""
+    """Metadata with a label that names the job's queue, for Kueue; an empty dict if the request names no queue."""
     return {"labels": {_KUEUE_QUEUE: request.queue}} if request.queue else {}
 
 
@@ -150,7 +150,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
 
 
 def _host(env: Mapping[str, str], name: str, rank: int) -> tuple[str, str]:
-    """Return the host name of pod 0, and the names of the environment variables that it comes from."""
+    """Return the host name of pod 0 and, as text, the environment variables that it was derived from."""
     if env.get(MASTER_ADDR):
         return env[MASTER_ADDR], MASTER_ADDR
     found = re.fullmatch(rf"(.+)-{rank}", env.get(_POD, ""))

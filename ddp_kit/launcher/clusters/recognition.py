@@ -1,4 +1,4 @@
-"""Recognise the cluster that this launcher runs in, and complete its settings from the cluster's variables."""
+"""Recognise the cluster that this launcher runs in, and fill in launch settings from the cluster's variables."""
 
 from collections.abc import Mapping
 from dataclasses import replace

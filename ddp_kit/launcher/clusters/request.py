@@ -28,7 +28,7 @@ class JobPlace:
     run_id: str
     """The job's id, the same on all nodes. The rendezvous rejects a node with a different id."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The environment variable that provided each value (`nodes`, `node rank`, `host`, ...), for --dry-run."""
+    """The variable that provided each value (`nodes`, `node rank`, `host`, ...), for --dry-run and error messages."""
     gpus: int | None = None
     """Number of GPUs that the environment gives this node, or None if not known."""
     end_time: float | None = None
@@ -62,7 +62,7 @@ def optional_number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def check_rank(place: JobPlace) -> JobPlace:
-    """Return `place` unchanged. Raises `UsageError` if the node rank is not less than the number of nodes."""
+    """Return `place`, or raise `UsageError` if its node rank is not less than the number of nodes."""
     if place.node_rank < place.nodes:
         return place
     rank, nodes = place.sources["node rank"], place.sources["nodes"]
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """CPU cores of each node, by default 8 per GPU, or None if the engine decides."""
+        """CPU cores per node: `cpus` if given, otherwise 8 per GPU. None for a job without GPUs: the engine decides."""
         return self.cpus if self.cpus is not None else (self.gpus * _CPUS_PER_GPU if self.gpus else None)
 
     @property

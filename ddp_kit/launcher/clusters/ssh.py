@@ -69,7 +69,7 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
 
 
 def job_file(request: Request) -> str:
-    """A shell script with the commands, to show with --dry-run. `ddpkit submit` does not use the script."""
+    """A shell script that contains the ssh commands. It is only shown by --dry-run; `ddpkit submit` does not run it."""
     lines = (f"{shlex.join(command)} &" for command in commands(request).values())
     return f"#!/usr/bin/env bash\n# Made by: {request.command}\n" + "\n".join(lines) + "\nwait\n"
 
@@ -91,8 +91,8 @@ Write = Callable[[str], None]
 def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> int:
     """Run one command per host, restart the job after retryable exit codes, and return the last exit code.
 
-    `retries`: the maximum number of restarts. Restarts after exit code 75 (saved) do not count, nor do restarts after
-    exit code 4 (a node was lost), unless ssh could not reach a host.
+    `retries`: the maximum number of restarts after exit codes 3, 124 and above 128, and after failures of ssh. Restarts
+    after exit codes 4 (a node was lost) and 75 (saved) are not limited.
     """
     while True:
         session = _Session(commands, write)
@@ -178,8 +178,8 @@ class _Session:
     def _copy(self, host: str, source: IO[str], target: TextIO) -> None:
         """Copy the output of one host to `target`.
 
-        With several hosts, lines of the training script get the host's name as a prefix. Launcher lines are printed
-        unchanged, and only once if several hosts send the same line.
+        With several hosts, each line that the training script printed is prefixed with the host's name. Lines from the
+        launchers are printed unchanged, and only once if several hosts send the same line.
         """
         for line in source:
             if not line.startswith(_OURS):
@@ -209,7 +209,7 @@ class _Session:
     def _stop(self, _number: int, _frame: object) -> None:
         """Handle a signal: the first one stops the launchers, the second one kills ssh.
 
-        The launchers may first save a checkpoint, which takes time.
+        Launchers may take some time to stop, because the workers may save a checkpoint first.
         """
         if self.stopped:
             for process in self._running.values():

@@ -151,7 +151,7 @@ def _shown(value: Any) -> str:
 
 
 def _tensors(found: Found) -> dict[str, str]:
-    """Type and shape of each tensor. The keys are names such as `model: layer.weight`."""
+    """Map the name of each tensor, such as `model: layer.weight`, to its type and shape."""
     tensors: dict[str, str] = {}
     for file in found.manifest.files if found.manifest else ():
         if (part := part_of(file.name)) is not None:
@@ -166,7 +166,7 @@ def _tensors(found: Found) -> dict[str, str]:
 
 
 def _values(found: Found) -> dict[str, Any]:
-    """All saved values except tensors. The keys are paths such as `optimizer.param_groups[0].lr`."""
+    """Map the path of each saved value that is not a tensor, such as `optimizer.param_groups[0].lr`, to the value."""
     try:
         content = read_state(found)
     except (OSError, ValueError) as error:

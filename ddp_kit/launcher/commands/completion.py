@@ -33,7 +33,7 @@ def run(argv: Sequence[str], torchrun: argparse.ArgumentParser, print_text: Call
 
 
 def _combined_parser(torchrun: argparse.ArgumentParser, file: object, folder: object) -> argparse.ArgumentParser:
-    """Combine the parsers of all commands. `file` and `folder`: the completers of shtab for files and folders."""
+    """Combine the parsers of all commands. `file` and `folder`: shtab's completers for files and folders."""
     combined = argparse.ArgumentParser(
         prog="ddpkit", description="Run PyTorch training on several GPUs or nodes with one command."
     )

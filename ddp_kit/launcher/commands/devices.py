@@ -65,7 +65,7 @@ def _process(user: GpuProcess) -> str:
 
 
 def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
-    """Yield one line per GPU that lists the kinds of links to other GPUs, and the numbers of these GPUs."""
+    """Yield one line per GPU with its links to other GPUs, such as `0: NV18 to 1-3`, and a line that explains them."""
     if not any(table.values()):
         return
     yield from ("", "links")

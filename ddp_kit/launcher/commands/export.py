@@ -70,7 +70,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Write the files, print their paths, and return the exit code.
+    """Export the weights of a checkpoint, print the paths of the new files, and return the exit code.
 
     Raises `UsageError` for invalid arguments, and `CheckpointError` if the checkpoint cannot be exported.
     """
@@ -171,7 +171,7 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
 
 
 def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
-    """Two dicts: weight name -> key of the stored tensor, and further name of a tied weight -> its first name."""
+    """Two dicts: weight name -> key of the stored tensor; other name of a tied weight -> its name in the first dict."""
     names: dict[str, Key] = {}
     tied: dict[str, str] = {}
     first: dict[Key, str] = {}
@@ -194,7 +194,7 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
 
 
 def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:
-    """Divide the weights into shards of at most `most` bytes, in the order of the model."""
+    """Divide the weights, in model order, into shards of at most `most` bytes. A larger weight gets its own shard."""
     shards: list[dict[str, Whole]] = [{}]
     size = 0
     for name, whole in weights.items():
@@ -222,7 +222,7 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
 
 
 class _NewFile:
-    """A file with a temporary name until `finish`. If an error occurs before that, the file is removed."""
+    """A file that has a temporary name until `finish` renames it. If an error occurs first, the file is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -230,7 +230,7 @@ class _NewFile:
         self._file = os.open(self._unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Destination]]:
-        """Write the header, and map the file into memory. Returns the destinations of each tensor's data, by name."""
+        """Write the header, and map the file into memory. Returns the places in the map for each tensor's data."""
         # Larger element sizes first, so that every tensor is aligned without padding.
         order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])
         table = ((name, weights[name].dtype, weights[name].shape, weights[name].bytes) for name in order)

@@ -1,4 +1,4 @@
-"""`ddpkit report`: write an HTML report about one or more runs, from the records in the folders of these runs."""
+"""`ddpkit report`: write an HTML report about one or more runs, based on the records in their folders."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Write the page, print the findings, and return the exit code.
+    """Write the report as an HTML page, print its findings, and return the exit code.
 
     Raises `UsageError` if a run cannot be read, or a file cannot be written.
     """

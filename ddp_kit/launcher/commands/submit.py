@@ -39,9 +39,10 @@ _DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
 
 
 def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
-    """Submit a job to an engine (Slurm, Kubernetes, ...), or only print the job file. Raises `UsageError`.
+    """Submit a job to an engine (Slurm, Kubernetes, ...), or only print the job file.
 
-    `write`: a function that writes a line to standard error.
+    `write`: a function that writes a line to standard error. Raises `UsageError` if the arguments are invalid, or if
+    the engine cannot be used from this machine.
     """
     known = parser()
     own, launch = _split(words, known)
@@ -221,7 +222,10 @@ def _check(name: str, engine: Engine, request: Request) -> None:
     if name == "skypilot" and request.gpus is not None and request.gpu_type is None:
         raise UsageError("SkyPilot needs the type of the GPUs", f"type --gpus H100:{request.gpus}, or another type")
     if name == "ssh" and not request.hosts:
-        raise UsageError("ssh needs the names of the hosts", "type --hosts gpu1,gpu2, or a file with one host per line")
+        raise UsageError(
+            "ssh needs the names of the hosts",
+            "type --hosts gpu1,gpu2 or --hosts FILE, where FILE has one host per line",
+        )
 
 
 def _submit(name: str, engine: Engine, request: Request, text: str, write: Callable[[str], None]) -> int:

@@ -109,7 +109,10 @@ def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to a number of seconds for a key, and returns the key or an empty string."""
+    """Context manager that yields a function to read single keys from the terminal.
+
+    The function waits up to a given number of seconds, and returns the key, or an empty string if none was pressed.
+    """
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -167,7 +170,7 @@ def _title(job: JobReading, width: int) -> Text:
 class _Column:
     title: str
     width: int
-    """Minimum width in characters. Most values fit, so that the columns do not move between updates."""
+    """Minimum width in characters: enough for most values, so that the columns rarely move between updates."""
     value: Callable[[RankReading], str]
     priority: int
     """On a narrow terminal, columns with higher numbers are left out first."""

@@ -1,4 +1,4 @@
-"""The CPU cores of this process, and its memory and CPU limits, as set by control groups (for example in a container).
+"""The CPU cores that this process may use, and the memory and CPU limits that its control groups set.
 
 In all functions, `root` is the folder that contains `proc` and `sys`.
 """
@@ -46,7 +46,7 @@ def _least(root: Path, controller: str, limit: Callable[[Path], float | None]) -
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of all control groups of this process, for cgroup v1 and v2."""
+    """Yield the folders of this process's control group and of all its parents, for cgroup v1 and v2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -95,9 +95,10 @@ def here(root: Path = Path("/")) -> Cpus:
 
 
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
-    """Threads per process, so that all processes together have one thread per physical core; at least 1.
+    """Number of threads per process, so that all processes together have one thread per physical core; at least 1.
 
-    `bound`: the CPU cores that each process is bound to; an empty tuple: the process is not bound.
+    The total also stays within the CPU quota. `bound`: for each process, the CPU cores that it is bound to, or an empty
+    tuple if it is not bound.
     """
     shares = [len({cpus.core_of[cpu] for cpu in place or cpus.core_of}) // bound.count(place) for place in set(bound)]
     if cpus.quota is not None:
@@ -106,7 +107,7 @@ def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
 
 
 def _core(cpu: int, root: Path) -> int:
-    """The first logical CPU of the physical core that `cpu` belongs to; `cpu` itself if the core is not known."""
+    """The first logical CPU on the same physical core as `cpu`; `cpu` itself if the core is not known."""
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     first = re.match(r"\d+", text)
     return int(first[0]) if first else cpu

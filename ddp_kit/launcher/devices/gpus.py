@@ -19,7 +19,10 @@ from ddp_kit.masking import masked
 
 @contextmanager
 def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
-    """Yield the number and handle of each GPU that responds; nothing if there is no driver."""
+    """Context manager that initialises NVML, and yields the number and handle of each GPU that responds.
+
+    Yields an empty tuple if there is no driver.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -113,21 +116,21 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The unit that one process uses: a whole GPU or a MIG device. Memory sizes are in bytes."""
+    """A whole GPU or a MIG device: the unit that one training process uses. Memory sizes are in bytes."""
 
     index: int
     """The NVML index of the GPU; GPUs are numbered in PCI bus order."""
     uuid: str
     name: str
     memory_total: int
-    """Bytes; 0: not known."""
+    """Total memory in bytes, or 0 if not known."""
     memory_used: int
     processes: tuple[GpuProcess, ...] = ()
     load: int | None = None
     """Utilisation in percent, or None if not known."""
     numa_node: int | None = None
     near: tuple[int, ...] = ()
-    """The CPU cores closest to the GPU; empty: not known."""
+    """The CPU cores closest to the GPU; empty if not known."""
     mig: int | None = None
     """The number of the MIG device on its GPU; None for a whole GPU."""
     usable: bool = True
@@ -174,7 +177,7 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """All NVIDIA GPUs of this machine, or their MIG devices in MIG mode; empty if there is no driver."""
+    """All NVIDIA GPUs of this machine; for a GPU in MIG mode, its MIG devices. Empty if there is no driver."""
     with handles() as found:
         return tuple(unit for index, handle in found for unit in _units(index, handle))
 
@@ -182,8 +185,8 @@ def gpus() -> tuple[Gpu, ...]:
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
     """The GPUs that a process with this environment sees, each with the number or UUID that selects it.
 
-    CUDA reads CUDA_VISIBLE_DEVICES as numbers or prefixes of UUIDs. It ignores an invalid or ambiguous entry and all
-    entries after it, and shows no GPU if a GPU is listed twice. MIG devices unknown to NVML are assumed to exist.
+    CUDA_VISIBLE_DEVICES lists numbers, or prefixes of UUIDs. CUDA ignores an invalid or ambiguous entry and all entries
+    after it, and shows no GPU if a GPU is listed twice. Listed MIG devices unknown to NVML are assumed to exist.
     """
     mask = env.get(VISIBLE_GPUS)
     if mask is None:
@@ -337,7 +340,7 @@ _TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 def links() -> Mapping[int, Mapping[int, str]]:
     """For each pair of GPU numbers, the kind of link between the two GPUs, such as `NV18` or `SYS`.
 
-    Pairs that NVML does not report are left out. The number of NVLinks includes those that go through NVSwitches.
+    Pairs that NVML does not report are left out. `NV18` means 18 NVLinks, including those through NVSwitches.
     """
     with handles() as found:
         cables = {index: _nvlinks(handle) for index, handle in found}

@@ -31,9 +31,9 @@ _RETRY_SECONDS = 0.005
 def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
     """Yield a launch plan, and hold the GPUs of the plan until the end of the `with` block.
 
-    `make`: a function that creates the plan from a mapping: GPU UUID -> the other launch that holds the GPU. Only one
-    launch at a time chooses GPUs, so if two launches want the same GPUs, one of them gets all of these GPUs.
-    `hold`: whether to hold the GPUs; False if the plan is only printed.
+    `make`: a function that creates the plan from a mapping: GPU UUID -> the other launch that holds the GPU.
+    `hold`: whether to hold the GPUs; False if the plan is only printed. Only one launch at a time chooses GPUs, so that
+    two launches that want the same GPUs do not each get some of them.
     """
     if sys.platform != "linux":
         yield make({})

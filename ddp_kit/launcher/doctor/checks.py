@@ -198,7 +198,7 @@ def clock(machine: Machine) -> CheckResult:
 
 
 def host_name(machine: Machine) -> CheckResult:
-    """Check whether the host name resolves to this machine. gloo and other nodes use the name to connect to it."""
+    """Check whether the host name resolves to this machine: gloo and other nodes use the name to reach the machine."""
     name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if result.error:
@@ -352,7 +352,7 @@ def ecc(machine: Machine) -> CheckResult | None:
 
 
 def _evidence_of_gpu(machine: Machine) -> str:
-    """Describe evidence of a GPU that the driver does not report; empty if there is none."""
+    """Evidence, in words, of a GPU that the driver does not report; an empty string if there is none."""
     node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
     if node is not None:
         return f"{node} exists"
@@ -372,7 +372,7 @@ def _driver_fix(machine: Machine) -> str:
 
 
 def _is_orphan(proc: Path, pid: int) -> bool:
-    """Whether a process is orphaned: the parent of an orphaned process is process 1, normally init.
+    """Whether a process is orphaned, which means that its parent is process 1, normally init.
 
     In a container, process 1 may be a Python launcher instead. Its children are not orphans.
     """
@@ -420,7 +420,7 @@ def torch(machine: Machine) -> CheckResult:
 
 
 def torch_and_driver(machine: Machine) -> CheckResult | None:
-    """Check whether torch was built with CUDA, and for a CUDA version that the driver supports."""
+    """Check that torch was built with CUDA, and that the driver supports that CUDA version."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not seen:
         return None

@@ -127,7 +127,7 @@ class Probes:
     torch: Probe
     gloo: Probe
     nccl: Probe | None
-    """None if there are fewer than two GPUs."""
+    """The all-reduce between two GPUs; None if there are fewer than two GPUs, not counting MIG devices."""
     products: Mapping[str, Probe]
     """The probes that compute a matrix product, by GPU UUID."""
 

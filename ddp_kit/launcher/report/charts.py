@@ -40,18 +40,18 @@ Values = list[float | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: a value for each point of the run."""
+    """One line of a chart, with one value per point on the x axis."""
 
     label: str
     values: Values
     low: Values | None = None
-    """For each point, the lowest of the recorded values that were averaged; `high`: the highest."""
+    """The lowest of the recorded values that each point averages; `high` has the highest."""
     high: Values | None = None
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The lines that show one run. All of them have the same x values."""
+    """The lines of a chart that belong to one run. All of them have the same x values."""
 
     run: int
     x: list[float]
@@ -171,7 +171,7 @@ class _Builder:
     def _curves(
         self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
     ) -> Curves:
-        """Divide the lines of the record into buckets, and average the values in each bucket to one point.
+        """Divide the lines of the record into buckets, and average the values in each bucket into one point.
 
         The point gets the x value of the bucket's last line.
         """
@@ -224,9 +224,9 @@ def _share(part: str, whole: str) -> _Value:
 
 
 def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
-    """Functions that read the value of each rank or GPU from a line of the record, by label.
+    """Map a label for each rank or GPU, such as `rank 0`, to a function that reads its value from a line of the record.
 
-    If there are many ranks or GPUs, the functions return the lowest, median and highest value instead.
+    If there are many ranks or GPUs, there are instead three functions, for the lowest, median and highest value.
     """
     if count <= _MOST_LINES:
         return {f"{what} {index}": value_of(index) for index in range(count)}

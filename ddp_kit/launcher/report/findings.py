@@ -19,7 +19,7 @@ _MOST_LINES_IN_WORDS = 3
 
 @dataclass(frozen=True)
 class Profile:
-    """The findings from one profile file as text, and the data for its table."""
+    """One profile file: its findings as text, and the data for its table in the report."""
 
     title: str
     lines: tuple[str, ...]
@@ -70,7 +70,7 @@ def _memory_lines(summary: MemorySummary) -> Iterator[str]:
 
 
 def place_of(line: LineMemory) -> str:
-    """The function, file and line that allocated the memory."""
+    """The code that allocated the memory, as text: function, file and line."""
     return "code outside Python, such as the backward pass" if line.place is None else str(line.place)
 
 
@@ -162,14 +162,17 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
 
 
 def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """Time of the failed attempt's last log row at or before the step from which the next attempt resumed."""
+    """Approximate time at which attempt `before` reached the step that attempt `after` resumed from.
+
+    This is the time of the last log row of `before` up to that step or, without such a row, the start of `before`.
+    """
     step = after.begin["step"]
     reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
     return float(max(reached, default=before.begin["time"]))
 
 
 def _advice(run: RunHistory) -> Iterator[Finding]:
-    """The advice that the Trainer gave in the latest attempt with any advice."""
+    """The Trainer's advice from the latest attempt in which it gave any."""
     for attempt in reversed(run.attempts):
         if attempt.advice:
             for line in attempt.advice:

@@ -42,7 +42,7 @@ def settings(run: RunHistory) -> dict[str, str]:
 
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
-    """The settings that differ between runs: the name of each, and its value in each run, empty if not set."""
+    """The settings that differ between runs, as pairs: the name, and the values in all runs (empty where not set)."""
     all_settings = [settings(run) for run in runs]
     names = dict.fromkeys(name for each in all_settings for name in each)
     table = [(name, tuple(each.get(name, "") for each in all_settings)) for name in names]

@@ -22,7 +22,7 @@ class Attempt:
     name: str
     """Name of the attempt: the job's id, and the number of restarts before the attempt."""
     begin: Line
-    """The `begin` event."""
+    """The `begin` event, with the settings of the attempt."""
     advice: tuple[Line, ...]
     done: Line | None
     """The `done` event; None if `fit` has not ended."""
@@ -39,7 +39,7 @@ class RunHistory:
     attempts: tuple[Attempt, ...]
     """The attempts of the run, at least one."""
     rows: tuple[Line, ...]
-    """One line per log point."""
+    """Lines with training metrics, one per log point."""
     evaluations: tuple[Line, ...]
     samples: Mapping[str, tuple[Line, ...]]
     """Samples of the machine's load, by node number."""
@@ -176,7 +176,7 @@ def _attempt(begin: Line, lines: Sequence[Line]) -> Attempt:
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
-    """Profile files of the latest attempt that set `profile.steps`, without files that were moved or deleted."""
+    """Profile files that exist in the folder of the latest attempt that set `profile.steps`."""
     for attempt in reversed(attempts):
         profile = attempt.begin.get("config", {}).get("profile", {})
         if profile.get("steps") is not None:

@@ -231,7 +231,7 @@ def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixP
 
 
 def _kernels(recording: Recording) -> dict[int, list[Event]]:
-    """The kernels that each operator launched, itself or through operators that it called, by operator index."""
+    """Map operator indices to the kernels that the operator launched, itself or through operators that it called."""
     found = defaultdict(list)
     for event in recording.gpu:
         launch = recording.launch(event)
@@ -316,7 +316,7 @@ def _type(name: str) -> tuple[str, int] | None:
 
 
 def _shape(operator: str, shapes: list[Any]) -> Shape | None:
-    """The shapes of an operator's inputs as text, and the named sizes that affect the use of tensor cores."""
+    """The shapes of an operator's inputs as text, and the dimensions that matter to tensor cores, by name."""
     if operator in _FIRST_MATRIX:
         first = _FIRST_MATRIX[operator]
         (*batch, m, k), (*_, n) = shapes[first], shapes[first + 1]
@@ -459,7 +459,7 @@ _CAUSES = {  # by field of GpuTime
 def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
     """Findings about synchronisations outside of ddpkit's own code.
 
-    On a GPU, each finding has a weight of at least 5 %, because the GPU is also idle after the wait.
+    On a GPU, each finding has a weight of at least 0.05 for sorting, because the GPU is also idle after the wait.
     """
     theirs = [one for one in summary.synchronisations if not (one.place and one.place.library == "ddpkit")]
     for one in theirs[:_MOST_EACH]:

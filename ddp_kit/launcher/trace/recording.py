@@ -272,7 +272,7 @@ class CallTree:
         return None
 
     def within(self, index: int, folders: tuple[str, ...]) -> bool:
-        """Whether event `index` ran inside a function from one of these folders, such as `torch/profiler/`."""
+        """Whether event `index` ran inside a function from one of the given folders, such as `torch/profiler/`."""
         return any(in_folder(self.events[outer], folders) for outer in self.callers(index))
 
     def _source(self, index: int) -> int:
@@ -294,7 +294,7 @@ class CallTree:
 
 
 def in_folder(event: Event, folders: tuple[str, ...]) -> bool:
-    """Whether an event is a Python function from one of these folders."""
+    """Whether an event is a Python function from one of the given folders."""
     if event.kind != "python_function" or event.name.startswith("<"):
         return False
     return _inside_packages(event.name).startswith(folders)
@@ -320,9 +320,9 @@ def _library(file: str) -> str:
 
 
 def _inside_packages(file: str) -> str:
-    """The path of a file relative to its site-packages folder.
+    """The path of a file relative to its site-packages folder, or unchanged for any other file.
 
-    torch.profiler shortens only the paths of files in a folder of `sys.path`.
+    The paths in a trace may be absolute: torch.profiler shortens only those of files in a folder of `sys.path`.
     """
     return _PACKAGES.sub("", file)
 
@@ -353,7 +353,7 @@ class Recording:
     end: float
 
     def host(self, *kinds: str) -> Iterator[tuple[int, Event]]:
-        """Yield the index and the event of each host event of these kinds that began between `start` and `host_end`."""
+        """Yield index and event for each host event of the given kinds that began between `start` and `host_end`."""
         for index, event in enumerate(self.calls.events):
             if event.kind in kinds and self.start <= event.start < self.host_end:
                 yield index, event

@@ -39,10 +39,9 @@ class Operation:
 class GpuTime:
     """Time breakdown of the busiest GPU, from its first to its last kernel.
 
-    These times add up to `recorded`: `computing`, `communication_alone`, `copying` (a copy or memset ran, but no
-    kernel), and the times in which the GPU was idle after the host waited for it (`idle_synchronisation`), while the
-    host waited for data (`idle_data`), until the host launched the next kernel (`idle_host`), and between kernels that
-    were launched in time (`idle_queued`).
+    `recorded` is the sum of `computing`, `communication_alone`, `copying` (a copy or memset ran, but no kernel) and the
+    idle times. `idle_synchronisation`: after the host waited for the GPU; `idle_data`: while the host waited for data;
+    `idle_host`: until the host launched the next kernel; `idle_queued`: although the next kernel was already launched.
     """
 
     recorded: float

@@ -7,5 +7,5 @@
                  <-----Ended------  wait status             <---    ends
 
 The launcher and the server communicate over a socketpair that the server inherits. When the launcher ends, the server
-reads an end of file. docs/launching.md lists the differences from plain Python that a script can see.
+reads end-of-file. docs/launching.md lists the differences from plain Python that a script can see.
 """

@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent() -> None:
     """Undo `die_with_parent`, so that this process can clean up after its parent has died.
 
-    The kernel then sends SIGCONT instead of SIGKILL when the parent dies. SIGCONT continues a stopped process.
+    When the parent dies, the kernel then sends SIGCONT, which only continues a stopped process, instead of SIGKILL.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 

@@ -118,7 +118,7 @@ class WarmServer:
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """Kill a worker and the processes it started. If a signal has stopped the server, it is continued first."""
+        """Kill a worker and the processes it started. A server that was stopped by a signal is continued first."""
         self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
@@ -208,7 +208,7 @@ class WarmServer:
 
 
 class Process:
-    """A worker that the server starts. Has a subset of the interface of `subprocess.Popen`."""
+    """A worker that the server starts, with a subset of the interface of `subprocess.Popen`."""
 
     def __init__(self, server: WarmServer, number: int) -> None:
         self._server = server
@@ -227,7 +227,7 @@ class Process:
         """The time of the monotonic clock at which this process noticed that the worker had ended."""
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the signal that killed the worker, or None if not reported yet.
+        """Return the exit code (-N if signal N killed the worker), or None if the server has not reported it yet.
 
         Call `WarmServer.pump` to read new reports. This method does not call it, because `pump` also reads reports
         about other workers: a caller that has already polled those workers would miss these reports and wait forever.

@@ -1,4 +1,4 @@
-"""The messages between the launcher and its warm server: frozen records, sent as JSON frames over a socketpair.
+"""The messages between the launcher and its warm server: frozen dataclasses, sent as JSON over a socketpair.
 
 A `Start` may carry two open descriptors, the worker's stdout and stderr.
 """
@@ -69,12 +69,12 @@ class Clear:
     """Launcher to server: all workers of a round have ended; end the processes that they left behind."""
 
     succeeded: bool
-    """Whether all workers exited with code 0. If so, no process should be left, and a message names any that are."""
+    """Whether all workers exited with code 0. If so, the server prints a message about each process that it ends."""
 
 
 @dataclass(frozen=True)
 class RemoveAtEnd:
-    """Launcher to server: remove a folder when the launcher has ended."""
+    """Launcher to server: remove a folder after the launcher has ended."""
 
     folder: str
 
@@ -98,7 +98,7 @@ class Ended:
 
     number: int
     returncode: int
-    """The worker's exit code, or minus the number of the signal that killed the worker."""
+    """The worker's exit code; -N if signal N killed the worker."""
 
 
 Message = Start | Kill | Clear | RemoveAtEnd | Started | Ended
@@ -110,7 +110,7 @@ class ClosedError(Exception):
 
 
 class Channel:
-    """One end of the socketpair."""
+    """One end of the socketpair that connects the launcher and the warm server."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -166,7 +166,7 @@ class Channel:
         return [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Close this end; the other end reads an end of file."""
+        """Close this end of the socketpair. The other end then reads end-of-file."""
         self._socket.close()
 
 

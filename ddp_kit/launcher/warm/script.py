@@ -42,10 +42,10 @@ def later_imports(program: Program) -> tuple[str, ...]:
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """An environment variable that the script changes after a preloaded module has read it, or an empty string.
+    """The name of an environment variable that the script changes after a preloaded module has read it; empty: none.
 
-    Setting a variable to its current value does not count as a change. The older names of the variable for torch's
-    allocator are treated as the same variable. `env`: the script's initial environment. Only the script itself is
+    Setting a variable to its current value does not count as a change. The variable for torch's allocator has
+    older names, which count as the same variable. `env`: the script's initial environment. Only the script itself is
     checked, not the modules it imports.
     """
 
@@ -213,7 +213,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _at_start(error: BaseException) -> bool:
-    """Whether the error is a syntax error or a failed top-level import of the script, which a restart cannot fix."""
+    """Whether the script failed with an import error or a syntax error at module level. A restart cannot fix that."""
     if not isinstance(error, ImportError | SyntaxError):
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

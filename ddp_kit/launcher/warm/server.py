@@ -118,7 +118,7 @@ _OWN_FAULTS = {
 def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], preload: tuple[str, ...] = ()) -> None:
     """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
-    After the script, only `gc.unfreeze` may run, so that the interpreter finalises the worker as usual.
+    Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does.
 
     `launcher`: the launcher's process id. `warm`: whether to import torch. `hidden`: environment variables that are set
     only for this server. `preload`: modules to import in addition to torch.
@@ -152,9 +152,9 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], pr
 
 
 def _has_nanobind() -> bool:
-    """Whether nanobind is loaded: at interpreter exit, it prints all objects that were not garbage-collected.
+    """Whether nanobind is loaded. At interpreter exit, nanobind prints all objects that were not garbage-collected.
 
-    It would also print the objects that the server froze with `gc.freeze`, so these are unfrozen first. The last
+    It would also print the objects that the server froze with `gc.freeze`, so a worker unfreezes these first. The last
     garbage collection then takes a second, as in plain Python.
 
     triton has contained nanobind since version 3.9 (torch 2.15).
@@ -164,7 +164,7 @@ def _has_nanobind() -> bool:
 
 
 def _wake(*_: object) -> None:
-    """Handle SIGCHLD by doing nothing: the byte in the wakeup pipe wakes the server."""
+    """SIGCHLD handler that does nothing: Python also writes a byte to the wakeup pipe, which wakes the server."""
 
 
 def _preload(names: tuple[str, ...]) -> str:
@@ -302,7 +302,7 @@ class _Server:
         return None
 
     def _reason_for_cold_start(self, start: Start) -> str:
-        """Why a worker forked now would differ from a worker with a new interpreter, or an empty string."""
+        """Why a fork would now behave differently from a new interpreter, or an empty string if it would not."""
         assert start.program is not None
         if self._broken:
             return self._broken
@@ -324,7 +324,7 @@ class _Server:
     # Ending -----------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Reap ended children, report ended workers, and kill processes that failed workers left in their sessions."""
+        """Reap ended children, report ended workers, and kill processes left in the sessions of workers that failed."""
         with suppress(BlockingIOError):
             os.read(self._wake, 4096)
         failed = set()
@@ -350,8 +350,8 @@ class _Server:
     def _clear(self, succeeded: bool) -> None:
         """End the processes that the workers of a round left behind, and name them if no worker failed.
 
-        After a failure, a checkpoint writer may finish: the next round waits for it and resumes from its checkpoint.
-        A writer that is still running at the next failure is ended.
+        After a failure, a process that is writing a checkpoint may finish: the next round waits for it and resumes from
+        that checkpoint. If it is still running at the next failure, it is ended.
         """
         saving: set[int] = (
             set() if succeeded else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}

@@ -1,4 +1,4 @@
-"""Set up a worker process: a fork that behaves like a new Python process and is monitored, or another program."""
+"""Set up a worker process: either a monitored fork that behaves like a new Python process, or another program."""
 
 import _thread
 import atexit
@@ -34,7 +34,10 @@ _SEMAPHORE_BYTES = 64  # at least the size of C's sem_t on any platform
 
 
 def allow_inspection_by(pid: int) -> None:
-    """Permit a process and its descendants to read the stack of this process, even if Yama permits only ancestors."""
+    """Permit a process and its descendants to read this process's stack.
+
+    Linux's Yama module may otherwise permit only ancestors to do so.
+    """
     _LIBC.prctl(_SET_PTRACER, pid)
 
 
@@ -49,10 +52,11 @@ def write_stacks_on_signal(path: str) -> None:
 
 
 def count_collectives(every: float) -> None:
-    """Record in a daemon thread, every `every` seconds, how many collectives have been started.
+    """Start a daemon thread that records, every `every` seconds, how many collectives have been started.
 
-    Also record whether the main thread has executed Python code since the last count. If not, the main thread is still
-    in one call of native code. While that call holds the interpreter lock, the counting thread cannot run either.
+    The thread also records whether the main thread has executed Python code since the last count. If not, the main
+    thread is still in the same call of native code. While that call holds the interpreter lock, the counting thread
+    cannot run either.
     """
     memory = heartbeat_memory()
     if memory is not None:
@@ -201,7 +205,7 @@ def _set_threads(env: Mapping[str, str]) -> None:
 
     OpenMP has already read its number of threads from the server's environment, so torch's number is set here if the
     launcher gave this worker a different one. If not, torch itself asks OpenMP and MKL at its first operation in this
-    process. MKL would limit the number to one thread per core, which the launcher never exceeds.
+    process. MKL allows at most one thread per core, and the launcher never sets more.
     """
     torch, value = sys.modules["torch"], env.get(THREADS, "")
     is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
