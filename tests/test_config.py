@@ -151,7 +151,6 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
                     "did you mean",
                     "; use ",
                     "lists the settings",
-                    "type ",
                     "belongs to the opt",
                     "the launcher",
                     "argument of",

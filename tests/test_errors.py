@@ -8,8 +8,8 @@ from ddp_kit import errors
 
 
 def test_every_error_carries_what_to_do_now() -> None:
-    error = errors.WorldError("asked for 4 GPUs, found 2", "type --gpus 2")
-    assert str(error) == "asked for 4 GPUs, found 2\n  hint: type --gpus 2"
+    error = errors.WorldError("asked for 4 GPUs, found 2", "use --gpus 2")
+    assert str(error) == "asked for 4 GPUs, found 2\n  hint: use --gpus 2"
 
 
 def test_an_error_survives_pickling() -> None:

@@ -168,7 +168,7 @@ def load_model(
     source = absolute(path)
     if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
         raise ConfigError(
-            "the model is on the meta device, so its weights have no memory", "call model.to_empty(device='cpu') first"
+            "the model is on the meta device, so its weights have no storage", "call model.to_empty(device='cpu') first"
         )
     return _load_into(model, _read(source, which, ema), strict)
 

@@ -118,7 +118,7 @@ class _Reader:
     def _whole(self, part: str, name: str, on_device: bool) -> Tensor:
         stored = self._fetch(part, name, on_device)
         if isinstance(stored, Piece):
-            raise ValueError("a tensor that is stored as bytes, and therefore must be whole, is split into pieces")
+            raise ValueError("a tensor of a dtype that is stored as bytes is split into pieces")
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:

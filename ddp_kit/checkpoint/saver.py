@@ -133,7 +133,7 @@ class SharedBuffer:
 
 
 def _fault_in(memory: Tensor) -> None:
-    """Fault in all pages at once; faulting them in one by one on first write would take about a second per GB.
+    """Fault in all pages of the memory now; one by one, on first write, it would take about a second per GB.
 
     Works in chunks, because other memory allocations in this process wait until a chunk is done. Releases the GIL.
     """

@@ -376,7 +376,7 @@ class CallbacksPart(SavedPart):
         if not isinstance(state, list) or not all(
             isinstance(each, list) and len(each) == _NAME_STATE for each in state
         ):
-            raise ValueError("the states of callbacks are not pairs of a name and a state")
+            raise ValueError("the callbacks' states are not a list of pairs (name, state)")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:

@@ -418,7 +418,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """Raise the error of a `Literal` field for an unknown strategy; the message lists the allowed values."""
+        """Reject an unknown strategy with the same error as a `Literal` field has, which lists the allowed values."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
@@ -895,7 +895,7 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _is_part(_field(owner, path)):
-        return f"{name} = {_shown(value)}: this is a group of settings; type {name}={_part_with(name, value)}"
+        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_part_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
     return f"{name} = {value!r}: must be {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 

@@ -328,7 +328,7 @@ class StreamFeed:
         )
 
     def _compare_first_samples(self, batches: list[Any]) -> None:
-        """Warn if the stream is not divided among ranks, so that all ranks read the same samples. A collective.
+        """Warn if all ranks read the same samples because the stream is not divided among them. A collective.
 
         Raises `DataError` if ranks that share a model replica read different samples.
         """
@@ -506,10 +506,10 @@ class FeedBuilder:
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
-        """Return identical batches on the device, each with the first `samples` samples, to measure memory.
+        """Return equal batches on the device to measure memory, each with the first `samples` samples of the dataset.
 
-        The list has one batch more than training prefetches. Does not change the state of the run. Raises `ConfigError`
-        if the data determines its batch size itself.
+        There is one batch more than is prefetched during training. Does not change the state of the run. Raises
+        `ConfigError` if the data determines its batch size itself.
         """
         dataset, template = open_data(data, "train_data")
         if template is not None or isinstance(dataset, IterableDataset):

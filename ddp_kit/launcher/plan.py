@@ -346,16 +346,16 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
     if not chosen:
         raise UsageError(
             f"--gpus-per-process {each} needs GPUs, but this machine has no NVIDIA GPU or no NVIDIA driver",
-            f"type `ddpkit launch {spec.command}` to train in one process on the CPU",
+            f"run `ddpkit launch {spec.command}` to train in one process on the CPU",
         )
     if len(chosen) % each:
         most = len(chosen) // each * each
         raise UsageError(
             f"--gpus-per-process {each} does not evenly divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} "
             "of this launch",
-            f"type `ddpkit launch --gpus {most} --gpus-per-process {each} {spec.command}`"
+            f"run `ddpkit launch --gpus {most} --gpus-per-process {each} {spec.command}`"
             if most
-            else f"type --gpus-per-process {len(chosen)}, or use a machine with more GPUs",
+            else f"use --gpus-per-process {len(chosen)}, or use a machine with more GPUs",
         )
     if each > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
@@ -386,7 +386,7 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
         )
     if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MAX_PROCESSES:
         limit = "less than 1" if int(spec.processes) < 1 else f"more processes than Linux allows ({_MAX_PROCESSES})"
-        raise UsageError(f"--nproc-per-node {spec.processes} is {limit}", "type a number of processes, or auto")
+        raise UsageError(f"--nproc-per-node {spec.processes} is {limit}", "use a number of processes, or auto")
     return spec.processes
 
 

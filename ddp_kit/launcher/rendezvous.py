@@ -184,7 +184,7 @@ def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str,
     if port is None:
         raise UsageError(
             f"--rdzv-endpoint {endpoint} has no port, and the static rendezvous has no default port",
-            f"type --rdzv-endpoint {endpoint}:{STATIC_PORT}, or --master-addr and --master-port",
+            f"use --rdzv-endpoint {endpoint}:{STATIC_PORT}, or --master-addr and --master-port",
         )
     return host, port, "--rdzv-endpoint"
 
@@ -249,12 +249,12 @@ def _nnodes(nnodes: str) -> tuple[int, int]:
         min_nodes, max_nodes = int(least), int(most if several else least)
     except ValueError:
         raise UsageError(
-            f"--nnodes {nnodes} is neither a number nor MIN:MAX", "type --nnodes 2 or --nnodes 2:4"
+            f"--nnodes {nnodes} is neither a number nor MIN:MAX", "for example: --nnodes 2, or --nnodes 2:4"
         ) from None
     if not 0 < min_nodes <= max_nodes:
         raise UsageError(
             f"--nnodes {nnodes}: MIN must be at least 1, and MAX must be at least MIN",
-            "type --nnodes 2 or --nnodes 2:4",
+            "for example: --nnodes 2, or --nnodes 2:4",
         )
     return min_nodes, max_nodes
 

@@ -275,7 +275,7 @@ def _check_file(script: str) -> None:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
     if path.is_dir() and not (path / "__main__.py").exists():
-        raise UsageError(f"{script!r} is a folder without a __main__.py", "type the path of the script in this folder")
+        raise UsageError(f"{script!r} is a folder without a __main__.py", "give the path of the script in this folder")
     if path.suffix == ".py" and path.is_file():
         _check_syntax(path)
 

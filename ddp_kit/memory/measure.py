@@ -150,7 +150,7 @@ def _without_memory(model: nn.Module, optimizer: Optimizer, device_optimizer: Op
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"a memory plan needs a copy of the model, but {type(model).__name__} cannot be copied: {error}",
-            "run `ddpkit plan` on the script, which creates the model without memory from the start",
+            "run `ddpkit plan` on the script, which creates the model without allocating its weights",
         ) from None
 
 

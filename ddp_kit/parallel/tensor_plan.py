@@ -73,7 +73,7 @@ def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
         width, what = (layer.embedding_dim, "columns") if kind == "column" else (layer.num_embeddings, "rows")
     else:
         raise ConfigError(
-            f"parallel.tensor_plan makes {name} a {kind} layer, but it is a {type(layer).__name__}",
+            f"parallel.tensor_plan splits {name} ({kind!r}), but a {type(layer).__name__} cannot be split",
             "name only Linear and Embedding modules",
         )
     if width % ranks:

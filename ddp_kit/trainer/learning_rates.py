@@ -219,7 +219,7 @@ def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
 
 
 class DecayWatch:
-    """Warns if a scheduler ends, or reduces its rate to almost zero, during the first of several epochs.
+    """Warns if a scheduler reaches its end, or a rate of almost zero, in the first epoch of a run with several epochs.
 
     Such a scheduler was probably created to be stepped once per epoch. Schedulers that are stepped at the end of each
     epoch, and schedulers that are periodic by design, are not watched. Rates in GPU tensors are not read.

@@ -293,7 +293,7 @@ class RunState:
         if self._loop is not loop:
             raise DataError(
                 "another loop over steps() was started, or a checkpoint was loaded, before this loop was finished",
-                "finish or leave a loop before you start the next one or call trainer.resume(path)",
+                "finish or leave this loop first, then start another one or call trainer.resume(path)",
             )
 
     def resumed(self) -> None:

@@ -181,7 +181,7 @@ def _spec_of(source_rank: int, own: Any, world: World) -> Any:
     problems = [each.decode() for each in gathered_bytes(why.encode(), world)]
     if any(problems):
         raise LossError(
-            f"a rank without samples cannot create the containers of the prediction: {next(filter(None, problems))}",
+            f"a rank without samples cannot rebuild the structure of the prediction: {next(filter(None, problems))}",
             "have predict_fn return tensors in dicts, lists and tuples, or in classes defined at the top level of a "
             "module; or predict for at least as many samples as there are ranks",
         )

@@ -174,10 +174,10 @@ class Preemption:
         return self._folder is not None and self._consensus.stops()
 
     def after_step(self, finished: bool) -> None:
-        """Save, or save and end the run, if the ranks have agreed to do so after this step.
+        """Save, or save and end the run, if this is the step after which the ranks have agreed to do so.
 
         Raises `SystemExit` to end the run. `finished`: whether this was the last step. After the last step, requests
-        are ignored unless an evaluation is still pending.
+        to save or to stop are ignored unless an evaluation is still pending.
         """
         position = self._position
         if self._grace is not None and self._checkpoints.save_seconds is not None:

@@ -65,7 +65,7 @@ def buffers_exchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(buffer: Tensor) -> Tensor:
-    """A copy that takes no more memory than the buffer, which may be an expanded tensor."""
+    """Copy a buffer without materializing expanded dimensions, so that it takes no more memory than the buffer."""
     copied = stored(buffer.detach()).clone()
     return copied if copied.shape == buffer.shape else copied.expand(buffer.shape)
 

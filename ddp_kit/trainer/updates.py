@@ -201,7 +201,7 @@ def checked_updates(
             )
         checked_loss(update.loss_fn, f"loss_fn of update {update.name!r}")
         if update.every < 1:
-            raise ConfigError(f"update {update.name!r} has every={update.every}", "set every to at least 1 step")
+            raise ConfigError(f"update {update.name!r} has every={update.every}", "use every=1 or more steps")
         for group in update.optimizer.param_groups:
             for parameter in group["params"]:
                 first = holder.setdefault(id(parameter), update.name)
@@ -340,7 +340,7 @@ def check_closure(parts: Parts) -> None:
 def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
-    """Create the object that runs steps of several updates. A collective: DDP wraps the model once per update."""
+    """Create the object that runs steps of several updates each. A collective: DDP wraps the model for each update."""
     own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
     for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):

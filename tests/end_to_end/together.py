@@ -136,7 +136,7 @@ def records_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
         x: Tensor
 
     local = (lambda: trainer_for().predict(torch.zeros(1, 1), lambda _, batch: Local(batch)), LossError)
-    refused(*local, "a rank without samples cannot create the containers of the prediction")
+    refused(*local, "a rank without samples cannot rebuild the structure of the prediction")
 
 
 def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:

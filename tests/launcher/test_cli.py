@@ -61,7 +61,7 @@ def test_python_m_is_the_same_command() -> None:
         (["launch", "-r", "9", "train.py"], "9 does not match"),
         (["launch"], "the following arguments are required: script.py"),
         (["lunch", "train.py"], "there is no command 'lunch'"),
-        (["train.py"], "type `ddpkit launch train.py ...`"),
+        (["train.py"], "run `ddpkit launch train.py ...`"),
         ([], "the following arguments are required: COMMAND"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

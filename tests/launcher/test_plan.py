@@ -334,7 +334,7 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
     ("words", "gpus", "said", "hint"),
     [
         ("--gpus-per-process 2", 3, "does not evenly divide the 3 GPUs", "--gpus 2 --gpus-per-process 2 train.py"),
-        ("--gpus-per-process 4", 3, "does not evenly divide the 3 GPUs", "type --gpus-per-process 3"),
+        ("--gpus-per-process 4", 3, "does not evenly divide the 3 GPUs", "use --gpus-per-process 3"),
         ("--gpus-per-process 2", 0, "this machine has no NVIDIA GPU", "`ddpkit launch train.py`"),
         ("--gpus 6 --gpus-per-process 2", 4, "--gpus 6 is not available", "--gpus 4 --gpus-per-process 2 train.py"),
         ("--gpus-per-process 2 --nproc-per-node 3", 4, "found 4:", "--gpus 4 --gpus-per-process 2 train.py"),

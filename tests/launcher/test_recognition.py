@@ -101,7 +101,7 @@ def test_a_lost_pod_is_waited_for_as_long_as_a_cluster_takes_to_replace_it(monke
 @pytest.mark.parametrize(
     ("env", "part"),
     [
-        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, "runs on only one of them\n  hint: type `srun"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, "runs on only one of them\n  hint: run `srun"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "0"}, "16 tasks on 2 nodes"),
         (SLURM | {"SLURM_HET_SIZE": "2"}, "heterogeneous"),
         (SLURM | {"SLURM_NODEID": ""}, "SLURM_NODEID is ''"),

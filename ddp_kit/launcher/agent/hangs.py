@@ -88,13 +88,13 @@ class HangRule:
         return max(0.0, self._last_check + self.check_interval - now)
 
     def check(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> NoProgress | None:
-        """Return a `NoProgress` if the ranks hang, else None.
+        """Return a `NoProgress` if the ranks have hung, else None.
 
         `heartbeats`: the heartbeats of all running ranks. `stopped`: whether a signal such as SIGSTOP has stopped any
-        of these ranks; if so, the minimum limit applies.
+        of these ranks; if so, the smallest possible limit applies.
 
-        Each check adds at most two check intervals to the idle times, so that a suspended machine or launcher is not
-        mistaken for a hang.
+        However much time has passed since the last check, at most two check intervals count as idle, so that a
+        suspended machine or launcher is not mistaken for a hang.
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
         self._last_check = now

@@ -1,4 +1,4 @@
-"""The agent, one per node: it executes the orders of the job and reports the state of its workers."""
+"""The agent, one per node: it carries out the orders that it gets from `job.py`, and reports its workers' state."""
 
 import json
 import logging

@@ -397,7 +397,7 @@ class MultiNodeLink:
         self._sender.start()
 
     def report(self, report: Report) -> None:
-        """Report the state of this node's workers, or that the node leaves the job."""
+        """Report the state of this node's workers, or that the node is leaving the job."""
         if self._listening is None:
             self._listening = listen(self._node.address, 0)
         port = self._listening.getsockname()[1]

@@ -53,7 +53,7 @@ def nproc_per_node(processes: str | None) -> str | None:
         return str(torch_versions.local_world_size(processes))
     except ValueError as error:
         raise UsageError(
-            f"--nproc-per-node {processes} is not available: {error}", "type a number, or auto, cpu, gpu or xpu"
+            f"--nproc-per-node {processes} is not available: {error}", "use a number, or auto, cpu, gpu or xpu"
         ) from None
 
 

@@ -21,7 +21,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     # The variable with the address is not set on the main node itself.
     host = env.get(_ADDRESS) or (env.get(_POD) or "localhost" if rank == 0 else "")
     if not host:
-        raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "type --master-addr ADDRESS")
+        raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "use --master-addr ADDRESS")
     return check_rank(
         JobPlace(
             environment=_NAME,

@@ -39,7 +39,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
             raise SystemExit(2)
         raise UsageError(
             f"mpirun does not provide the address of process 0, and {MASTER_ADDR} is not set",
-            f"type `mpirun -x {MASTER_ADDR}=<first host> ...` (mpiexec: -genv {MASTER_ADDR} <first host>)",
+            f"run `mpirun -x {MASTER_ADDR}=<first host> ...` (mpiexec: -genv {MASTER_ADDR} <first host>)",
         )
     return check_rank(
         JobPlace(

@@ -29,8 +29,8 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     if rank is None or nodes is None or rank >= nodes or env[MASTER_ADDR] in _LOOPBACK:
         found = ", ".join(f"{name}={env[name]}" for name in names)
         raise UsageError(
-            f"{found} look like variables of {_NAME}, where {RANK} is the node rank, but they contradict each other",
-            f"unset {', '.join(names)}, or type --nnodes 1 to run on this machine alone",
+            f"{found} look like variables of {_NAME}, where {RANK} is the rank of the node, but contradict each other",
+            f"unset {', '.join(names)}, or use --nnodes 1 to run on this machine alone",
         )
     return JobPlace(
         environment=f"{_NAME} or PAI",

@@ -69,7 +69,7 @@ def check_rank(place: JobPlace) -> JobPlace:
     raise UsageError(
         f"the variables of {place.environment} contradict each other: {rank} says node rank {place.node_rank}, "
         f"{nodes} says {place.nodes} node{'s' * (place.nodes != 1)}",
-        f"correct or unset {rank} and {nodes}, or type --nnodes and --node-rank",
+        f"correct or unset {rank} and {nodes}, or use --nnodes and --node-rank",
     )
 
 
@@ -99,7 +99,7 @@ def hosts_of(text: str | None) -> tuple[str, ...]:
     if not hosts or wrong is not None:
         raise UsageError(
             f"--hosts {text} names no hosts" if wrong is None else f"--hosts: {wrong!r} is not a host name",
-            "type --hosts gpu1,gpu2, or the name of a file with one host per line",
+            "use --hosts gpu1,gpu2, or the name of a file with one host per line",
         )
     return hosts
 

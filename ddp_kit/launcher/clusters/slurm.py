@@ -38,7 +38,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     if optional_number(env, _HETEROGENEOUS):
         raise UsageError(
             "this is a heterogeneous Slurm job, for which ddpkit cannot determine node ranks",
-            "type --nnodes, --node-rank, --master-addr and --master-port",
+            "use --nnodes, --node-rank, --master-addr and --master-port",
         )
     if _STEP not in env or _LIST not in env:
         return _outside_steps(env)
@@ -77,7 +77,7 @@ def _outside_steps(env: Mapping[str, str]) -> JobPlace:
     if nodes > 1:
         raise UsageError(
             f"this Slurm job has {nodes} nodes, but this command runs on only one of them",
-            "type `srun --ntasks-per-node=1 ddpkit launch ...` to use all nodes, or `ddpkit launch --nnodes 1 ...` to "
+            "run `srun --ntasks-per-node=1 ddpkit launch ...` to use all nodes, or `ddpkit launch --nnodes 1 ...` to "
             "use only this node",
         )
     sources = {"end of the job": END_TIME, "GPUs": "SLURM_GPUS_ON_NODE"}

@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         if ambiguous := re.match(r"ambiguous option: (\S+) could match (.+)", message):
             flags = sorted({flag.replace("_", "-") for flag in ambiguous[2].split(", ")})
             name = ambiguous[1].partition("=")[0]
-            hint = f"type one of {', '.join(flags)}; `{self.prog} --help` lists all flags"
+            hint = f"use one of {', '.join(flags)}; `{self.prog} --help` lists all flags"
             raise UsageError(f"the flag {name!r} is ambiguous", hint)
         usage = self.format_usage().strip()
         # argparse also counts the script's arguments, whose name is `...`, as missing.

@@ -58,14 +58,14 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if ranks < 1:
         raise UsageError(
             f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
-            "type the number of devices to plan for, such as --gpus 8",
+            "give the number of devices to plan for, such as --gpus 8",
         )
     if not memory:
         raise UsageError(
-            "this machine has no GPU that reports its memory", "type the memory per device, such as --memory 80GiB"
+            "this machine has no GPU that reports its memory", "give the memory per device, such as --memory 80GiB"
         )
     if not Path(args.script).is_file():
-        raise UsageError(f"there is no file {args.script}", "type the path of the training script")
+        raise UsageError(f"there is no file {args.script}", "give the path of the training script")
     process = Popen(
         [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
         env={**env, PLAN_RANKS: str(ranks), PLAN_MEMORY: str(memory)},
@@ -79,10 +79,10 @@ def size_of(text: str) -> int:
     """Convert a size such as 80GiB, 80GB or 85899345920 to bytes. Raises `UsageError` if the size is invalid."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"--memory {text} is not a size", "type it as 80GiB, 80GB or a number of bytes")
+        raise UsageError(f"--memory {text} is not a size", "use a size such as 80GiB or 80GB, or a number of bytes")
     number, unit = found.groups()
     unit = (unit or "B").upper()
     size = int(float(number) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0]))
     if size < 1:
-        raise UsageError(f"--memory {text} is less than one byte", "type it as 80GiB, 80GB or a number of bytes")
+        raise UsageError(f"--memory {text} is less than one byte", "use a size such as 80GiB, or a number of bytes")
     return size

@@ -58,7 +58,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         pictures = [] if args.images is None else write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
-        raise UsageError(f"{where} cannot be written: {error.strerror}", "type another path") from None
+        raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None
     for each in runs:
         _print_findings(each, profiles[each.name], print_text)
     size = args.out.stat().st_size / 1000
@@ -79,6 +79,6 @@ def _print_findings(run: RunHistory, profiles: Sequence[Profile], print_text: Ca
 def _check(out: Path) -> None:
     """Raise `UsageError` if `out` is a folder, or an existing file that is not a report."""
     if out.is_dir():
-        raise UsageError(f"--out {out} is a folder", f"type --out {out / 'report.html'}")
+        raise UsageError(f"--out {out} is a folder", f"use --out {out / 'report.html'}")
     if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
         raise UsageError(f"--out {out} exists and is not a ddpkit report", "give the name of a new file")

@@ -50,11 +50,11 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
     name = flags.pop("on")
     if name is None:
-        raise UsageError("no engine is given", f"type --on and one of: {', '.join(ENGINES)}")
+        raise UsageError("no engine is given", f"use --on and one of: {', '.join(ENGINES)}")
     if name not in ENGINES:
         close = nearest(name, list(ENGINES))
         raise UsageError(
-            f"there is no engine {name!r}; the engines are: {', '.join(ENGINES)}", f"type --on {close or 'slurm'}"
+            f"there is no engine {name!r}; the engines are: {', '.join(ENGINES)}", f"use --on {close or 'slurm'}"
         )
     engine, dry_run = ENGINES[name], flags.pop("dry_run")
     _check_flags(name, engine, flags, known)
@@ -141,10 +141,10 @@ def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
         if word.partition("=")[0] in actions.keys() - {"--gpus", "--dry-run"}:
             raise UsageError(
                 f"{word} is a flag of `ddpkit submit`, but follows {rest[0]}, a flag of `ddpkit launch`",
-                f"type it before {rest[0]}",
+                f"put it before {rest[0]}",
             )
     if rest and rest[0].partition("=")[0] == "--nnodes":
-        raise UsageError("--nnodes is not allowed: `ddpkit submit` derives it from --nodes", "type --nodes N")
+        raise UsageError("--nnodes is not allowed: `ddpkit submit` derives it from --nodes", "use --nodes N")
     return list(words[:position]), rest
 
 
@@ -162,10 +162,10 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
     hosts = hosts_of(flags.pop("hosts"))
     nodes = flags.pop("nodes") or len(hosts)
     if not nodes:
-        raise UsageError("the number of nodes is not given", "type --nodes N")
+        raise UsageError("the number of nodes is not given", "use --nodes N")
     if hosts and nodes > len(hosts):
         raise UsageError(
-            f"--nodes is {nodes}, but --hosts names {len(hosts)} hosts", f"type --nodes {len(hosts)}, or add hosts"
+            f"--nodes is {nodes}, but --hosts names {len(hosts)} hosts", f"use --nodes {len(hosts)}, or add hosts"
         )
     time, name = flags.pop("time"), flags.pop("name")
     given = {flag: value for flag, value in flags.items() if value is not None}
@@ -195,7 +195,7 @@ def _job_name(launch: Sequence[str]) -> str:
 def _check(name: str, engine: Engine, request: Request) -> None:
     """Raise `UsageError` if the request is incomplete or invalid for the engine."""
     if not request.words and engine.script_needed:
-        raise UsageError("there is no script to run", "type the script and its arguments after all flags")
+        raise UsageError("there is no script to run", "put the script and its arguments after all flags")
     script = next((word for word in request.words if word.endswith(".py")), None)
     if script is not None and request.image is None and not Path(script).exists():  # with an image, it is in the image
         path = Path(script)
@@ -215,16 +215,16 @@ def _check(name: str, engine: Engine, request: Request) -> None:
         raise UsageError(
             f"--name {request.name} is not a valid job name in Kubernetes: use at most {_NAME_LENGTH} lower-case "
             "letters, digits and dashes",
-            f"type --name {_job_name([f'{request.name}.py'])}",
+            f"use --name {_job_name([f'{request.name}.py'])}",
         )
     if engine.image_needed and request.image is None:
-        raise UsageError(f"{name} runs a job in a container, but --image is not given", "type --image IMAGE")
+        raise UsageError(f"{name} runs a job in a container, but --image is not given", "use --image IMAGE")
     if name == "skypilot" and request.gpus is not None and request.gpu_type is None:
-        raise UsageError("SkyPilot needs the type of the GPUs", f"type --gpus H100:{request.gpus}, or another type")
+        raise UsageError("SkyPilot needs the type of the GPUs", f"use --gpus H100:{request.gpus}, or another type")
     if name == "ssh" and not request.hosts:
         raise UsageError(
             "ssh needs the names of the hosts",
-            "type --hosts gpu1,gpu2 or --hosts FILE, where FILE has one host per line",
+            "use --hosts gpu1,gpu2 or --hosts FILE, where FILE has one host per line",
         )
 
 
@@ -233,7 +233,7 @@ def _submit(name: str, engine: Engine, request: Request, text: str, write: Calla
     if shutil.which(program) is None:
         raise UsageError(
             f"{program} was not found, so no job can be submitted to {name} from here",
-            f"{engine.install}; or type --dry-run to print the job file",
+            f"{engine.install}; or use --dry-run to print the job file",
         )
     if engine.run is not None:
         return engine.run(request, write)

@@ -49,7 +49,7 @@ class _Request:
 
     def number(self, wanted: int) -> Chosen:
         if wanted == 0:
-            raise UsageError("--gpus 0 requests no GPU", "to use only GPU 0, type `--gpus 0,` with a trailing comma")
+            raise UsageError("--gpus 0 requests no GPU", "to use only GPU 0, use `--gpus 0,` with a trailing comma")
         if wanted > len(self.seen):
             raise self._not_found(wanted)
         available = self._not_held()
@@ -62,7 +62,7 @@ class _Request:
 
     def free(self, wanted: int) -> Chosen:
         if wanted == 0:
-            raise UsageError("--gpus free:0 requests no GPU", "type at least free:1")
+            raise UsageError("--gpus free:0 requests no GPU", "use at least free:1")
         if wanted > len(self.seen):
             raise self._not_found(wanted)
         free = [pair for pair in self._not_held() if not pair[1].busy]
@@ -74,7 +74,7 @@ class _Request:
         if not names or not all(word.isdecimal() or word.startswith(("GPU-", "MIG-")) for word in names):
             raise UsageError(
                 f"--gpus {self.asked!r} is not a number of GPUs, `all`, `free:N`, or a list of GPU numbers or UUIDs",
-                "type for example --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists them",
+                "use, for example, --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists them",
             )
         found = tuple(self._one(word, len(names)) for word in names)
         twice = [gpu.label for _, gpu in found if sum(gpu.uuid == other.uuid for _, other in found) > 1]
@@ -94,7 +94,7 @@ class _Request:
             labels = ", ".join(gpu.label for _, gpu in found)
             raise UsageError(
                 f"--gpus {self.asked}: the UUIDs of GPUs {labels} all start with {word}",
-                "type enough characters of the UUID to select one GPU",
+                "use enough characters of the UUID to select one GPU",
             )
         if not found:
             raise self._not_found(wanted, "" if word.isdecimal() else f", none of which matches {word}")
@@ -115,7 +115,7 @@ class _Request:
         if not self.machine:
             return UsageError(
                 f"{self._what()} is not available: this machine has no NVIDIA GPU, or no driver for one",
-                f"type `ddpkit launch --nproc-per-node {wanted} {self.command}` to train on the CPU",
+                f"run `ddpkit launch --nproc-per-node {wanted} {self.command}` to train on the CPU",
             )
         limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
         found = f"found {len(self.seen)}" if self.seen else "none of these is usable"
@@ -145,4 +145,4 @@ class _Request:
             instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait for them to end"
         else:
             instead, why = f"--nproc-per-node {wanted}", "to train on the CPU"
-        return f"type `ddpkit launch {instead} {self.command}` {why}"
+        return f"run `ddpkit launch {instead} {self.command}` {why}"

@@ -84,7 +84,7 @@ def _records(folder: Path) -> list[Path]:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"
         raise UsageError(
             f"{folder} {what}",
-            'a Trainer with checkpoint={"dir": "run"} writes its record to run/record: type `ddpkit report run`',
+            'a Trainer with checkpoint={"dir": "run"} writes a record, which `ddpkit report run` reads',
         )
     return found
 
