@@ -1,6 +1,6 @@
 """Is the gradient the same at every placement? Each one trains against a single process, in float64.
 
-    python benchmarks/exactness.py                     the table of docs/exactness.md, on the CPU; some minutes
+    python benchmarks/exactness.py                     the table of docs/placement.md, on the CPU; some minutes
     python benchmarks/exactness.py fsdp "tensor 2"     these rows alone
 
 Compared are the gradient of the first step, its clipped norm at every step, and the weights after 20 steps; with

@@ -304,7 +304,7 @@ class ParallelConfig(_Part):
     pipeline_stages: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
         description='Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with '
-        "similar numbers of bytes.",
+        "similar numbers of weights.",
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
         default="1f1b",
@@ -335,8 +335,8 @@ class ParallelConfig(_Part):
     device_map: Literal["auto"] | dict[str, int] | None = Field(
         default=None,
         description="Placement of one model's layers on several devices: a dict from module names, or ranges such as "
-        '`blocks.0-11`, to the numbers of the rank\'s devices; "auto": divide the repeated blocks evenly by bytes; '
-        "None: off.",
+        '`blocks.0-11`, to the numbers of the rank\'s devices; "auto": divide the repeated blocks into parts with '
+        "similar numbers of weights; None: off.",
     )
     find_unused_parameters: bool = Field(
         default=False,

@@ -78,7 +78,7 @@ class ParallelSettings(TypedDict, total=False):
     pipeline: int
     """Number of ranks over which the model's blocks are split (pipeline stages)."""
     pipeline_stages: Literal["auto"] | tuple[str, ...] | list[str]
-    """Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with similar numbers of bytes."""
+    """Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with similar numbers of weights."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
     """Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per rank in V order, and backward passes that send the input's gradient before they compute the weights' gradients."""
     shard_optimizer: bool
@@ -90,7 +90,7 @@ class ParallelSettings(TypedDict, total=False):
     reshard_after_forward: Literal["auto"] | bool
     """FSDP: free gathered weights after the forward pass; "auto": yes, except for the root module and, in a pipeline, for stages whose blocks take at most an eighth of the rank's memory."""
     device_map: Literal["auto"] | Mapping[str, int] | None
-    """Placement of one model's layers on several devices: a dict from module names, or ranges such as `blocks.0-11`, to the numbers of the rank's devices; "auto": divide the repeated blocks evenly by bytes; None: off."""
+    """Placement of one model's layers on several devices: a dict from module names, or ranges such as `blocks.0-11`, to the numbers of the rank's devices; "auto": divide the repeated blocks into parts with similar numbers of weights; None: off."""
     find_unused_parameters: bool
     """Needed for models that do not use every parameter in every step; costs a graph traversal per step."""
     static_graph: bool

@@ -71,6 +71,7 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (["--on", "slurm", "--nodes", "2", "tran.py"], "did you mean train.py?"),
         (["--on", "slurm", "--nodes", "2", "--time", "soon", "train.py"], "--time soon is not a valid time limit"),
         (["--on", "slurm", "--nodes", "2", "--hosts", "a,b", "train.py"], "slurm does not support --hosts"),
+        (["--on", "kubeflow", "--nodes", "2", "--image", "x", "--grace", "90", "train.py"], "not support --grace"),
         (["--on", "slurm", "--nodes", "2", "--cold", "--time", "1h", "train.py"], "put it before --cold"),
         (["--on", "slurm", "--nnodes", "2", "train.py"], "--nodes"),
         (["--on", "ssh", "--nodes", "3", "--hosts", "a,b", "train.py"], "--hosts names 2"),

@@ -236,7 +236,7 @@ def test_a_profiler_of_the_user_s_own_is_read_as_far_as_it_tells(tmp_path: Path)
     (found,) = summary.synchronisations
     assert (found.place, found.calls, found.per_step) == (None, 1, None)
     assert "1 in this trace" in lines(summary)[0]
-    assert "record one with Trainer(profile=...)" in lines(summary)[0]
+    assert "record one with TrainerConfig(profile=...)" in lines(summary)[0]
 
 
 # --- as a GPU's would be --------------------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ def test_a_file_that_is_no_trace_is_an_error_that_says_what_it_is(
     with pytest.raises(UsageError, match=said) as found:
         read_trace(path)
     assert found.value.message.startswith(str(path))
-    assert "record the steps again" in found.value.hint or "Trainer(profile=" in found.value.hint
+    assert "record the steps again" in found.value.hint or "TrainerConfig(profile=" in found.value.hint
     assert not (tmp_path / "unpickled").exists()
 
 

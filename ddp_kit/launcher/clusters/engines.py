@@ -44,7 +44,14 @@ ENGINES = {
         kubernetes.job_file, kubernetes.submission, _OF_PODS | {"time"}, ".yaml", _KUBECTL, image_needed=True
     ),
     "jobset": Engine(jobset.job_file, kubernetes.submission, _OF_PODS | {"time"}, ".yaml", _KUBECTL, image_needed=True),
-    "kubeflow": Engine(kubeflow.job_file, kubernetes.submission, _OF_PODS, ".yaml", _KUBECTL, image_needed=True),
+    "kubeflow": Engine(
+        kubeflow.job_file,
+        kubernetes.submission,
+        _OF_PODS - {"retries", "grace"},  # fixed by the runtime, launch/kubeflow/runtime.yaml
+        ".yaml",
+        _KUBECTL,
+        image_needed=True,
+    ),
     "skypilot": Engine(
         skypilot.job_file,
         skypilot.submission,

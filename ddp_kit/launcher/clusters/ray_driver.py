@@ -2,7 +2,7 @@
 
     python -m ddp_kit.launcher.clusters.ray_driver --nodes 3 --gpus 8 -- train.py --lr 0.1
 
-If a node is lost, Ray restarts its actor on another node. The launchers on the remaining nodes keep their processes,
+If a node is lost, Ray restarts its actor on another node. The launchers on the remaining nodes keep running,
 and the new launcher joins them. If node 0, which hosts the rendezvous, is lost, or if no replacement arrives in time,
 all launchers end with exit code 4, and the driver restarts them all.
 """

@@ -1,4 +1,4 @@
-"""Analyse a trace that `Trainer(profile=...)` recorded: where the steps spent their time, and what to do about it.
+"""Analyse a trace that `TrainerConfig(profile=...)` made: where the steps spent their time, and what to do about it.
 
 `read_trace` returns a `TraceSummary`; `lines` turns the summary into findings, one line of text each.
 """
@@ -473,7 +473,7 @@ def _synchronisation(one: Synchronisation, summary: TraceSummary) -> str:
     waits = f"{one.seconds:.3g} s in total" if summary.device == "gpu" else "would wait for a GPU"
     remedy = "keep the value on the device; trainer.log takes tensors, and reads them at log points"
     if one.place is None and not summary.with_stacks:
-        remedy = "this trace contains no Python functions: record one with Trainer(profile=...) to see the place"
+        remedy = "this trace contains no Python functions: record one with TrainerConfig(profile=...) to see the place"
     return f"host-device synchronisation: {one.operation}{where}, {often}, {waits}: {remedy}"
 
 

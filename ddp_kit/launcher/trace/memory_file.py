@@ -1,4 +1,4 @@
-"""Read `memory_rankR_stepsA-B.json`, which `Trainer(profile=...)` writes on a GPU: peak memory by line of code.
+"""Read `memory_rankR_stepsA-B.json`, which `TrainerConfig(profile=...)` writes on a GPU: peak memory by line of code.
 
 Format: docs/run-record.md. Every value is checked, because another program may have written the file.
 """
@@ -95,5 +95,5 @@ def _is_count(value: object) -> bool:
 def _refused(path: Path, what: str) -> UsageError:
     return UsageError(
         f"{path} {what}",
-        'on a GPU, Trainer(profile={"steps": [10, 12]}) writes a new file such as profile/memory_rank0_steps10-12.json',
+        'on a GPU, TrainerConfig(profile={"steps": [10, 12]}) writes one, such as profile/memory_rank0_steps10-12.json',
     )

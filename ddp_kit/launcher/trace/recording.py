@@ -191,7 +191,7 @@ def _cut_off(path: Path) -> UsageError:
 def _not_a_trace(path: Path, what: str) -> UsageError:
     return UsageError(
         f"{path} {what}",
-        'give a file that Trainer(profile={"steps": [10, 12]}) wrote, such as profile/rank0_steps10-12.json.gz',
+        'give a file that TrainerConfig(profile={"steps": [10, 12]}) wrote, such as profile/rank0_steps10-12.json.gz',
     )
 
 
