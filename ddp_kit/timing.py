@@ -63,12 +63,12 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: Tensor) -> int:
-        """Measure when all gradients of `loss` are computed. Returns the phase to mark after `loss.backward()`.
+        """Record the time at which the backward pass has computed all gradients of `loss`. Call it before the pass.
 
-        DDP waits for its reductions in a callback at the end of the backward pass. Such callbacks run in the order in
-        which they were queued. The callback of this method is queued when the pass begins, so it runs just before DDP's
-        callback, on the caller's stream. DDP's own timers measure the same time, but reading them makes the host wait
-        for the device. If steps are short, only some of them are watched.
+        Returns the phase that ends with the pass, for `mark`. DDP waits for its reductions in a callback at the end of
+        the backward pass. Such callbacks run in the order in which they were queued. This method's callback is queued
+        when the pass begins, so it runs just before DDP's, on the caller's stream. DDP's own timers also have this
+        time, but reading them makes the host wait for the device. If steps are short, only some of them are watched.
         """
         now = perf_counter()
         if now - self._watched_at < _SECONDS_BETWEEN_WATCHED or not loss.requires_grad:

@@ -466,7 +466,8 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     parent = known.get(next(iter(prefixes)))
     if len(prefixes) > 1 or not isinstance(parent, nn.ModuleList | nn.Sequential):
         raise ConfigError(
-            f"parallel.pipeline_stages = {tuple(names)} are not modules of one nn.ModuleList or nn.Sequential",
+            f"the modules in parallel.pipeline_stages = {tuple(names)} do not belong to the same nn.ModuleList or "
+            "nn.Sequential",
             "name modules of the nn.ModuleList or nn.Sequential that contains the consecutive layers",
         )
     keys = [key for key, _ in parent.named_children()]

@@ -294,7 +294,7 @@ class Strategy(ABC):
         """Make `setup` distribute the model with the user's own function. Not a collective."""
         raise ConfigError(
             f"parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is {self.config.strategy!r}",
-            "set the sizes of the mesh that the function gets, such as parallel={'shard': 4, 'tensor': 2}",
+            "set the sizes of the mesh for your parallelize function, such as parallel={'shard': 4, 'tensor': 2}",
         )
 
     def offload_parameters(self) -> None:
@@ -436,9 +436,9 @@ class Strategy(ABC):
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
         """Yield (number of samples, batch) for each batch of this rank; ranks may have different numbers of batches.
 
-        The caller runs one forward pass per batch. With `equal_passes`, batches with 0 samples, whose results do not
-        count, make the number of batches equal on all ranks. `spare`: a function that returns a batch for a rank that
-        has none.
+        The caller runs one forward pass per batch. With `equal_passes`, a rank that has run out of batches yields
+        further ones until all ranks have equally many; their number of samples is 0, and their results do not count.
+        `spare`: a function that returns a batch for a rank that has none of its own.
         """
         yield from batches
 

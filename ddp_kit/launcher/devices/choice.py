@@ -74,7 +74,7 @@ class _Request:
         if not names or not all(word.isdecimal() or word.startswith(("GPU-", "MIG-")) for word in names):
             raise UsageError(
                 f"--gpus {self.asked!r} is not a number of GPUs, `all`, `free:N`, or a list of GPU numbers or UUIDs",
-                "use, for example, --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists them",
+                "use, for example, --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists the GPUs",
             )
         found = tuple(self._one(word, len(names)) for word in names)
         twice = [gpu.label for _, gpu in found if sum(gpu.uuid == other.uuid for _, other in found) > 1]

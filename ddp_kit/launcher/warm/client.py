@@ -57,8 +57,8 @@ class WarmServer:
     ) -> None:
         """Start the server.
 
-        `argv`: the launcher's arguments, which are appended to the server's command line. Each worker overwrites the
-        command line in memory, so that `ps` shows the worker's command. `warm`: whether the server imports torch.
+        `argv`: the launcher's arguments. They make the server's command line long enough: a worker, which is a fork,
+        overwrites it with its own, so that `ps` shows the worker's command. `warm`: whether the server imports torch.
         `print_message`: a function that is called with a message if a signal stops the server. `preload`: modules to
         import in addition to torch.
         """
