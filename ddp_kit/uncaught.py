@@ -125,7 +125,7 @@ def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> 
 
 
 def _should_print(error: DdpKitError) -> bool:
-    """Whether to print this error: no other rank reports it, and no rank of this node has printed an error yet."""
+    """Whether to print this error: only if no other rank reports it, and no rank on this node has printed one yet."""
     folder = attempt_folder()
     if folder is None:
         return True

@@ -380,9 +380,9 @@ _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
-    """Write a checkpoint durably, and remove older checkpoints that exceed `job.keep_last`.
+    """Write a checkpoint durably, and remove the oldest checkpoints beyond `job.keep_last`.
 
-    A writer other than 0 only writes its share.
+    If several writers share a checkpoint, only writer 0 completes it and removes others; the rest write their share.
     `memory`: the content of the files. `abandoned`: a function that returns whether the process that requested the
     save has ended.
     Raises `CheckpointError` if the checkpoint cannot be written; earlier checkpoints are then unchanged.

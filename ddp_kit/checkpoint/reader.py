@@ -162,7 +162,7 @@ def _description(text: Any, depth: int) -> Any:
     if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
         return text
     if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
-        raise ValueError("a numpy dtype is not supported")
+        raise ValueError("the description of a numpy dtype is invalid")
     fields = []
     for name, kind, *shape in text:
         title = tuple(name) if isinstance(name, list) else (name,)

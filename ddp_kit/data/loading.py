@@ -381,7 +381,7 @@ def build_loader(
 
 
 def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
-    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if there are two."""
+    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if the user set two."""
     given = config.collate_fn
     if template is not None and template.collate_fn is not default_collate:
         if given is not None:

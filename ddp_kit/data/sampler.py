@@ -134,7 +134,7 @@ class ExactDistributedSampler(Sampler[Any]):
     """A sampler like torch's DistributedSampler, but without padding: each sample is on exactly one rank.
 
     A rank's samples are consecutive in the order of the epoch. Iterating yields this rank's samples; `order` returns
-    the samples of all ranks. The number of samples in an epoch is the length of `data` after `set_epoch`.
+    the samples of all ranks. `set_epoch` reads the length of `data`, which may change.
     `own`: the user's own sampler over all samples; if given, it determines the number and order of samples. Raises
     `DataError` if `own` has no length, or does not yield as many items as its length.
     """

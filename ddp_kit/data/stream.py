@@ -91,7 +91,7 @@ def build_stream(
     `sizes` is ignored. `record_states`: whether to record a `ReaderState` with each batch, if the dataset
     has state.
 
-    Raises `DataError` for `data.seed_samples`. Iteration raises `DataError` for a batch of unknown size.
+    Raises `DataError` if `data.seed_samples` is set. Iterating raises it if a batch's number of samples is unknown.
     """
     if config.seed_samples:
         raise DataError(

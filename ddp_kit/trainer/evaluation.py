@@ -181,7 +181,7 @@ class FitEvaluations:
     def repeat_interrupted(self) -> bool:
         """Repeat the evaluation that a stop request interrupted.
 
-        Returns whether the run must end now, because the evaluated step was the last step of the run.
+        Returns True if it belongs to the last step of the run, so that the run must end now.
         """
         self.run()
         position = self._position

@@ -220,7 +220,7 @@ def scheduler_for(
     if every != "step" and isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             f"scheduler_every is {every!r}, but a ReduceLROnPlateau is stepped at each evaluation",
-            "leave out scheduler_every: by default, fit evaluates its eval_data after each epoch",
+            "leave out scheduler_every; the scheduler is then stepped at each evaluation, by default after each epoch",
         )
     return made
 

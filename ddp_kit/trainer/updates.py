@@ -212,7 +212,9 @@ def checked_updates(
                         "give it to only one optimizer; to train it on both losses, add the losses up in one update",
                     )
     if all(each.every > 1 for each in updates):
-        raise ConfigError("no update runs in every step", "leave out `every` for one of the updates")
+        raise ConfigError(
+            "all updates set `every`, but at least one must run in every step", "leave out `every` for one of them"
+        )
     return tuple(updates)
 
 

@@ -18,8 +18,7 @@ _NAME = {
 def job_set(request: Request, env: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The `spec` of a JobSet.
 
-    `env`: environment variables of the container. `metadata`: the `metadata` field of the Job template, in a dict with
-    this one key; an empty dict leaves the field out.
+    `env`: environment variables of the container. `metadata`: {"metadata": {...}}, to add to the Job template, or {}.
     """
     # The Job fails at the first pod failure that counts, because the JobSet counts the restarts.
     spec = {"backoffLimit": 0, **job_spec(request, env)}

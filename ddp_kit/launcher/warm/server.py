@@ -69,7 +69,7 @@ class ParentSignals:
         return self._descriptor
 
     def forward(self) -> None:
-        """Consume all pending signals. If several ranks send a signal, only the first signal is forwarded."""
+        """Forward the first signal from a worker to the launcher, and discard the signals after it."""
         while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
             if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
                 self._has_forwarded = True
