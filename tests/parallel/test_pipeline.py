@@ -130,7 +130,7 @@ def test_stages_can_be_named() -> None:
         (Model(), {"pipeline": 5}, "makes 5 stages, but the model Model has only 4 repeated"),
         (Model(), {"pipeline_stages": ()}, "names 0 modules"),
         (Model(), {"pipeline_stages": ("blocks.9",)}, "no such module"),
-        (Model(), {"pipeline_stages": ("head",)}, "not modules of one nn.ModuleList"),
+        (Model(), {"pipeline_stages": ("head",)}, "do not belong to the same nn.ModuleList"),
         (Model(), {"pipeline_stages": ("blocks.0",)}, "the first stage always begins"),
         (Model(), {"pipeline": 3, "pipeline_stages": ("blocks.2", "blocks.1")}, "not in the order"),
         (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
