@@ -259,7 +259,7 @@ def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Sc
 
 
 def test_what_is_not_the_job_s_is_left_alone(script: Script) -> None:
-    """A launch in the background of a shell of the user's own, beside other work."""
+    """A launch in the background of a shell of the user's own, while other work runs."""
     main = script("pass")
     with launching.started("sleep", 1002) as other:
         assert launch("--nproc-per-node", 2, main).returncode == 0
@@ -286,12 +286,25 @@ def test_so_it_is_of_ranks_that_python_itself_has_started(script: Script) -> Non
 
 
 def test_so_it_is_of_ranks_that_take_long_to_end(script: Script) -> None:
-    """And each that failed alike is counted, though it is terminated while it ends."""
+    """And each that failed alike is counted, though it is terminated while it ends.
+
+    Rank 0 exits a second after all ranks have printed their tracebacks; the others wait to be terminated.
+    """
     main = script(f"""{MEETS}
-import atexit, time
+import atexit, os, pathlib, time
+
+folder = pathlib.Path(__file__).parent
+
+def end():
+    folder.joinpath(f"printed.{{rank}}").touch()
+    while rank > 0 or len([*folder.glob("printed.*")]) < 3:
+        time.sleep(0.01)
+    time.sleep(1)
+    os._exit(1)
+
 print("before")
 dist.barrier()
-atexit.register(time.sleep, 2)
+atexit.register(end)
 raise ValueError("no luck")
 """)
     run = launch("--cold", "--nproc-per-node", 3, main)
@@ -325,14 +338,14 @@ try:
     1 / 0
 except ZeroDivisionError:
     logging.exception("caught")
-print("goes on", file=sys.stderr)
+print("continues", file=sys.stderr)
 """)
     run = launch("--nproc-per-node", 2, "--local-ranks-filter", "1", main)
     assert run.returncode == 0
     lines = run.stderr.splitlines()
     start = lines.index("caught")
     assert lines[start + 1] == "Traceback (most recent call last):"
-    assert lines[-2:] == ["ZeroDivisionError: division by zero", "goes on"]
+    assert lines[-2:] == ["ZeroDivisionError: division by zero", "continues"]
 
 
 def test_a_script_that_is_its_own_job_prints_its_traceback_itself(script: Script) -> None:
