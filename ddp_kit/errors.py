@@ -109,8 +109,10 @@ def nearest(name: str, known: list[str]) -> str | None:
 
 def suggestion(name: str, known: list[str], what: str) -> str:
     """The hint for an unknown name: the closest known name, or else some known names. `what`: such as "modules"."""
+    if not known:
+        return f"there are no {what}"
     close = nearest(name, known)
-    return f"did you mean {close!r}?" if close else f"{what}: {some(known)}" if known else f"there are no {what}"
+    return f"did you mean {close!r}?" if close else f"{what}: {some(known)}"
 
 
 def first_line(error: Exception) -> str:

@@ -111,6 +111,15 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """The lines that are logged during the test, as `LEVEL message`."""
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
+    yield found
+    logger.remove(handler)
+
+
+@pytest.fixture
 def root() -> Path:
     return launching.ROOT
 

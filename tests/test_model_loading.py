@@ -1,14 +1,12 @@
 """`load_model`: the weights of a run in an ordinary model, and what did not match."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -80,14 +78,6 @@ def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **
     )
     trainer.fit(DATA, DATA)
     return trainer
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logger.add(lambda line: found.append(line.record["message"]), level="INFO")
-    yield found
-    logger.remove(handler)
 
 
 def quiet(*words: object) -> None:

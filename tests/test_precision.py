@@ -1,7 +1,5 @@
 """The precisions, on the device at hand; fp8 is in test_float8.py."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from reads import Reads
@@ -9,7 +7,6 @@ from torch import Tensor, nn
 
 from ddp_kit import LossError, Trainer, TrainerConfig
 from ddp_kit.errors import ConfigError
-from ddp_kit.log import logger
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.precision import Precision
 
@@ -122,15 +119,6 @@ def test_fp16_does_not_read_whether_a_step_counts_unless_that_is_asked_for(reads
 
 
 # --- bf16-true: buffers and inputs ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The messages that are logged during the test."""
-    lines: list[str] = []
-    handler = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    yield lines
-    logger.remove(handler)
 
 
 class Positional(nn.Module):

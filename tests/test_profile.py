@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,8 @@ from ddp_kit import profile as profile_module
 from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import ConfigError
 from ddp_kit.launcher.trace.memory_file import read_memory
-from ddp_kit.log import logger
 from ddp_kit.profile import Recorder, save_memory_snapshot
 from ddp_kit.torch_internals import memory_snapshot
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
-    yield found
-    logger.remove(handler)
 
 
 def recorder(folder: Path, steps: tuple[int, int] | None = (2, 3), rank: int = 0, **settings: Any) -> Recorder:

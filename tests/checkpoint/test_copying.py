@@ -1,4 +1,4 @@
-"""Many tensors are copied as one, in pieces, by several threads: every byte arrives, and none beside."""
+"""Many tensors are copied as one, in pieces, by several threads: every byte arrives, and no other is written."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

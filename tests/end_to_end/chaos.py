@@ -217,7 +217,7 @@ def main() -> None:
             check_samples(folder)
             assert same, f"--seed {asked.seed + number} --runs 1 repeats it"
             kinds.update(fault.partition(" after ")[0] for fault in faults)
-    print(f"{asked.runs} runs with {kinds.total()} faults: all with the same bits, every sample once per epoch")
+    print(f"{asked.runs} runs with {kinds.total()} faults: all bitwise identical, every sample once per epoch")
     print("\n".join(f"  {count:4} {kind}" for kind, count in kinds.most_common()))
 
 

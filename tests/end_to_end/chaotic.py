@@ -53,7 +53,7 @@ class Ledger(Callback):
 
 def main(folder: Path) -> None:
     torch.manual_seed(0)
-    wide = nn.Linear(128, 128)  # large enough to be copied beside the loop
+    wide = nn.Linear(128, 128)  # large enough to be copied in the background
     model = nn.Sequential(nn.Linear(4, 128), nn.BatchNorm1d(128), nn.Dropout(0.2), wide, nn.Linear(128, 1))
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:

@@ -48,7 +48,7 @@ def stopped(run: "subprocess.CompletedProcess[str]", folder: Path, why: str) -> 
 
 
 def last_state(folder: Path) -> dict[str, object]:
-    """What the last checkpoint has beside the tensors."""
+    """The last checkpoint, without its tensors."""
     newest = next(found for found in checkpoints(folder) if found.whole)
     state = json.loads((newest.path / "state.json").read_text())
     return {part: state[part] for part in ("progress", "optimizer", "callbacks", "random")}

@@ -159,7 +159,7 @@ int nvmlDeviceGetTopologyCommonAncestor(unit_t *one, unit_t *other, int *level) 
     *level = levels[one->place][other->place];
     return *level < 0 ? NOT_SUPPORTED : OK;
 }
-/* What `ddpkit doctor` asks beside that: FAKE_CUDA is the driver's CUDA, such as 12080; FAKE_ECC each GPU's errors. */
+/* What `ddpkit doctor` asks in addition: FAKE_CUDA is the driver's CUDA, such as 12080; FAKE_ECC each GPU's errors. */
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "570.1"); return 0; }
 int nvmlSystemGetCudaDriverVersion(int *version) {
     *version = getenv("FAKE_CUDA") ? atoi(getenv("FAKE_CUDA")) : 12080;

@@ -56,7 +56,7 @@ def page(browser: Any, path: Path) -> Iterator[Any]:
 
 
 def legend(page: Any, chart: str) -> dict[str, str]:
-    """What the legend of a chart shows: the value beside each label."""
+    """What the legend of a chart shows: the value next to each label."""
     names = page.locator(f"#{chart} .u-legend .u-series:visible .u-label").all_inner_texts()
     values = page.locator(f"#{chart} .u-legend .u-series:visible .u-value").all_inner_texts()
     return dict(zip(names, values, strict=True))

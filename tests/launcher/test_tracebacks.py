@@ -70,7 +70,7 @@ def test_ctrl_c_is_told_from_other_errors() -> None:
 
 
 def test_an_earlier_traceback_that_was_caught_is_not_the_last_word() -> None:
-    trace, rest = split("Traceback (most recent call last):\n  File x\nKeyError: 1\ngoes on\n" + PLAIN)
+    trace, rest = split("Traceback (most recent call last):\n  File x\nKeyError: 1\ncontinues\n" + PLAIN)
     assert trace == PLAIN.rstrip()
     assert "KeyError" in rest
 

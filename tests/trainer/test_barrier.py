@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from launching import seconds, wait_until
-from loguru import logger
 from torch.distributed import HashStore
 
 from ddp_kit import WorldError
@@ -60,14 +59,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         assert not thread.is_alive()
 
 
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
-    yield found
-    logger.remove(handler)
-
-
 def test_ranks_that_come_pass_and_those_at_different_places_do_not(ranks: Ranks) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
@@ -96,13 +87,13 @@ def test_a_rank_that_is_past_this_place_is_an_error_that_says_where_it_is(ranks:
         ranks.wait(0, "save()")
 
 
-def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, said: list[str]) -> None:
+def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, lines: list[str]) -> None:
     ranks.serve(1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ranks.wait, 0, "fit()")
         line = "WARNING rank 0 is waiting at fit(): rank 1 is in the script, after step 0"
-        wait_until(lambda: line in said or waiting.done(), "said that rank 1 is late")
-        assert line in said
+        wait_until(lambda: line in lines or waiting.done(), "said that rank 1 is late")
+        assert line in lines
         ranks.wait(1, "fit()")
         assert waiting.result() is None
 

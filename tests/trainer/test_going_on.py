@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from loguru import logger
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
@@ -70,15 +69,6 @@ class Breaks(Callback):
     def on_step(self, trainer: Any) -> None:
         if trainer.step == self.after:
             raise KeyboardInterrupt
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """ddpkit's lines."""
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
-    yield found
-    logger.remove(handler)
 
 
 def steps(folder: Path) -> list[int]:
@@ -281,15 +271,15 @@ def test_one_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path: Path, sa
 
 
 def test_a_full_disk_is_waited_out_but_the_end_has_to_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     free = iter([1 << 30, 0, 0])
     monkeypatch.setattr(System, "free", lambda self, folder: next(free, 1 << 30))
     trainer_for(tmp_path, max_steps=7, checkpoint={"every_steps": 2}).fit(data())
     assert steps(tmp_path) == [7, 2]
-    lines = [line for line in said if line.startswith("WARNING")]
-    assert len(lines) == 2
-    assert all("there is no space" in line and "the next save tries again" in line for line in lines)
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    assert len(warnings) == 2
+    assert all("there is no space" in line and "the next save tries again" in line for line in warnings)
     free = iter([1 << 30, 0])
     with pytest.raises(CheckpointError, match="no space for the checkpoint of step 9"):
         trainer_for(tmp_path, max_steps=9, checkpoint={"every_steps": 8}).fit(data())
@@ -444,7 +434,7 @@ def test_weights_that_a_gradient_has_spoilt_are_not_saved(tmp_path: Path) -> Non
         if step.number == 5:
             weight.register_hook(lambda gradient: gradient * np.nan)
             break
-    with pytest.raises(LossError, match=r"not finite (after step 6|.* from step 7 on)"):  # looked at beside step 7
+    with pytest.raises(LossError, match=r"not finite (after step 6|.* from step 7 on)"):  # read while step 7 runs
         list(trainer.steps(data()))
     steps.close()
     assert [found.step for found in checkpoints(tmp_path)] == [3]

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
@@ -39,15 +38,6 @@ def trainer_for(folder: Path | None, *callbacks: Callback, background: bool = Fa
 
 def saved(folder: Path) -> list[int]:
     return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """ddpkit's lines."""
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
-    yield found
-    logger.remove(handler)
 
 
 # Leaving -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What is checked before the first step: an evaluation of one batch, the names of metrics, callbacks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from ddp_kit import (
     Trainer,
     TrainerConfig,
 )
-from ddp_kit.log import logger
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 
@@ -93,14 +91,6 @@ def test_a_metric_that_there_is_not_is_named_before_the_first_step(settings: Any
     assert "did you mean 'error'?" in str(caught.value)
 
 
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logger.add(lambda message: found.append(str(message)), format="{message}")
-    yield found
-    logger.remove(handler)
-
-
 # --- advice of the first step ---------------------------------------------------------------------------------------
 
 
@@ -113,7 +103,7 @@ def messages() -> Iterator[list[str]]:
     ],
 )
 def test_a_mean_over_tokens_of_several_passes_is_advised_against(
-    loss: Any, passes: int, advised: bool, messages: list[str]
+    loss: Any, passes: int, advised: bool, said: list[str]
 ) -> None:
     model = nn.Embedding(5, 5)
     targets = torch.tensor([[1, 2, 3], [1, 2, -100], [4, -100, -100], [1, 1, 1]])
@@ -125,15 +115,15 @@ def test_a_mean_over_tokens_of_several_passes_is_advised_against(
     config = TrainerConfig(max_steps=2, global_batch_size=4, accumulation_steps=passes, data={"shuffle": False})
     trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
     trainer.fit(TensorDataset(targets.clamp(min=0), targets))
-    said = [line for line in messages if "from 2 to 3 tokens" in line]
-    assert len(said) == int(advised), messages
+    advice = [line for line in said if "from 2 to 3 tokens" in line]
+    assert len(advice) == int(advised), said
 
 
-def test_a_global_batch_of_more_samples_than_there_are_is_said(messages: list[str]) -> None:
+def test_a_global_batch_of_more_samples_than_there_are_is_said(said: list[str]) -> None:
     config = TrainerConfig(max_steps=1, global_batch_size=64)
     model = nn.Linear(3, 1)
     trainer = Trainer(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch[0]).mean(), config
     )
     trainer.fit(TensorDataset(X))
-    assert any("the global batch is 64 samples, but train_data has only 40" in line for line in messages)
+    assert any("the global batch is 64 samples, but train_data has only 40" in line for line in said)

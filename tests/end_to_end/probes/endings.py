@@ -95,7 +95,7 @@ def in_threads() -> None:
         thread = threading.Thread(target=fails, args=(error,), name="the thread")
         thread.start()
         thread.join()
-    print("the script goes on")
+    print("the script continues")
 
 
 def too_deep(depth: int = 0) -> None:
@@ -189,7 +189,7 @@ def watchdogs() -> None:
         except BaseException:
             os._exit(9)
 
-    atexit.register(time.sleep, 0.1)  # they go on while exit handlers run
+    atexit.register(time.sleep, 0.1)  # they keep running while exit handlers run
     for _ in range(3):
         threading.Thread(target=watch, daemon=True).start()
 

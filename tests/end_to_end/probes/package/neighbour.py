@@ -1,4 +1,4 @@
-"""What the package's parts import from beside them."""
+"""What the package's parts import from their own folder."""
 
 
 def facts(names: dict[str, object]) -> dict[str, object]:

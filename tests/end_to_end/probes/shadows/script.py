@@ -1,4 +1,4 @@
-"""A script beside which lie modules that have the names of others: it imports those beside it."""
+"""A script in a folder of modules that have the names of others: it imports those of its folder."""
 
 import json
 import queue
