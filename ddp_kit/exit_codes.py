@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     BROKEN = 1
-    """A check of `ddpkit doctor` failed."""
+    """A check of `ddpkit doctor` failed, or a checkpoint is damaged."""
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4

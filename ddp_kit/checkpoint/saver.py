@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from ctypes import CDLL, c_size_t, c_void_p, memmove
+from ctypes import CDLL, c_size_t, c_void_p
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -144,28 +144,18 @@ def _fault_in(memory: Tensor) -> None:
 
 
 # --- Copies of tensors ------------------------------------------------------------------------------------------------
-# Copying many tensors takes about as long as a single copy of their total size.
 
-
-_PIECE = 4 << 20
-_PIECES_PER_THREAD = 4  # with fewer pieces, the copy would end before another thread has started
 
 Pair = tuple[Tensor, Tensor]
 """A contiguous target in host memory, and the tensor to copy to it."""
-_Piece = list[tuple[int, int, int]]  # target address, source address, bytes
-
-
-def copy(pairs: Iterable[Pair]) -> None:
-    """Copy each tensor to its target, and return when all copies are done.
-
-    GPU tensors are copied after the work that is already queued on their device's current stream.
-    """
-    begin_copy(pairs)()
 
 
 @torch.no_grad()
 def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
-    """Start copying each tensor to its target. Returns a function that finishes the copies; any thread may call it."""
+    """Start copying each tensor to its target. Returns a function that finishes the copies; any thread may call it.
+
+    GPU tensors are copied after the work that is already queued on their device's current stream.
+    """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     pairs = [*pairs]
     for target, tensor in pairs:
@@ -178,13 +168,9 @@ def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
 
     @torch.no_grad()
     def finish() -> None:
-        moves: _Piece = []
         for target, tensor in pairs:
-            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
-            elif not tensor.is_cuda:
+            if not tensor.is_cuda:
                 target.copy_(tensor)
-        _move_all(moves, pairs)
         for stream in streams.values():
             stream.synchronize()
 
@@ -196,55 +182,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _pieces(moves: _Piece) -> list[_Piece]:
-    """Split copies, given as (target address, source address, bytes), into pieces of about equal size."""
-    pieces: list[_Piece] = [[]]
-    room = _PIECE
-    for target, source, size in moves:
-        done = 0
-        while done < size:
-            part = min(size - done, room)
-            pieces[-1].append((target + done, source + done, part))
-            done, room = done + part, room - part
-            if room == 0:
-                pieces.append([])
-                room = _PIECE
-    return pieces
-
-
-def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
-    """Copy with at most as many threads as torch uses; each thread repeatedly takes the next piece.
-
-    This is faster than torch's copies, which wait for their slowest thread after every tensor.
-    `owners`: the tensors. Each thread keeps them alive, because a signal handler may raise an exception here at any
-    line while threads are still copying.
-    """
-    alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
-    pieces = [moves] if alone else _pieces(moves)
-    left = iter(pieces)
-    more = min(torch.get_num_threads(), -(-len(pieces) // _PIECES_PER_THREAD)) - 1
-    threads: list[Thread] = []
-    try:
-        with suppress(RuntimeError):  # no thread is available: the existing ones do the work
-            for _ in range(more):
-                thread = Thread(target=_move, args=(left, owners))
-                thread.start()
-                threads.append(thread)
-        _move(left, owners)
-    finally:
-        for _ in left:  # after an interrupt, leave no pieces for the threads
-            pass
-        for thread in threads:
-            thread.join()
-
-
-def _move(left: Iterator[_Piece], owners: Sequence[Pair]) -> None:
-    for piece in left:
-        for target, source, size in piece:
-            memmove(target, source, size)  # releases the GIL
-    del owners
 
 
 # --- Handle to the writer process -------------------------------------------------------------------------------------
@@ -471,7 +408,7 @@ class Saver:
         later: list[tuple[Tensor, Stored]] = []
         for target, stored, is_replicated in zip(self._buffer.targets, tensors, division.replicated, strict=True):
             (later if overlap and is_replicated else now).append((target, stored))
-        copy((target, stored.tensor) for target, stored in now)
+        begin_copy((target, stored.tensor) for target, stored in now)()
         files = division.layout.files
         if self._writer == 0:
             files = (*files, Region(STATE, division.layout.bytes, len(text)))

@@ -323,7 +323,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         return COMMANDS[name]
     close = nearest(name, list(COMMANDS))
     instead = f"`ddpkit launch {name} ...`" if name.endswith(".py") else f"`ddpkit {close or 'launch'} ...`"
-    raise UsageError(f"there is no command {name!r}; the commands are: {', '.join(COMMANDS)}", f"type {instead}")
+    raise UsageError(f"there is no command {name!r}; the commands are: {', '.join(COMMANDS)}", f"run {instead}")
 
 
 class _StoppedError(BaseException):

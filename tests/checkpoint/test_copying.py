@@ -1,6 +1,5 @@
-"""Many tensors are copied as one, in pieces, by several threads: every byte arrives, and no other is written."""
+"""The copies of tensors to host memory: every byte arrives, and no other is written."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +9,6 @@ from ddp_kit.checkpoint import saver
 from ddp_kit.checkpoint.saver import SharedBuffer
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = torch.get_num_threads()
-    monkeypatch.setattr(saver, "_PIECE", 64)
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("small_pieces")
 def test_every_byte_arrives_and_none_beside() -> None:
     sizes = [0, 1, 63, 64, 65, 0, 128, 1000, 7, 4096]
     tensors = [torch.randint(1, 255, (size,), dtype=torch.uint8) for size in sizes]
@@ -31,22 +20,11 @@ def test_every_byte_arrives_and_none_beside() -> None:
         begin += -begin % 16
         targets.append(memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         begin += tensor.nbytes + guard
-    saver.copy(zip(targets, tensors, strict=True))
+    saver.begin_copy(zip(targets, tensors, strict=True))()
     assert all(map(torch.equal, targets, tensors))
     for target in targets:
         target.zero_()
     assert not memory.any()
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [5], [64, 64], [200, 1, 63, 64]])
-def test_pieces_cover_each_byte_once(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "_PIECE", 64)
-    moves = [(1000 * number, 5000 + 1000 * number, size) for number, size in enumerate(sizes)]
-    pieces = saver._pieces(moves)
-    assert all(sum(size for _, _, size in piece) <= 64 for piece in pieces)
-    covered = [to + byte for piece in pieces for to, source, size in piece for byte in range(size)]
-    assert covered == [to + byte for to, _, size in moves for byte in range(size)]
-    assert all(source - to == 5000 for piece in pieces for to, source, _ in piece)
 
 
 def test_memory_that_the_driver_does_not_pin_is_not_offered_to_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

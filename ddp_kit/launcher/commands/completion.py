@@ -23,7 +23,7 @@ def run(argv: Sequence[str], torchrun: argparse.ArgumentParser, print_text: Call
     try:
         import shtab
     except ImportError:
-        hint = "type: pip install 'ddpkit[completion]'"
+        hint = "run: pip install 'ddpkit[completion]'"
         raise UsageError("--print-completion needs the package shtab, which is not installed", hint) from None
     flags = Parser(prog="ddpkit", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--print-completion", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)

@@ -209,7 +209,7 @@ def _check(name: str, engine: Engine, request: Request) -> None:
         if ".." in path.parts or Path(script).is_absolute():
             raise UsageError(
                 f"{name} copies the working folder to the nodes, but {script} is not a relative path inside it",
-                f"cd {Path(script).parent}" if ".." in path.parts else f"type {path}",
+                f"cd {Path(script).parent}" if ".." in path.parts else f"give {path}",
             )
     if engine.image_needed and not re.fullmatch(_DNS_LABEL, request.name):
         raise UsageError(

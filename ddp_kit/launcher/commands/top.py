@@ -72,7 +72,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     """Show the jobs once, or update the display until the user quits. Returns the exit code."""
     args = parser().parse_args(argv)
     if args.json and not args.once:
-        raise UsageError("--json needs --once", "type: ddpkit top --once --json")
+        raise UsageError("--json needs --once", "run `ddpkit top --once --json`")
     hosts = hosts_of(args.hosts)
     interval: float = (5.0 if hosts else 1.0) if args.interval is None else args.interval
     if not 0.1 <= interval <= 3600:
