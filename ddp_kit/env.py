@@ -27,6 +27,7 @@ ROLE_NAME = "ROLE_NAME"
 ROLE_WORLD_SIZE = "ROLE_WORLD_SIZE"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+ROUND = "DDPKIT_ROUND"  # 1 for the job's first workers, 2 after the first restart, loss or arrival of a node, and so on
 RUN_ID = "TORCHELASTIC_RUN_ID"
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -237,9 +238,17 @@ def attempt_folder() -> Path | None:
 
 
 def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """The id of the job and the number of its restarts; ("", 0) without a launcher."""
+    """The id of the job and the number of its restarts after failures; ("", 0) without a launcher."""
     env = os.environ if env is None else env
     return env.get(RUN_ID, ""), _number(env, RESTART_COUNT, 0)
+
+
+def is_restarted() -> bool:
+    """Whether the job had other workers before these: workers failed, or a node was lost or joined.
+
+    torchrun counts only restarts after failures, so under torchrun, only these are known.
+    """
+    return _number(os.environ, RESTART_COUNT, 0) > 0 or _number(os.environ, ROUND, 1) > 1
 
 
 def attempt_id(env: Mapping[str, str] | None = None) -> str:

@@ -33,7 +33,7 @@ from ddp_kit.checkpoint.state import (
 )
 from ddp_kit.config.settings import TrainerConfig, absolute
 from ddp_kit.distributed.world import World, gathered, gathered_bytes
-from ddp_kit.env import attempt
+from ddp_kit.env import attempt, is_restarted
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
@@ -313,6 +313,11 @@ class Checkpoints:
             self.save_once()
         self.settle()
 
+    def finish_copy(self) -> None:
+        """Wait until the state of the last save is copied, because it is about to change outside of a step."""
+        if self._saver is not None:
+            self._saver.finish_copy()
+
     def settle(self) -> None:
         """Wait until pending saves are on disk, and release the writer process and its memory. Not a collective."""
         if self._saver is not None:
@@ -360,11 +365,17 @@ class Checkpoints:
             logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
 
     def save(self) -> None:
-        """Write a checkpoint of this step. Raises `CheckpointError`; transient errors are logged as warnings."""
+        """Write a checkpoint of this step. Raises `CheckpointError`; in a loop, a transient one is logged as a warning.
+
+        In a loop, the checkpoint is written in the background. Outside of one, this waits until it is on disk, because
+        the script may end or read it next.
+        """
         if self._folder is None:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
         with self._folder_use.exclusive():
             self._save(self._folder)
+            if self._loop_state.may_save and self._saver is not None:
+                self._saver.settle()
 
     def _save(self, folder: Path) -> None:
         self.saved_at, self.save_requested = time.monotonic(), False
@@ -428,7 +439,9 @@ class Checkpoints:
     def _state(self, parts: Sequence[SavedPart], everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """The state of `parts`, to be saved. `everyone`: for each rank, the `rank_state` of every part of the run."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
-        for number, part in enumerate(self._saved_parts):
+        # Replicated parts first: a tensor that several parts hold is stored with the first one, and every rank that
+        # saves has the model, but not the callbacks.
+        for number, part in sorted(enumerate(self._saved_parts), key=lambda each: not each[1].replicated):
             if part in parts:
                 state[part.name] = part.state_dict([own[number] for own in everyone])
         return state
@@ -465,10 +478,9 @@ class Checkpoints:
         if folder is not None and wanted == "auto" and self._load_newest(folder):
             return
         path = None if wanted in (None, "auto") else absolute(str(wanted))
-        job, restarts = attempt()
-        lineage = _lineage(path, job)
+        lineage = _lineage(path, attempt()[0])
         # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
-        if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, lineage):
+        if folder is not None and wanted != "auto" and is_restarted() and self._load_newest(folder, lineage):
             return
         if path is not None:
             self.load(path)
@@ -522,6 +534,8 @@ class Checkpoints:
         """Resume from the newest checkpoint that is complete on every node. Returns False if there is none.
 
         `lineage`: the lineage that the checkpoint must have; None: any lineage.
+        Raises `CheckpointError` if there are complete checkpoints, but none can be loaded: the cause is then probably
+        not damage, and starting from step 0 would set them all aside.
         """
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
@@ -530,7 +544,8 @@ class Checkpoints:
             if found.newer:
                 raise from_newer_version(found)
             logger.warning("checkpoint skipped: {}", found)
-        for step in self._common_steps(folder, [found.step for found in there if found.whole][:_COMPARED]):
+        common = self._common_steps(folder, [found.step for found in there if found.whole][:_COMPARED])
+        for step in common:
             path = folder / name_of(step)
             state = self._read(path)
             if state is not None:
@@ -538,6 +553,11 @@ class Checkpoints:
                     return False
                 self._load_parts(path, state)
                 return True
+        if common:
+            raise CheckpointError(
+                f"none of the complete checkpoints in {folder} can be loaded (steps {', '.join(map(str, common))})",
+                "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None",
+            )
         return False
 
     def _common_steps(self, folder: Path, own: list[int]) -> list[int]:

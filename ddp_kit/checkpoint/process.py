@@ -13,12 +13,13 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from threading import Thread
-from typing import Self
+from typing import IO, Self
 
 from ddp_kit.checkpoint.format import (
     ASIDE,
@@ -214,7 +215,11 @@ def fsync_folder(folder: Path, system: System) -> None:
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
 # Writers communicate only through the folder, because they may be on different nodes and may outlive their job. A
-# writer that holds no lock and has left no record has died or never started; the checkpoint is then abandoned.
+# writer that holds no lock and has left no record has died or never started; writer 0 then gives up.
+#
+# When writer 0 gives up, for whatever reason, it writes the folder's name to `LOCK`, then removes the folder. A writer
+# that is late would create the folder again, and one that creates a file during the removal would keep it from being
+# removed. So the others look for the name when they begin, and when they end; then they remove what is left.
 
 
 _SHARE_POLL_SECONDS = 0.01
@@ -222,6 +227,7 @@ _START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has
 _ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer may still be starting
 _STALL_SECONDS = 120.0  # how long no file may grow; detects stopped writers, and without locks also dead ones
 _LONGEST_RECORD = 1 << 20
+_LONGEST_NAME = 256
 
 
 def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) -> None:
@@ -229,26 +235,49 @@ def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) 
 
     `unfinished`: the folder of the unfinished checkpoint.
     """
-    lock = os.open(unfinished / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    if _has_given_up(unfinished):
+        return
     try:
-        with suppress(OSError):  # the file system has no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
-        record: dict[str, object] = {"tensors": job.tensors}
+        _make_unfinished(unfinished, system)
+        lock = os.open(unfinished / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            record["files"] = [asdict(file) for file in write_files(job.files, memory, unfinished, system)]
-        except OSError as error:
-            for file in job.files:  # make room for the record on a full disk
-                (unfinished / file.name).unlink(missing_ok=True)
-            record["errno"] = error.errno
-        unnamed = unfinished / f"{_name(job.writer)}.new"
-        write_text(unnamed, json.dumps(record), system)
-        system.rename(unnamed, unfinished / f"{_name(job.writer)}.json")
+            with suppress(OSError):  # the file system has no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
+            record: dict[str, object] = {"tensors": job.tensors}
+            try:
+                record["files"] = [asdict(file) for file in write_files(job.files, memory, unfinished, system)]
+            except OSError as error:
+                for file in job.files:  # make room for the record on a full disk
+                    (unfinished / file.name).unlink(missing_ok=True)
+                record["errno"] = error.errno
+            unnamed = unfinished / f"{_name(job.writer)}.new"
+            write_text(unnamed, json.dumps(record), system)
+            system.rename(unnamed, unfinished / f"{_name(job.writer)}.json")
+        finally:
+            os.close(lock)
     except FileNotFoundError:
-        if unfinished.is_dir():
+        if unfinished.is_dir() and not _has_given_up(unfinished):
             raise
-        # Writer 0 has abandoned the checkpoint, and reports why.
+        # Writer 0 has given up, and reports why.
     finally:
-        os.close(lock)
+        if _has_given_up(unfinished):
+            system.remove(unfinished)
+
+
+def _give_up(unfinished: Path, system: System) -> None:
+    """Remove an unfinished checkpoint, and let the other writers know. Called by writer 0."""
+    # If the name cannot be written, what a late writer leaves is removed by the next save.
+    with suppress(OSError), _open_lock(unfinished.parent) as file:
+        file.write(f"{unfinished.name}\n".encode())
+    with suppress(OSError):
+        system.remove(unfinished)
+
+
+def _has_given_up(unfinished: Path) -> bool:
+    """Whether writer 0 has given up this checkpoint."""
+    with suppress(OSError), open_file(unfinished.parent / LOCK) as file:
+        return file.readline(_LONGEST_NAME) == f"{unfinished.name}\n".encode()
+    return False
 
 
 def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
@@ -396,12 +425,11 @@ def write(job: Job, memory: memoryview, system: System | None = None, *, abandon
         make_folder(folder, system)
         unfinished = folder / f"{WRITING}{name_of(job.step)}-{job.token or secrets.token_hex(4)}"
         if job.writer > 0:
-            _make_unfinished(unfinished, system)
             write_share(job, memory, unfinished, system)
             return
         with _alone(folder) as alone:
-            _make_unfinished(unfinished, system)
             try:
+                _make_unfinished(unfinished, system)
                 _clear_leftovers(folder, unfinished, alone, system)
                 _check_space(job, folder, system)
                 records = write_files(job.files, memory, unfinished, system)
@@ -412,8 +440,7 @@ def write(job: Job, memory: memoryview, system: System | None = None, *, abandon
                 fsync_folder(unfinished, system)
                 _put_in_place(unfinished, folder / name_of(job.step), system)
             except BaseException:
-                with suppress(OSError):
-                    system.remove(unfinished)
+                _give_up(unfinished, system)
                 raise
             fsync_folder(folder, system)
             _prune(job, folder, system)
@@ -522,36 +549,40 @@ def _removed(path: Path) -> Path:
 # --- Folder lock and leftovers ----------------------------------------------------------------------------------------
 
 
+LOCK = ".writer-lock"
+"""The file in the folder of all checkpoints that writer 0 locks: NFS has no locks on folders. It is never removed."""
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool | None]:
     """Context manager that tries to lock the folder. Yields whether no other process writes there; None if unknown."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone: bool | None = True
-        except OSError as error:  # held by a living process: the kernel releases the locks of dead ones
-            alone = False if error.errno in _HELD_BY_ANOTHER else None
+    alone = None
+    with ExitStack() as stack:
+        with suppress(OSError):  # for example, the file belongs to another user
+            alone = _try_lock(stack.enter_context(_open_lock(folder)), fcntl.LOCK_EX)
         yield alone
-    finally:
-        os.close(descriptor)
 
 
 def wait_for_writers(folder: Path, seconds: float) -> None:
     """Wait, for at most `seconds`, until no process is writing a checkpoint into `folder`."""
     deadline = time.monotonic() + seconds
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except OSError as error:  # without locks, other processes cannot be detected
-                if error.errno not in _HELD_BY_ANOTHER or time.monotonic() > deadline:
-                    return
+    with suppress(OSError), open_file(folder / LOCK) as file:  # without the file, nobody has written there
+        # Without locks, other processes cannot be detected.
+        while _try_lock(file, fcntl.LOCK_SH) is False and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)
-    finally:
-        os.close(descriptor)
+
+
+def _open_lock(folder: Path) -> FileIO:
+    return FileIO(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+")
+
+
+def _try_lock(file: IO[bytes], kind: int) -> bool | None:
+    """Lock a file, if no other process holds the lock. Returns whether it did; None if the file system has no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:  # held by a living process: the kernel releases the locks of dead ones
+        return False if error.errno in _HELD_BY_ANOTHER else None
+    return True
 
 
 def _clear_leftovers(folder: Path, own: Path, alone: bool | None, system: System) -> None:
@@ -627,7 +658,7 @@ def main(parent: int, memory: int, line: int) -> None:
         return
     done = 0
     with socket.socket(fileno=line) as jobs:
-        while line in select.select(waits, [], [])[0]:
+        while line in readable(waits):
             try:
                 packet = jobs.recv(LONGEST_PACKET)
             except ConnectionResetError:  # raised once if the training process ended without reading an answer;
@@ -642,11 +673,25 @@ def main(parent: int, memory: int, line: int) -> None:
                     jobs.send(json.dumps([done, problem]).encode())
 
 
+def readable(descriptors: Iterable[int], seconds: float | None = None) -> set[int]:
+    """Wait until a descriptor can be read from or has been hung up, and return all such descriptors.
+
+    `seconds`: how long to wait at most; None: forever. Uses poll, because select refuses descriptors of 1024 and more,
+    which a training process with many open files has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000)}
+
+
 def _done(job: Job, memory: int, parent: int) -> dict[str, str | bool]:
     """Write a checkpoint. Returns an empty dict, or, if the save failed, the arguments of a `CheckpointError`."""
     try:
-        with mmap.mmap(memory, 0, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
-            write(job, view, abandoned=lambda: os.getppid() != parent)
+        # Not closed, but unmapped when the last reference to it is gone: after an error, slices of it live as long as
+        # the traceback, and closing it would raise a BufferError instead.
+        shared = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
+        write(job, shared, abandoned=lambda: os.getppid() != parent)
     except CheckpointError as error:
         return {"message": error.message, "hint": error.hint, "transient": error.transient}
     except Exception:

@@ -4,7 +4,6 @@ import json
 import mmap
 import os
 import platform
-import select
 import signal
 import socket
 import subprocess
@@ -27,7 +26,7 @@ import ddp_kit
 from ddp_kit import __version__
 from ddp_kit.checkpoint.format import STATE
 from ddp_kit.checkpoint.packing import Division, Layout, Replicated, Stored, active_writers, pack
-from ddp_kit.checkpoint.process import LONGEST_PACKET, STOP, Job, Region, cannot_write, make_folder, write
+from ddp_kit.checkpoint.process import LONGEST_PACKET, STOP, Job, Region, cannot_write, make_folder, readable, write
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 from ddp_kit.torch_internals import version_of
@@ -265,7 +264,7 @@ class WriterProcess:
                 return False
             else:
                 _continue(self._process)
-                select.select([self._socket], [], [], _POLL_SECONDS)
+                readable([self._socket.fileno()], _POLL_SECONDS)
         return True
 
     def close(self) -> None:
@@ -317,7 +316,7 @@ def _end(process: "subprocess.Popen[bytes]", jobs: socket.socket, stderr: IO[byt
     while process.poll() is None:
         with suppress(OSError):
             _continue(process)
-            if select.select([jobs], [], [], _POLL_SECONDS)[0] and not jobs.recv(1):
+            if readable([jobs.fileno()], _POLL_SECONDS) and not jobs.recv(1):
                 process.wait()  # the process has closed its end of the socket, and exits
     jobs.close()
     stderr.close()

@@ -7,6 +7,7 @@ the host.
 
 import atexit
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from torch.distributed import Store
 _POLL_SECONDS = 0.1  # the minimum interval between polls for requests
 _POLLS_PER_SECOND = 2000  # the maximum number of these polls, summed over all ranks
 _ANSWER_POLL_SECONDS = 0.01  # the interval between polls for the other ranks' answers
+_CLOSED_POLL_SECONDS = 1.0  # the interval between checks whether ranks without an answer have left the loop
 _JOIN_SECONDS = 5.0  # how long to wait for the thread to end
+
+
+_CLOSED = "closed"
 
 
 class Purpose(Enum):
@@ -43,6 +48,7 @@ class StepConsensus:
                                at this step until all ranks have answered
     all ranks                  grant the request after the largest of these steps
     due()                      called between two steps: returns the request that is granted now, if any
+    a rank leaves its loop     its thread writes this to the store; a request that the rank has not answered is dropped
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
@@ -118,11 +124,12 @@ class StepConsensus:
     def _serve(self, store: Store, closed: threading.Event) -> None:
         with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
             number, pause = 0, max(_POLL_SECONDS, self._ranks / _POLLS_PER_SECOND)
-            while not closed.wait(pause):
+            while self.running and not closed.wait(pause):
                 request = self._proposed(store, str(number))
                 if request is not None:
-                    self._settle(store, str(number), request, closed)
+                    self.running = self._settle(store, str(number), request, closed)
                     number += 1
+            store.set(f"{_CLOSED}/{self._rank}", "")
         self.running = False
         with self._known:
             self._hold = None
@@ -140,17 +147,26 @@ class StepConsensus:
         purpose, _, why = found.decode().partition(" ")
         return StepRequest(Purpose(purpose), why)
 
-    def _settle(self, store: Store, key: str, request: StepRequest, closed: threading.Event) -> None:
+    def _settle(self, store: Store, key: str, request: StepRequest, closed: threading.Event) -> bool:
+        """Agree on the step after which the request is granted, and wait until then. Returns False if it is dropped."""
         with self._known:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]
         store.set(answers[self._rank], str(self._hold))
+        examine = time.monotonic() + _CLOSED_POLL_SECONDS
         while not store.check(answers):  # not store.wait: if it fails, torch logs lines of its own
             if closed.wait(_ANSWER_POLL_SECONDS):
-                return
+                return False
+            if time.monotonic() >= examine:
+                examine = time.monotonic() + _CLOSED_POLL_SECONDS
+                # In this order: a rank that has left its loop gives no more answers, so all ranks drop the request.
+                left = [rank for rank in range(self._ranks) if store.check([f"{_CLOSED}/{rank}"])]
+                if not all(store.check([answers[rank]]) for rank in left):
+                    return False
         last = max(int(answer) for answer in store.multi_get(answers))
         with self._known:
             self._agreed, self._hold = (last, request), None
             self._known.notify_all()
             while self._agreed is not None and not closed.is_set():
                 self._known.wait()
+        return True

@@ -226,15 +226,15 @@ def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlac
     if max_restarts < 0:
         raise UsageError(f"--max-restarts {max_restarts} is less than 0", "use 0 to disable restarts")
     default = Limits(min_nodes, max_nodes, max_restarts)
-    replacement = default.replacement_timeout if place is None or place.replacement is None else place.replacement
     static = torchrun["rdzv_backend"] == "static"
+    join, replacement = _STATIC_TIMEOUT if static else default.join_timeout, default.replacement_timeout
+    if place is not None:
+        join, replacement = place.join or join, place.replacement or replacement
     return Limits(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         max_restarts=max_restarts,
-        join_timeout=found.get(
-            "join_timeout", found.get("timeout", _STATIC_TIMEOUT) if static else default.join_timeout
-        ),
+        join_timeout=found.get("join_timeout", found.get("timeout", join) if static else join),
         last_call_timeout=found.get("last_call_timeout", default.last_call_timeout),
         heartbeat_timeout=found.get("keep_alive_interval", 5.0) * found.get("keep_alive_max_attempt", 3.0)
         if named

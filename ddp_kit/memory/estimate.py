@@ -316,11 +316,12 @@ def _size(rows: Iterable[ParameterRow]) -> int:
 def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
     """Return two numbers of bytes for ZeRO-1: the largest optimizer state of any rank, and the padding.
 
-    The padding makes the shards of all ranks equal in size.
+    The padding makes the shards of all ranks equal in size. All ranks have the state of scalar parameters.
     """
     state, padding = [0] * ranks, 0
-    for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
-        flat = [row for row in rows if row.trained and row.itemsize == itemsize]
+    sharded = [row for row in rows if row.trained and row.shape]
+    for itemsize in dict.fromkeys(row.itemsize for row in sharded):
+        flat = [row for row in sharded if row.itemsize == itemsize]
         values = sum(row.numel for row in flat)
         share = -(-values // ranks)
         padding += (share * ranks - values) * itemsize
@@ -328,7 +329,7 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
             begin = end - row.numel
             for rank in range(begin // share, -(-end // share)):
                 state[rank] += (min(end, (rank + 1) * share) - max(begin, rank * share)) * row.state_per_value
-    return max(state) + sum(row.state_besides for row in rows), padding
+    return max(state) + sum(row.state_besides if row.shape else row.state for row in rows), padding
 
 
 def _communication(

@@ -215,7 +215,7 @@ class UnitOrder:
         self._passes += 1
         try:
             yield self._seen
-            if self._at < len(self._expected) or not self._expected:
+            if self._at < len(self._expected) or kind not in self._orders:
                 self._compare("the end of the pass")
             self._orders[kind] = self._seen
         finally:
@@ -444,6 +444,9 @@ class FsdpStrategy(Strategy):
     # --- Optimizer step -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
+        # A call of the model outside of the Trainer may have left gathered weights, which callbacks such as EMA do not
+        # change with the shards.
+        self._units.reshard()
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
@@ -498,12 +501,12 @@ class FsdpStrategy(Strategy):
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
+        self._units.reshard()  # as in begin_step
         try:
             for each in equal_batches(batches, spare, self.world):
                 with self._order.in_pass("evaluation pass"):
                     yield each
         finally:
-            # The next pass would use the gathered weights even if callbacks, such as EMA, have changed the shards.
             self._units.reshard()
 
     # --- State --------------------------------------------------------------------------------------------------------

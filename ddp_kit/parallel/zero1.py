@@ -2,6 +2,9 @@
 
 The parameters of each dtype are in one flat tensor. Each rank updates a range of that tensor, and all ranges have the
 same size; an all-gather then distributes the updated ranges. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+
+Parameters of shape (), such as CLIP's logit_scale, are not sharded: every rank updates them, as in DDP. Sharded state
+is recognised by having its parameter's shape, and for these parameters scalars such as Adam's step have it too.
 """
 
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from ddp_kit.torch_internals import gather_ranges
 
 @dataclass(frozen=True)
 class _Flat:
-    """All parameters of one dtype, concatenated."""
+    """All sharded parameters of one dtype, concatenated."""
 
     values: Tensor
     """All values, padded to a multiple of the number of ranks."""
@@ -39,6 +42,7 @@ class Zero1Strategy(DdpStrategy):
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
         self._flat: list[_Flat] = []
+        self._scalars: list[nn.Parameter] = []  # trained parameters that are not sharded
 
     @property
     def optimizer_replicas(self) -> tuple[range, ...]:
@@ -54,9 +58,10 @@ class Zero1Strategy(DdpStrategy):
         super().setup(model)
         if self._flat:  # called again after `release`: the optimizer still holds the first shards
             return
+        self._scalars = [each for each in self.parameters if each.ndim == 0]
         trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.ndim > 0:
                 trained.setdefault(parameter.dtype, []).append((name, parameter))
         pieces: dict[nn.Parameter, Piece] = {}
         for dtype, named in trained.items():
@@ -93,12 +98,15 @@ class Zero1Strategy(DdpStrategy):
 
     @property
     def updated(self) -> list[nn.Parameter]:
-        return [shard for _, shard in self._shards.trained]
+        return [*(shard for _, shard in self._shards.trained), *self._scalars]
 
     def grad_norm(self) -> Tensor:
-        square = super().grad_norm().square()
+        sharded = [shard.grad for _, shard in self._shards.trained if shard.grad is not None]
+        square = nn.utils.get_total_norm(sharded).to(self.world.device).square()
         dist.all_reduce(square)
-        return square.sqrt()
+        norm = square.sqrt()
+        scalars = [each.grad for each in self._scalars if each.grad is not None]  # the same on all ranks
+        return nn.utils.get_total_norm([norm, *scalars]) if scalars else norm
 
     def end_step(self) -> None:
         super().end_step()

@@ -109,6 +109,7 @@ class Evaluator:
         random = None if stops is None else random_states(parts.world)
         with self._run_state.callbacks:
             try:
+                self._checkpoints.finish_copy()  # callbacks may change the weights, as EMA does
                 self._call_callbacks("on_evaluate_start")
                 with parts.heartbeat.during(Phase.EVALUATION):
                     parts.strategy.sync_buffers()

@@ -547,7 +547,8 @@ class LogPoints:
         self._check_losses()
         weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
-        if weights and not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
+        bad = bool(weights) and not torch.stack([each.sum(dtype=torch.float32) for each in weights]).isfinite().all()
+        if any(row != [0] for row in gathered(self._parts.world, [int(bad)])):  # each rank may hold other weights
             raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
 
     def _check_losses(self) -> None:

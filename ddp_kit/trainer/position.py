@@ -348,7 +348,13 @@ def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_stat
         except GeneratorExit:
             due = checkpoints.is_due and not checkpoints.is_saved and run_state.loop is loop
             place = f"the end of a loop over steps() after step {step.number}"
-            due = due and all_arrive(world, place, f"left/{number}", _SECONDS)
+            if due and not all_arrive(world, place, f"left/{number}", _SECONDS):
+                due = False
+                logger.warning(
+                    "the checkpoint after step {} was not saved: not all ranks left the loop within {:g} s",
+                    step.number,
+                    _SECONDS,
+                )
             steps.close()
             try:
                 (checkpoints.finish if due else checkpoints.settle)()

@@ -52,6 +52,8 @@ class StopSignals:
         """Whether to keep ignoring SIGTERM, SIGUSR1 and SIGUSR2 after the context, until the process exits."""
 
     def __enter__(self) -> Self:
+        if not self._entered and self.received is signal.SIGINT:
+            self.received = None  # it was meant for an earlier run in this process, such as a cell of a notebook
         self._entered += 1
         try:
             for number in _STOP_SIGNALS:

@@ -1,12 +1,13 @@
 """Saving and loading: what is there afterwards, who is told of faults, and what is left behind."""
 
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from launching import run, seconds, started, wait_until
 from ddp_kit.checkpoint import saver as background_module
 from ddp_kit.checkpoint import saver as saver_module
 from ddp_kit.checkpoint.format import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
+from ddp_kit.checkpoint.process import LOCK
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.env import CHECKPOINT_WRITER
@@ -53,7 +55,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, same: Same, background: bool) 
     assert steps(folder) == [3, 2]
     assert same(load(folder / name_of(3)), state(3, size=3000))
     assert same(load(str(folder / name_of(2))), state(2, size=2000))
-    assert sorted(path.name for path in folder.iterdir()) == [name_of(2), name_of(3)]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(2), name_of(3)]
 
 
 def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, same: Same) -> None:
@@ -173,7 +175,7 @@ def test_a_step_may_be_written_once_more(tmp_path: Path, same: Same, background:
         (tmp_path / name_of(5) / STATE).unlink()
         saver.save(5, state(3.0))
     assert same(load(tmp_path / name_of(5)), state(3.0))
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, name_of(5)]
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -346,6 +348,20 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
     assert writers() == []
 
 
+def test_an_error_in_the_middle_of_a_file_is_told_of_as_what_it_is(tmp_path: Path, writers: Writers) -> None:
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.save(1, state(1.0))
+        saver.wait()
+        (writer,) = writers()
+        writer.rlimit(psutil.RLIMIT_FSIZE, (5000, 5000))
+        with pytest.raises(
+            CheckpointError, match=r"^checkpoints cannot be written to .*: File too large\n.*ddpkit doctor --dir"
+        ):
+            _save_and_wait(saver, 2, state(2.0, size=2000))
+        saver.save(3, state(3.0))
+    assert steps(tmp_path) == [3]
+
+
 def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.reserve(1)
@@ -436,6 +452,32 @@ def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tm
     assert kinds == ["/dev/null", "/dev/null", "/memfd", "/memfd", "anon_inode", "socket"], files
     assert session == writer.pid
     assert not writer.is_running()
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """Whatever is opened gets a descriptor of 1024 or more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 2048:
+        pytest.skip("needs more open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    with ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while files.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        yield
+
+
+@pytest.mark.usefixtures("many_open_files")
+def test_a_trainer_may_have_more_than_a_thousand_open_files(tmp_path: Path, writers: Writers) -> None:
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.reserve(1)
+        (writer,) = writers()
+        writer.send_signal(signal.SIGSTOP)  # so that it is waited for
+        saver.save(1, state(1.0))
+        saver.wait()
+    assert steps(tmp_path) == [1]
+    assert writers() == []
 
 
 SAVES = f"""
@@ -537,7 +579,7 @@ def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Pa
         newest = found.step
     with Saver(folder, keep_last=1) as saver:
         saver.save(newest + 1, state(1.0))
-    assert [path.name for path in folder.iterdir()] == [name_of(newest + 1)]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(newest + 1)]
 
 
 def test_saving_from_another_thread_is_fine(tmp_path: Path) -> None:

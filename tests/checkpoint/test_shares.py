@@ -19,8 +19,8 @@ from job_processes import has_ended
 from launching import seconds, wait_until
 
 from ddp_kit.checkpoint import packing, process
-from ddp_kit.checkpoint.format import MANIFEST, checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import Job, Region, System, write
+from ddp_kit.checkpoint.format import MANIFEST, WRITING, checkpoints, leftovers, name_of, newest_whole
+from ddp_kit.checkpoint.process import LOCK, Job, Region, System, write
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
@@ -80,7 +80,7 @@ def test_what_several_save_is_what_the_first_one_has(count: int, tmp_path: Path,
     assert same(back, state())
     assert back["model"]["tied"] is back["model"]["too"]
     assert [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole] == [3, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(2), name_of(3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, name_of(2), name_of(3)]
 
 
 def test_each_tensor_is_written_once_and_the_bytes_are_divided(tmp_path: Path) -> None:
@@ -231,6 +231,59 @@ def test_when_the_first_writer_has_given_up_the_others_end_without_a_word(tmp_pa
     assert leftovers(tmp_path) == ()
 
 
+def test_when_the_folder_is_removed_as_soon_as_it_is_made_the_others_end_without_a_word(tmp_path: Path) -> None:
+    class Removed(System):
+        def mkdir(self, path: Path) -> None:
+            super().mkdir(path)
+            if path.name.startswith(WRITING):
+                path.rmdir()
+
+    write(*job(tmp_path, 1, 1), Removed())
+    assert leftovers(tmp_path) == ()
+
+
+class NoSpace(System):
+    def free(self, folder: Path) -> int:
+        return 0
+
+
+def give_up(folder: Path) -> None:
+    """The first writer fails before it has written anything."""
+    with pytest.raises(CheckpointError, match="there is no space for the checkpoint of step 1"):
+        write(*job(folder, 1, 0), NoSpace())
+
+
+def test_a_writer_that_comes_when_the_first_one_has_given_up_writes_nothing(tmp_path: Path) -> None:
+    give_up(tmp_path)
+    system = Counting(0, lambda: None)
+    write(*job(tmp_path, 1, 1), system)
+    assert system.done == 0
+    assert leftovers(tmp_path) == ()
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", ".writer-1.new"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_folder_that_is_there_again_when_the_first_writer_has_given_up_is_removed_again(
+    name: str, after: bool, tmp_path: Path
+) -> None:
+    """As by a writer that comes at that moment, or where a file was created while the others were being removed."""
+
+    class MadeAgain(System):
+        def create(self, path: Path) -> int:
+            if path.name != name:
+                return super().create(path)
+            file = super().create(path) if after else None
+            give_up(tmp_path)
+            path.parent.mkdir()
+            return super().create(path) if file is None else file
+
+    write(*job(tmp_path, 1, 1), MadeAgain())
+    assert leftovers(tmp_path) == ()
+    for writer in (1, 0):
+        write(*job(tmp_path, 2, writer))
+    assert [found.step for found in checkpoints(tmp_path)] == [2]
+
+
 def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[Job, memoryview]:
     """A share of a safetensors file with one tensor."""
     header = json.dumps({f"t{writer}": {"dtype": "U8", "shape": [2000], "data_offsets": [0, 2000]}}).encode()
@@ -281,7 +334,7 @@ def test_whichever_writer_is_killed_there_is_the_old_one_or_the_new_one(
         write(*job(folder, 3, 1))
         write(*job(folder, 3, 0))
         assert leftovers(folder) == ()
-        assert [path.name for path in folder.iterdir()] == [name_of(3)]
+        assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(3)]
         if codes[dying] != KILLED:
             break
     assert len(outcomes) > 4

@@ -1,15 +1,20 @@
 """A save that is killed, or fails, at any of its operations leaves the old checkpoint or the new one, whole."""
 
 import errno
+import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
+from stat import S_ISREG
+from typing import IO
 
 import pytest
 from counting import KILLED, MOST, Counting
+from launching import seconds
 
 from ddp_kit.checkpoint import process
 from ddp_kit.checkpoint.format import checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import Job, Region, System, write
+from ddp_kit.checkpoint.process import LOCK, Job, Region, System, wait_for_writers, write
 from ddp_kit.errors import CheckpointError
 
 
@@ -48,7 +53,7 @@ def test_killed_at_any_operation_there_is_the_old_one_or_the_new_one(step: int, 
         assert 1 in {one.step for one in checkpoints(folder, hashes=True) if one.whole}
         write(*job(folder, 4))
         assert leftovers(folder) == ()
-        assert sorted(path.name for path in folder.iterdir()) == [name_of(1), name_of(4)]
+        assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(1), name_of(4)]
         if not died:
             break
     assert not died
@@ -77,11 +82,46 @@ def test_an_error_at_any_operation_is_told_of_and_nothing_half_is_left(code: int
     assert 10 < number < MOST - 1
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=["ENOSPC", "EDQUOT", "EIO"])
+def test_an_error_in_the_writer_process_is_told_of_as_what_it_is_and_the_memory_is_given_back(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(System, "write", fail)
+    requested, content = job(tmp_path, 1)
+    with os.fdopen(os.memfd_create("the-state"), "wb", buffering=0) as memory:
+        memory.write(content)
+        problem = process._done(requested, memory.fileno(), os.getppid())
+    assert problem["transient"] == (code != errno.EIO)
+    assert ("cannot be written to" if code == errno.EIO else "there is no space") in str(problem["message"])
+    assert "the-state" not in Path("/proc/self/maps").read_text()
+
+
 def test_a_new_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     write(*job(tmp_path / "a" / "b", 1))
     assert [found.step for found in checkpoints(tmp_path / "a" / "b")] == [1]
 
 
+@pytest.fixture(params=["here", "on NFS"])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, only regular files have locks; an exclusive one needs the right to write, a shared one to read."""
+    flock = fcntl.flock
+
+    def lock(file: int | IO[bytes], kind: int) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        unfit = os.O_WRONLY if kind & fcntl.LOCK_SH else os.O_RDONLY
+        if mode == unfit or not S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "as NFS says it")
+        flock(descriptor, kind)
+
+    if request.param == "on NFS":
+        monkeypatch.setattr(process.fcntl, "flock", lock)
+
+
+@pytest.mark.usefixtures("locks")
 def test_what_another_process_still_writes_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-00000007-aa").mkdir()
     with process._alone(tmp_path) as alone:
@@ -90,6 +130,21 @@ def test_what_another_process_still_writes_is_left_alone(tmp_path: Path) -> None
         assert len(leftovers(tmp_path)) == 1
     write(*job(tmp_path, 2))
     assert leftovers(tmp_path) == ()
+
+
+@pytest.mark.usefixtures("locks")
+def test_a_save_in_hand_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as save:
+        save.enter_context(process._alone(tmp_path))
+        monkeypatch.setattr(process.time, "sleep", lambda _: save.close())  # it ends once it is waited for
+        wait_for_writers(tmp_path, seconds(60))
+        with process._alone(tmp_path) as alone:
+            assert alone
+
+
+def test_where_nothing_was_saved_nobody_is_waited_for_and_nothing_is_written(tmp_path: Path) -> None:
+    wait_for_writers(tmp_path, seconds(60))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_locks_only_what_is_old_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,4 +171,4 @@ def test_where_folders_cannot_swap_names_a_step_is_written_once_more_all_the_sam
     for content in (b"x", b"y"):
         write(*job(tmp_path, 2, content * 5000))
     assert (tmp_path / name_of(2) / "state.json").read_bytes()[:1] == b"y"
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, name_of(2)]

@@ -69,7 +69,12 @@ AVERAGED = """
 import json, sys, torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from ddp_kit import EMA, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, Trainer, TrainerConfig
+
+class Samples(Callback):
+    def on_evaluate(self, trainer, metrics):
+        with torch.no_grad():
+            trainer.model(x[:1])
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
@@ -79,7 +84,7 @@ trainer = Trainer(
     lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     lambda model, batch: model(batch[0]).square().mean(),
     config,
-    callbacks=[EMA(0.5)],
+    callbacks=[EMA(0.5), Samples()],
 )
 x = torch.randn(16, 3, dtype=torch.float64)
 trainer.evaluate(TensorDataset(x))

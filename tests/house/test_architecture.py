@@ -210,7 +210,7 @@ def test_the_environment_is_touched_in_few_places() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
-    starting = {"function_launch", "launcher.cli", "launcher.waiting_launcher"}
+    starting = {"function_launch", "launcher.cli", "launcher.waiting_launcher", "launcher.clusters.ray_driver"}
     assert touching <= {"env", "heartbeat", *starting, *folder("launcher.agent"), *folder("launcher.warm")}
 
 

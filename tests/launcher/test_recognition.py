@@ -92,10 +92,15 @@ def test_with_a_range_of_nodes_they_come_in_any_order(monkeypatch: pytest.Monkey
     assert found.limits.join_timeout == 7
 
 
-def test_a_lost_pod_is_waited_for_as_long_as_a_cluster_takes_to_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read(INDEXED, monkeypatch=monkeypatch).limits.replacement_timeout == 300
-    given = read(INDEXED, "--rdzv-conf", "replacement_timeout=9", monkeypatch=monkeypatch)
-    assert given.limits.replacement_timeout == 9
+@pytest.mark.parametrize("env", [INDEXED, JOBSET, KUBEFLOW])
+def test_a_pod_is_waited_for_as_long_as_a_cluster_takes_to_start_or_replace_it(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = read(env, monkeypatch=monkeypatch).limits
+    assert (limits.join_timeout, limits.replacement_timeout) == (86400, 300)
+    given = read(env, "--rdzv-conf", "replacement_timeout=9,join_timeout=8", monkeypatch=monkeypatch).limits
+    assert (given.join_timeout, given.replacement_timeout) == (8, 9)
+    assert read(env, "--rdzv-conf", "timeout=7", monkeypatch=monkeypatch).limits.join_timeout == 7
 
 
 @pytest.mark.parametrize(

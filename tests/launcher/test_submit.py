@@ -1,16 +1,20 @@
 """`ddpkit submit`: from a command line to the job file of an engine, and to the engine's own command."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import run, seconds
+from launching import run, seconds, started
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.clusters.request import clock, seconds_of
 from ddp_kit.launcher.commands import submit
+
+_HOST = "echo up; read code < go; exit $code"
+_SESSION = "import sys; from ddp_kit.launcher.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +99,7 @@ def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) ->
 def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     with pytest.raises(
-        UsageError, match=rf"{engine} copies the working folder .*/train.py is not a relative path.*\n.*type train.py"
+        UsageError, match=rf"{engine} copies the working folder .*/train.py is not a relative path.*\n.*give train.py"
     ):
         submit.run(["--on", engine, "--nodes", "2", str(tmp_path / "train.py")], print, print)
     os.chdir("jobs")
@@ -107,6 +111,41 @@ def test_a_missing_program_of_the_engine_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="sbatch was not found.*\n.*--dry-run"):
         submit.run(["--on", "slurm", "--nodes", "2", "train.py"], print, print)
+
+
+def test_a_line_break_in_an_argument_adds_no_line_to_the_job_file(tmp_path: Path) -> None:
+    words = ("--nodes", "2", "--image", "x", "train.py", "--prompt", "one\ntouch two\r#SBATCH --nodes=9\u2028three")
+    for engine in ("slurm", "kubernetes", "jobset", "kubeflow"):
+        lines = job_file("--on", engine, *words).splitlines()
+        assert lines[:6] == [line for line in lines[:6] if line.startswith("#")]
+    (tmp_path / "job").write_text(job_file("--on", "slurm", *words))
+    run("bash", "job", cwd=tmp_path, env={"PATH": "/usr/bin:/bin"})
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize(("given", "passed"), [("64", "--cpus-per-task=64 ddpkit"), ("", "ddpkit")])
+def test_a_step_gets_all_cores_of_the_job_unless_the_job_names_a_number(
+    given: str, passed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": given}
+    done = run("bash", "-c", job_file("--on", "slurm", "--nodes", "2", "train.py"), env=env)
+    assert done.stdout == f"{passed} launch train.py\n"
+
+
+def test_a_hang_up_that_is_ignored_does_not_stop_a_job_over_ssh(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    with started("nohup", sys.executable, "-c", _SESSION, "sh", "-c", _HOST, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        (tmp_path / "go").write_text("3\n")
+        assert "exit code 3" in process.stdout.readline()
+        assert process.stdout.readline().strip() == ""
+        assert process.stdout.readline() == "up\n"
+        (tmp_path / "go").write_text("0\n")
+        assert process.wait(seconds(60)) == 0
 
 
 def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:

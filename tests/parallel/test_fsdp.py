@@ -11,7 +11,7 @@ import torch
 from ddp_kit import ConfigError
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel.fsdp import FsdpStrategy
+from ddp_kit.parallel.fsdp import FsdpStrategy, UnitOrder
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -267,6 +267,16 @@ def test_hsdp_says_in_which_micro_batch_a_block_got_no_gradient(start: Start, sc
     run = start("ddpkit", 2, script(DROPPED), REPLICATED, "unused")
     assert run.returncode == 1
     assert "blocks.1.inner.bias got no gradient in the last micro-batch of a step" in run.stderr
+
+
+def test_ranks_without_units_wait_for_each_other_in_the_first_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr("ddp_kit.parallel.fsdp.wait_for_all", lambda _, place, **__: waited.append(place))
+    order = UnitOrder(World(0, 2, 0, 2, 0, torch.device("cpu")), {})
+    for kind in ("training pass", "evaluation pass", "training pass", "evaluation pass"):
+        with order.in_pass(kind):
+            pass
+    assert waited == ["the end of the pass in training pass 1", "the end of the pass in evaluation pass 2"]
 
 
 @pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])

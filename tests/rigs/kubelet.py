@@ -56,7 +56,8 @@ def _job_set(name: str, spec: dict[str, Any]) -> _Job:
     (replicated,) = spec["replicatedJobs"]
     (rule,) = spec["failurePolicy"]["rules"]
     assert spec["network"]["enableDNSHostnames"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    reasons = ["PodFailurePolicy", "DeadlineExceeded"]  # after all others, JobSet starts the Job again
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", reasons)
     job = replicated["template"]["spec"]
     return _Job(job, f"{name}-{replicated['name']}-0", name, spec["failurePolicy"]["maxRestarts"])
 

@@ -123,6 +123,8 @@ def test_who_may_stay_away_is_not_waited_for_without_end(ranks: Ranks) -> None:
     ranks.own.rank = 0
     assert not barrier.all_arrive(ranks.worlds[0], "the end of a loop", "left/0", seconds(0.01))
     assert ranks.barriers[0].passed == 0
+    ranks.own.rank = 1  # it comes too late, and must not do alone what all ranks were to do
+    assert not barrier.all_arrive(ranks.worlds[1], "the end of a loop", "left/0", seconds(60))
 
 
 def test_a_rank_at_another_place_is_an_error_although_a_third_rank_is_missing(ranks: Ranks) -> None:

@@ -3,14 +3,17 @@
 import csv
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
@@ -29,7 +32,7 @@ from ddp_kit import (
 )
 from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
 from ddp_kit.checkpoint.lock import NAME
-from ddp_kit.checkpoint.process import System
+from ddp_kit.checkpoint.process import LOCK, System
 
 
 def data() -> TensorDataset:
@@ -195,20 +198,23 @@ def test_a_run_begun_afresh_sets_aside_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begins", ["afresh", "from a checkpoint"])
+@pytest.mark.parametrize(
+    ("counted", "first_of_all"), [("TORCHELASTIC_RESTART_COUNT", 0), ("DDPKIT_ROUND", 1)], ids=["failure", "lost node"]
+)
 def test_workers_started_again_go_on_with_their_own_course(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str, counted: str, first_of_all: int
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
     trainer_for(tmp_path, max_steps=2).fit(data())
     (old,) = checkpoints(tmp_path)
     asked = {"resume": None if begins == "afresh" else old.path}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # before its first save
+    monkeypatch.setenv(counted, str(first_of_all + 1))  # before its first save
     first = trainer_for(tmp_path, checkpoint=asked, max_steps=5)
     assert first.step == (0 if begins == "afresh" else 2)
     first.fit(data())
     assert trainer_for(tmp_path, checkpoint=asked).step == 5
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv(counted, str(first_of_all))
     if begins != "afresh":
         assert trainer_for(tmp_path, checkpoint=asked).step == 2
 
@@ -453,6 +459,52 @@ def test_a_save_at_the_user_s_word_says_at_once_that_the_weights_are_spoilt(tmp_
     assert not checkpoints(tmp_path)
 
 
+def test_weights_that_are_spoilt_on_another_rank_end_the_run_on_this_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_for(tmp_path, max_steps=2)
+    trainer.fit(data())
+    monkeypatch.setattr("ddp_kit.trainer.logging.gathered", lambda _, own: [own, [1] if own == [0] else own])
+    with pytest.raises(LossError, match="the weights are not finite after step 2"):
+        trainer._log_points.check_before_save(2)
+
+
+def test_a_save_after_the_loop_is_on_disk_when_it_returns_and_its_failure_an_error(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=2, checkpoint={"background": True, "overlap": True})
+    trainer.fit(data())
+    (path,) = [each.path for each in checkpoints(tmp_path)]
+    shutil.rmtree(path)
+    trainer.save()
+    assert [each.path for each in checkpoints(tmp_path)] == [path]
+    shutil.rmtree(tmp_path)
+    tmp_path.touch()
+    with pytest.raises(CheckpointError):
+        trainer.save()
+
+
+def test_checkpoints_that_cannot_be_loaded_end_the_run_instead_of_starting_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_for(tmp_path, max_steps=2).fit(data())
+    no_memory = Mock(side_effect=CheckpointError("the state cannot be read (OutOfMemoryError)", ""))
+    monkeypatch.setattr("ddp_kit.checkpoint.manager.load", no_memory)
+    with pytest.raises(CheckpointError, match=r"none of the complete checkpoints .* \(steps 2\)"):
+        trainer_for(tmp_path)
+    assert trainer_for(tmp_path, checkpoint={"resume": None}).step == 0
+
+
+def test_a_callback_that_keeps_a_weight_leaves_it_to_the_model(tmp_path: Path) -> None:
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"weight": next(trainer.model.parameters())}
+
+    trainer = trainer_for(tmp_path, Keeps(), max_steps=2)
+    trainer.fit(data())
+    (found,) = checkpoints(tmp_path)
+    name, weight = next(iter(trainer.model.named_parameters()))
+    assert torch.equal(load_file(found.path / "model.safetensors")[name], weight)
+
+
 def test_an_optimizer_s_state_is_laid_out_as_its_weights_are(tmp_path: Path) -> None:
     x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     images = TensorDataset(x, x.mean(dim=(1, 2, 3)))
@@ -488,4 +540,5 @@ def test_the_last_evaluation_belongs_to_the_last_checkpoint(tmp_path: Path) -> N
 def test_what_a_run_has_left_that_was_killed_while_it_started_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / ".mark-of-a-killed-run").touch()
     trainer_for(tmp_path, max_steps=2).fit(data())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, "record", name_of(2), "trainer-config.yaml"]
+    left = [NAME, LOCK, "record", name_of(2), "trainer-config.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left

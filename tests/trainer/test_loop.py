@@ -6,6 +6,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ddp_kit import BestModel, Callback, CSVLogger, LossError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
+from ddp_kit.trainer.trainer import DeferredGarbageCollection
 
 
 def data(samples: int = 40) -> Tensor:
@@ -106,6 +108,39 @@ def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Pa
     assert idle.step == 0
     del ended  # whose traceback holds the loops
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    class InLastStep(Callback):
+        def on_step(self, trainer: Any) -> None:
+            if trainer.step == trainer.total_steps:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer_for(tmp_path / "first", InLastStep(), max_steps=2).fit(data())
+    second = trainer_for(tmp_path / "second", max_steps=4)
+    second.fit(data())
+    assert second.step == 4
+
+
+def test_garbage_that_takes_long_to_collect_is_collected_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("ddp_kit.trainer.trainer.time.perf_counter", lambda: now[0])
+    collected: list[float] = []
+
+    def collect() -> None:
+        collected.append(now[0])
+        now[0] += 0.5
+
+    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.collect", collect)
+    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.isenabled", lambda: True)
+    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.enable", lambda: None)  # tests run without collections
+    garbage = DeferredGarbageCollection()
+    with garbage.deferred():
+        while now[0] < 160:
+            garbage.collect_if_due()
+            now[0] += 0.25
+    assert len(collected) == 3
+    assert min(later - earlier for earlier, later in pairwise(collected)) > 25
 
 
 # What is left behind -------------------------------------------------------------------------------------------------

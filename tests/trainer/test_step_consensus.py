@@ -8,6 +8,7 @@ import pytest
 from launching import seconds, wait_until
 from torch.distributed import HashStore
 
+from ddp_kit.distributed import consensus
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 
 RANKS = 4
@@ -72,6 +73,21 @@ def test_who_is_busy_can_ask_whether_to_stop() -> None:
     wait_until(ranks[0].stops, "told to stop")
     for rank in ranks:
         rank.close()
+
+
+def test_nobody_waits_for_a_rank_that_has_left_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consensus, "_CLOSED_POLL_SECONDS", 0.0)
+    store, request = HashStore(), {}
+    stays, leaves = (StepConsensus(rank, 2, lambda _: store, lambda rank=rank: request.get(rank)) for rank in range(2))
+    stays.begin()
+    leaves.begin()
+    assert (stays.due(), leaves.due()) == (None, None)
+    leaves.close()
+    request[0] = STOP
+    wait_until(lambda: not stays.running or stays._hold, "noticed the request")
+    assert stays.due() is None
+    assert not stays.running
+    stays.close()
 
 
 def test_nobody_waits_for_a_store_that_is_gone() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ddp_kit.launcher.clusters.kubernetes import JOBSET, job_spec, labels, manifest, node_count
 from ddp_kit.launcher.clusters.request import Request
 
+_FINAL = ["PodFailurePolicy", "DeadlineExceeded"]  # otherwise, the JobSet would restart the job after its time limit
 _NAME = {
     "name": JOBSET,
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-name']"}},
@@ -26,7 +27,7 @@ def job_set(request: Request, env: Sequence[Mapping[str, Any]], metadata: Mappin
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {
             "maxRestarts": request.retries,
-            "rules": [{"name": "ended", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            "rules": [{"name": "ended", "action": "FailJobSet", "onJobFailureReasons": _FINAL}],
         },
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {**metadata, "spec": spec}}],
     }

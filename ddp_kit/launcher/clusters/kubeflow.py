@@ -5,7 +5,7 @@ from typing import Any
 
 from ddp_kit.env import MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT, NODE_RANK_DEFAULT, NODES_DEFAULT
 from ddp_kit.launcher.clusters.jobset import job_set
-from ddp_kit.launcher.clusters.kubernetes import labels, manifest, resources
+from ddp_kit.launcher.clusters.kubernetes import PENDING_SECONDS, REPLACEMENT_SECONDS, labels, manifest, resources
 from ddp_kit.launcher.clusters.request import JobPlace, Request, check_rank, number
 
 RUNTIME = "ddpkit"
@@ -33,6 +33,8 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
                 "host": MASTER_ADDR_DEFAULT,
                 "port": MASTER_PORT_DEFAULT,
             },
+            join=PENDING_SECONDS,
+            replacement=REPLACEMENT_SECONDS,
             waits_for="`kubectl get pods` shows which pods are not running, and why",
         )
     )
@@ -69,7 +71,8 @@ def runtime(request: Request) -> str:
         {
             "apiVersion": _API,
             "kind": "ClusterTrainingRuntime",
-            "metadata": {"name": RUNTIME},
+            # Kubeflow's SDK only lists runtimes with this label.
+            "metadata": {"name": RUNTIME, "labels": {"trainer.kubeflow.org/framework": "torch"}},
             "spec": {
                 "mlPolicy": {"numNodes": request.nodes, "torch": {}},
                 "template": {"spec": spec},

@@ -113,7 +113,9 @@ def _rules() -> list[dict[str, Any]]:
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _POD = "HOSTNAME"
-_REPLACEMENT_SECONDS = 300.0
+PENDING_SECONDS = 86400.0
+"""Time for all pods to start: the cluster may have no free node for hours. The job's time limit can end it earlier."""
+REPLACEMENT_SECONDS = 300.0
 """Time for the Job to replace a lost pod: to notice the loss, schedule a pod, pull its image and start it."""
 JOBSET = "JOBSET_NAME"
 """Name of the JobSet; the manifest sets it from a label."""
@@ -143,7 +145,8 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
             port=PORT,
             run_id=env.get(JOBSET) or host.split(".")[0],
             sources={"nodes": NODES_DEFAULT, "node rank": _INDEX, "host": source},
-            replacement=_REPLACEMENT_SECONDS,
+            join=PENDING_SECONDS,
+            replacement=REPLACEMENT_SECONDS,
             waits_for="`kubectl get pods` shows which pods are not running, and why",
         )
     )
@@ -190,5 +193,8 @@ def job_file(request: Request) -> str:
 
 
 def submission(request: Request, path: str) -> tuple[str, ...]:  # noqa: ARG001
-    """The command that submits the manifest at `path`."""
-    return "kubectl", "apply", "--filename", path
+    """The command that submits the manifest at `path`.
+
+    It fails if a job with this name exists. `kubectl apply` would leave a finished job as it is, and report success.
+    """
+    return "kubectl", "create", "--filename", path

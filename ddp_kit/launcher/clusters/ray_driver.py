@@ -8,6 +8,7 @@ all launchers end with exit code 4, and the driver restarts them all.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ddp_kit.env import THREADS
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters import ssh
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED
@@ -35,9 +37,15 @@ class Host:
         """The IP address of the node that this actor runs on."""
         return str(ray.util.get_node_ip_address())
 
-    def run(self, launch: Sequence[str]) -> int:
-        """Run the launcher, and return its exit code. The launcher is stopped when this actor ends."""
-        with subprocess.Popen(ssh.script(launch), stdin=subprocess.PIPE) as process:
+    def run(self, launch: Sequence[str], cpus: int) -> int:
+        """Run the launcher, and return its exit code. The launcher is stopped when this actor ends.
+
+        `cpus`: the number of CPU cores of this actor.
+        """
+        env = dict(os.environ)
+        if env.get(THREADS) == str(cpus):  # set by Ray, for a single process; the launcher divides the cores
+            del env[THREADS]
+        with subprocess.Popen(ssh.script(launch), stdin=subprocess.PIPE, env=env) as process:
             return process.wait() % 256
 
 
@@ -83,7 +91,8 @@ def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
     try:
         address = ray.get(hosts[0].address.remote())
         launches = [("ddpkit", "launch", *_place(nodes, rank, address), *words) for rank in range(nodes)]
-        return _outcome([host.run.remote(launch) for host, launch in zip(hosts, launches, strict=True)])
+        runs = [host.run.remote(launch, bundle["CPU"]) for host, launch in zip(hosts, launches, strict=True)]
+        return _outcome(runs)
     except (RayActorError, RayTaskError) as error:
         _say(f"a node was lost: {error}")
         return ExitCode.NODE_LOST

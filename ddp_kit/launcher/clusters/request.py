@@ -33,6 +33,8 @@ class JobPlace:
     """Number of GPUs that the environment gives this node, or None if not known."""
     end_time: float | None = None
     """Time at which the environment ends the job, in seconds since the epoch, or None if not known."""
+    join: float | None = None
+    """Seconds until all nodes of the job have started; None: use the launcher's default."""
     replacement: float | None = None
     """Seconds that the environment needs to replace a lost node; None: use the launcher's default."""
     waits_for: str = ""

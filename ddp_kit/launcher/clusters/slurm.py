@@ -134,7 +134,7 @@ set -u
 
 # srun does not inherit --cpus-per-task from the job (Slurm 22.05 and later).
 code=0
-srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}"{container}{workdir} {words} || code=$?
+srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}}{container}{workdir} {words} || code=$?
 
 # A task of a job array is named ARRAY_TASK: with the array's id alone, Slurm would requeue every task.
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"

@@ -132,7 +132,8 @@ class _Session:
 
         Returns NODE_LOST if ssh could not reach a host, or lost the connection.
         """
-        before = {number: signal.signal(number, self._stop) for number in _STOP}
+        stops = [each for each in _STOP if signal.getsignal(each) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self._stop) for number in stops}
         try:
             for host, command in self._commands.items():
                 # In a new session, so that Ctrl-C only reaches this process, which stops the launchers and prints their

@@ -28,7 +28,7 @@ examples:
   ddpkit submit --on ssh --hosts gpu1,gpu2 --gpus 8 train.py
   ddpkit submit --on slurm --nodes 4 --gpus 8 --dry-run train.py    print the job file, submit nothing
 
-exit codes of the job, on every engine:
+exit codes of the job, on every engine; docs/clusters.md lists the exceptions of SkyPilot and ssh:
   75, 4            the workers saved, or a node was lost: the job is restarted any number of times
   3, 124, 129-255  the job did not start, hung, or was ended by a signal: it is restarted at most --retries times
   others           the job is not restarted: ddpkit has already restarted the workers, up to --max-restarts times
@@ -169,11 +169,12 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
         )
     time, name = flags.pop("time"), flags.pop("name")
     given = {flag: value for flag, value in flags.items() if value is not None}
+    shown = ["ddpkit", "submit", *(word for word in words if word != "--dry-run")]
     return Request(
         nodes=nodes,
         words=tuple(launch),
         name=name or _job_name(launch),
-        command=shlex.join(["ddpkit", "submit", *(word for word in words if word != "--dry-run")]),
+        command="\n# ".join(shlex.join(shown).splitlines()),  # in a comment of the job file
         seconds=None if time is None else seconds_of(time),
         hosts=hosts[:nodes],
         folder=PurePosixPath(Path.cwd()),
