@@ -27,7 +27,7 @@ ROLE_NAME = "ROLE_NAME"
 ROLE_WORLD_SIZE = "ROLE_WORLD_SIZE"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
-ROUND = "DDPKIT_ROUND"  # 1 for the job's first workers, 2 after the first restart, loss or arrival of a node, and so on
+NODE_CHANGES = "DDPKIT_NODE_CHANGES"  # how often the workers were restarted because a node was lost or joined
 RUN_ID = "TORCHELASTIC_RUN_ID"
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -248,7 +248,7 @@ def is_restarted() -> bool:
 
     torchrun counts only restarts after failures, so under torchrun, only these are known.
     """
-    return _number(os.environ, RESTART_COUNT, 0) > 0 or _number(os.environ, ROUND, 1) > 1
+    return any(_number(os.environ, name, 0) > 0 for name in (RESTART_COUNT, NODE_CHANGES))
 
 
 def attempt_id(env: Mapping[str, str] | None = None) -> str:

@@ -215,7 +215,7 @@ def _assignment(plan: Plan) -> RankAssignment:
     rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
-        round=1,
+        round=0,
         restarts=0,
         group_rank=group_rank,
         group_world_size=nodes,

@@ -200,6 +200,7 @@ class RankAssignment:
     """The ranks of one node in one round."""
 
     round: int
+    """Number of rounds before this one."""
     restarts: int
     """Number of restarts after failures so far."""
     group_rank: int

@@ -23,6 +23,7 @@ from ddp_kit.env import (
     MAX_RESTARTS,
     NCCL_ERROR_HANDLING,
     NO_COLOR,
+    NODE_CHANGES,
     PROCESSES_DEFAULT,
     PYTHON,
     RANK,
@@ -30,7 +31,6 @@ from ddp_kit.env import (
     ROLE_NAME,
     ROLE_RANK,
     ROLE_WORLD_SIZE,
-    ROUND,
     RUN_ID,
     SIGNALS,
     THREADS,
@@ -249,13 +249,14 @@ class Plan:
             MASTER_ADDR: assignment.master_addr,
             MASTER_PORT: assignment.master_port,
             RESTART_COUNT: assignment.restarts,
-            ROUND: assignment.round,
             MAX_RESTARTS: self.rendezvous.limits.max_restarts,
             RUN_ID: self.rendezvous.run_id,
             USE_AGENT_STORE: self.agent_serves_store,
             SIGNALS: ",".join(self.signals_to_handle),
         }
-        return found | {name: str(value) for name, value in contract.items()} | virtual
+        changes = assignment.round - assignment.restarts
+        own = {NODE_CHANGES: str(changes)} if changes else {}  # otherwise the environment is the same as under torchrun
+        return found | {name: str(value) for name, value in contract.items()} | virtual | own
 
 
 def make(

@@ -9,6 +9,7 @@ from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, plan, spec
 from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu, GpuProcess, Process
+from ddp_kit.launcher.job import RankAssignment
 
 GIB = 1024**3
 TWO_CORES = Cpus({0: 0, 1: 1})
@@ -303,6 +304,16 @@ def test_a_meeting_point_of_the_user_s_own_stays(words: str) -> None:
 def test_a_port_from_the_environment_is_the_user_s_own_too() -> None:
     assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["master_port"] == 29501
     assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["rdzv_backend"] == "static"
+
+
+@pytest.mark.parametrize(("rounds", "restarts", "told"), [(0, 0, None), (2, 2, None), (3, 1, "2")])
+def test_workers_are_told_how_often_nodes_have_changed(rounds: int, restarts: int, told: str | None) -> None:
+    assignment = RankAssignment(
+        round=rounds, restarts=restarts, group_rank=0, group_world_size=1, first_rank=0, world_size=1,
+        first_role_rank=0, role_world_size=1, master_addr="a", master_port=1,
+    )  # fmt: skip
+    env = planned("train.py").environment(assignment, 0, {})
+    assert (env.get("DDPKIT_NODE_CHANGES"), env["TORCHELASTIC_RESTART_COUNT"]) == (told, str(restarts))
 
 
 def near(*cores: range) -> tuple[Gpu, ...]:
