@@ -34,6 +34,7 @@ PARTS = {
     "fuzz": ("checkpoint/test_fuzz.py",),
     "chaos": ("end_to_end/test_chaos.py",),
     "recipes": ("end_to_end/test_recipes.py", "end_to_end/test_examples.py", "end_to_end/test_adapted.py"),
+    "benchmarks": ("end_to_end/test_benchmarks.py",),
     "notebooks": ("end_to_end/test_notebooks.py", "end_to_end/test_function_launch.py"),
     "documents": ("house",),
     "types": ("house/test_types.py",),

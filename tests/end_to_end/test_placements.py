@@ -174,7 +174,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "width": "up has 3 outputs, which is not divisible by parallel.tensor=2",
         "pattern": "did you mean 'up'?",
         "plan": "needs a plan of the layers to split",
-        "kind": "is a ReLU",
+        "kind": "a ReLU cannot be split",
         "tied layers": "names one, which shares a weight with other | give each its own weight",
         "outside": "uses weights outside of the model's forward pass",
         "unused": "spare.weight, spare.bias got no gradient",
