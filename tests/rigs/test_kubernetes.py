@@ -25,7 +25,9 @@ def cluster(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
     def submit(*words: str, kind: str = "kubernetes", retries: int = 1) -> Kubelet:
         printed: list[str] = []
-        flags = ["--on", kind, "--nodes", "2", "--image", "any", "--grace", str(GRACE), "--retries", str(retries)]
+        flags = ["--on", kind, "--nodes", "2", "--image", "any"]
+        if kind != "kubeflow":  # its runtime sets both
+            flags += ["--grace", str(GRACE), "--retries", str(retries)]
         submit_job([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
         return Kubelet(printed[0], hosts(2), tmp_path, user_environment())
 
