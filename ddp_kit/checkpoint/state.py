@@ -374,7 +374,7 @@ class CallbacksPart(SavedPart):
 
     def check(self, state: Any) -> str | None:
         if not isinstance(state, list) or not all(
-            isinstance(each, list) and len(each) == _NAME_STATE for each in state
+            isinstance(each, list) and len(each) == _NAME_STATE and isinstance(each[0], str) for each in state
         ):
             raise ValueError("the callbacks' states are not a list of pairs (name, state)")
         return None

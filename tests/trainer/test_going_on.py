@@ -33,6 +33,7 @@ from ddp_kit import (
 from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
 from ddp_kit.checkpoint.lock import NAME
 from ddp_kit.checkpoint.process import LOCK, System
+from ddp_kit.checkpoint.state import CallbacksPart
 
 
 def data() -> TensorDataset:
@@ -489,6 +490,13 @@ def test_checkpoints_that_cannot_be_loaded_end_the_run_instead_of_starting_anew(
     with pytest.raises(CheckpointError, match=r"none of the complete checkpoints .* \(steps 2\)"):
         trainer_for(tmp_path)
     assert trainer_for(tmp_path, checkpoint={"resume": None}).step == 0
+
+
+@pytest.mark.parametrize("damaged", [{}, [["EMA"]], [[True, {}]], ["EMA"]])
+def test_damaged_states_of_callbacks_are_refused_before_anything_is_loaded(damaged: Any, tmp_path: Path) -> None:
+    part = CallbacksPart(trainer_for(tmp_path).world, [], pieces=False)
+    with pytest.raises(ValueError, match=r"not a list of pairs \(name, state\)"):
+        part.check(damaged)
 
 
 def test_a_callback_that_keeps_a_weight_leaves_it_to_the_model(tmp_path: Path) -> None:
