@@ -237,10 +237,9 @@ def attempt_folder() -> Path | None:
     return folder if folder.name.startswith("attempt_") else None
 
 
-def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """The id of the job and the number of its restarts after failures; ("", 0) without a launcher."""
-    env = os.environ if env is None else env
-    return env.get(RUN_ID, ""), _number(env, RESTART_COUNT, 0)
+def job_id(env: Mapping[str, str] | None = None) -> str:
+    """The id of the job; "" without a launcher."""
+    return (os.environ if env is None else env).get(RUN_ID, "")
 
 
 def is_restarted() -> bool:
@@ -253,8 +252,9 @@ def is_restarted() -> bool:
 
 def attempt_id(env: Mapping[str, str] | None = None) -> str:
     """The name of this attempt in the record of the run; "" if the job has no unique id."""
-    run_id, restarts = attempt(env)
-    return f"{run_id}.{restarts}" if run_id not in ("", "none") else ""  # torchrun's default is "none"
+    job = job_id(env)
+    restarts = _number(os.environ if env is None else env, RESTART_COUNT, 0)
+    return f"{job}.{restarts}" if job not in ("", "none") else ""  # torchrun's default is "none"
 
 
 def noted_record_folder() -> Path | None:

@@ -33,7 +33,7 @@ from ddp_kit.checkpoint.state import (
 )
 from ddp_kit.config.settings import TrainerConfig, absolute
 from ddp_kit.distributed.world import World, gathered, gathered_bytes
-from ddp_kit.env import attempt, is_restarted
+from ddp_kit.env import is_restarted, job_id
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
@@ -254,7 +254,7 @@ class Checkpoints:
                 writer=writer,
                 writers=len(self._writers),
             )
-            lock = FolderLock(self._folder, attempt()[0]) if writer == 0 else None
+            lock = FolderLock(self._folder, job_id()) if writer == 0 else None
             if self._config.overlap:
                 optimizer.register_step_pre_hook(copy_finisher(self._saver))
         self._folder_use = FolderUse(world, self._folder, lock)
@@ -478,7 +478,7 @@ class Checkpoints:
         if folder is not None and wanted == "auto" and self._load_newest(folder):
             return
         path = None if wanted in (None, "auto") else absolute(str(wanted))
-        lineage = _lineage(path, attempt()[0])
+        lineage = _lineage(path, job_id())
         # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
         if folder is not None and wanted != "auto" and is_restarted() and self._load_newest(folder, lineage):
             return
@@ -496,7 +496,7 @@ class Checkpoints:
         self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
-        self._begin_lineage(_lineage(path, attempt()[0]), kept=self._progress.step if inside else -1)
+        self._begin_lineage(_lineage(path, job_id()), kept=self._progress.step if inside else -1)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
         return next((each.piece_of(tensor) for each in self._saved_parts if each.name == part), None)

@@ -212,15 +212,15 @@ def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
     """
     if world.world_size == 1:
         return True
-    barriers, own = _barriers(world), b"yes"
+    barriers, own = _barriers(world), "yes"
     try:
         keys = [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)]
         _arrive_and_wait(world, barriers, keys, place, seconds, HINT)
     except WorldError:
-        own = b"no"
+        own = "no"
     # The first result counts on all ranks: a rank that arrives after the others' timeout finds all ranks' keys.
     with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
-        return bool(barriers.store.compare_set(f"{_PREFIX}/{name}/all", "", own.decode()) == b"yes")
+        return bool(barriers.store.compare_set(f"{_PREFIX}/{name}/all", "", own) == b"yes")
     return False
 
 

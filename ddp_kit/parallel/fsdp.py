@@ -507,7 +507,7 @@ class FsdpStrategy(Strategy):
                 with self._order.in_pass("evaluation pass"):
                     yield each
         finally:
-            self._units.reshard()
+            self._units.reshard()  # torch would keep the weights of the root unit gathered
 
     # --- State --------------------------------------------------------------------------------------------------------
 

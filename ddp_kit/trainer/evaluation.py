@@ -108,8 +108,8 @@ class Evaluator:
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
         with self._run_state.callbacks:
+            self._checkpoints.finish_copy()  # callbacks may change the weights, as EMA does
             try:
-                self._checkpoints.finish_copy()  # callbacks may change the weights, as EMA does
                 self._call_callbacks("on_evaluate_start")
                 with parts.heartbeat.during(Phase.EVALUATION):
                     parts.strategy.sync_buffers()

@@ -9,7 +9,7 @@ from ddp_kit.checkpoint import saver
 from ddp_kit.checkpoint.saver import SharedBuffer
 
 
-def test_every_byte_arrives_and_none_beside() -> None:
+def test_every_byte_arrives_and_no_other_is_written() -> None:
     sizes = [0, 1, 63, 64, 65, 0, 128, 1000, 7, 4096]
     tensors = [torch.randint(1, 255, (size,), dtype=torch.uint8) for size in sizes]
     tensors += [torch.arange(30.0).reshape(5, 6).T, torch.tensor([1 + 2j]).conj(), torch.tensor(3)]

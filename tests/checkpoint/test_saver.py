@@ -348,7 +348,7 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
     assert writers() == []
 
 
-def test_an_error_in_the_middle_of_a_file_is_told_of_as_what_it_is(tmp_path: Path, writers: Writers) -> None:
+def test_an_error_in_the_middle_of_a_file_is_reported_as_what_it_is(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.save(1, state(1.0))
         saver.wait()

@@ -83,7 +83,7 @@ def test_an_error_at_any_operation_is_told_of_and_nothing_half_is_left(code: int
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=["ENOSPC", "EDQUOT", "EIO"])
-def test_an_error_in_the_writer_process_is_told_of_as_what_it_is_and_the_memory_is_given_back(
+def test_an_error_in_the_writer_process_is_reported_as_what_it_is_and_the_memory_is_given_back(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:

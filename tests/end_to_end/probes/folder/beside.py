@@ -1,1 +1,1 @@
-"""A module beside the one that is run."""
+"""A module next to the one that is run."""

@@ -1,3 +1,3 @@
 """A module of the user that has the name of another."""
 
-MARK = "the one beside the script"
+MARK = "the one next to the script"
