@@ -1,6 +1,6 @@
 """Weights, optimizer and scheduler as parts of a checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -414,7 +414,7 @@ class SchedulerPart(SavedPart):
 
 def _kind(scheduler: LRScheduler) -> str:
     """The class name of a scheduler, followed by the class names of the schedulers inside it."""
-    inner = ", ".join(map(_kind, _inner(scheduler)))
+    inner = ", ".join(_kind(one) for several in _inner(scheduler).values() for one in several)
     return type(scheduler).__name__ + (f"({inner})" if inner else "")
 
 
@@ -426,14 +426,27 @@ def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
     for name in state:
         if callable(getattr(type(scheduler), name, None)):
             raise ValueError(f"{name} in the checkpoint's scheduler state would replace a method of the scheduler")
-    for name in ("base_lrs", "_last_lr"):
-        if len(state.get(name, scheduler.base_lrs)) != len(scheduler.base_lrs):
+    groups = len(scheduler.optimizer.param_groups)
+    for name in ("base_lrs", "_last_lr"):  # SequentialLR and ChainedScheduler have no base_lrs
+        if name in state and len(state[name]) != groups:
             raise ValueError(
                 f"{name} of the checkpoint's scheduler has {len(state[name])} values instead of one per parameter group"
             )
+    for name, inner in _inner(scheduler).items():
+        states = state.get(name, [])
+        states = states if isinstance(states, list | tuple) else [states]
+        if name in state and len(states) != len(inner):
+            raise ValueError(f"{name} of the checkpoint's scheduler has {len(states)} values instead of {len(inner)}")
+        for saved, own in zip(states, inner, strict=False):
+            if isinstance(saved, Mapping):
+                _check_values(saved, own)
 
 
-def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    for value in vars(scheduler).values():
+def _inner(scheduler: LRScheduler) -> dict[str, list[LRScheduler]]:
+    """Schedulers inside a scheduler, by the name of the attribute that holds them."""
+    found = {}
+    for name, value in vars(scheduler).items():
         several = value if isinstance(value, list | tuple) else [value]
-        yield from (one for one in several if isinstance(one, LRScheduler))
+        if inner := [one for one in several if isinstance(one, LRScheduler)]:
+            found[name] = inner
+    return found

@@ -1,0 +1,183 @@
+"""Every learning-rate scheduler of torch, alone and nested, stopped after each of a dozen steps and resumed."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit.checkpoint.model_state import SchedulerPart
+
+# torch warns where a ChainedScheduler that is not the last one of a SequentialLR is loaded.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
+STEPS = 12
+DATA = TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(0)))
+
+Make = Callable[[Optimizer], LRScheduler]
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.9 if step % 2 else 1.05},
+    "StepLR": {"step_size": 3},
+    "MultiStepLR": {"milestones": [2, 5, 5, 9]},
+    "ConstantLR": {"total_iters": 4},
+    "LinearLR": {"total_iters": 6},
+    "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {"total_iters": 10, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 8},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3, "cycle_momentum": False},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": STEPS},
+    "ReduceLROnPlateau": {"patience": 0, "factor": 0.5, "threshold": 10.0},
+}
+NESTED = {"SequentialLR", "ChainedScheduler"}
+ABSTRACT = {"LRScheduler", "_LRScheduler"}
+
+
+def made(name: str, **more: Any) -> Make:
+    return lambda optimizer: getattr(lr_scheduler, name)(optimizer, **ARGUMENTS[name], **more)
+
+
+def in_turn(*schedulers: Make, milestones: list[int]) -> Make:
+    return lambda optimizer: lr_scheduler.SequentialLR(optimizer, [make(optimizer) for make in schedulers], milestones)
+
+
+def chained(*schedulers: Make) -> Make:
+    return lambda optimizer: lr_scheduler.ChainedScheduler([make(optimizer) for make in schedulers], optimizer)
+
+
+def cases() -> dict[str, Make]:
+    """Each scheduler alone, each after a linear warm-up as torch's documentation has it, and nested ones."""
+    plain = {name: made(name) for name in ARGUMENTS}
+    following = {f"LinearLR, then {name}": made(name) for name in ARGUMENTS if name != "ReduceLROnPlateau"}
+    warm = made("LinearLR", start_factor=0.1)
+    return (
+        plain
+        | {name: in_turn(warm, make, milestones=[4]) for name, make in following.items()}
+        | {
+            "chained": chained(made("ConstantLR"), made("ExponentialLR")),
+            # torch steps a ChainedScheduler that is first in a SequentialLR only; a later one has no get_lr().
+            "chained in turn": in_turn(chained(warm, made("ExponentialLR")), made("StepLR"), milestones=[3]),
+            "in turn chained": chained(in_turn(warm, made("StepLR"), milestones=[5]), made("ExponentialLR")),
+            "three in turn": in_turn(warm, made("ConstantLR"), made("CosineAnnealingLR"), milestones=[3, 7]),
+        }
+    )
+
+
+def test_every_scheduler_of_torch_has_a_case() -> None:
+    classes = {name for name, value in vars(lr_scheduler).items() if inspect.isclass(value)}
+    assert {name for name in classes if issubclass(getattr(lr_scheduler, name), LRScheduler)} == (
+        {*ARGUMENTS} | NESTED | ABSTRACT
+    )
+
+
+class Rates(Callback):
+    """The learning rates of both parameter groups after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_step(self, trainer: Trainer) -> None:
+        self.seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+def trained(make: Make, folder: Path, steps: int, **settings: Any) -> tuple[Any, Any]:
+    """The rates after each step, and the weights at the end."""
+    torch.manual_seed(0)
+    model, rates = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), Rates()
+    # Two groups with rates of their own: a scheduler that loses one of them shows.
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters(), "lr": 0.02}]
+    config = TrainerConfig(
+        global_batch_size=8,
+        max_steps=steps,
+        eval_every_steps=1 if make is PLATEAU else None,
+        checkpoint={"dir": folder, "every_steps": 1, "keep_last": STEPS + 1},
+        **settings,
+    )
+    trainer = Trainer(model, torch.optim.SGD(groups, momentum=0.9), loss_fn, config, scheduler=make, callbacks=[rates])
+    trainer.fit(DATA, DATA if make is PLATEAU else None)
+    return rates.seen, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+CASES = cases()
+PLATEAU = CASES["ReduceLROnPlateau"]
+
+
+def check_resumed(name: str, folder: Path, stops: Iterable[int], warmup: int = 0) -> None:
+    make = CASES[name]
+    rates, weights = trained(make, folder / "whole", STEPS, warmup_steps=warmup)
+    assert len(rates) == STEPS
+    for stop in stops:
+        trained(make, folder / f"{stop}", stop, warmup_steps=warmup)
+        after, end = trained(make, folder / f"{stop}", STEPS, warmup_steps=warmup)
+        assert after == rates[stop:], f"stopped after step {stop}"
+        assert all(torch.equal(end[key], weights[key]) for key in weights), f"stopped after step {stop}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_run_resumed_after_any_step_ends_as_the_undisturbed_one(name: str, warmup: int, tmp_path: Path) -> None:
+    check_resumed(name, tmp_path, range(1, STEPS), warmup)
+
+
+def test_warm_up_and_cosine_resumed_on_both_sides_of_the_milestone(tmp_path: Path) -> None:
+    check_resumed("LinearLR, then CosineAnnealingLR", tmp_path, (3, 4, 9))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name] is not PLATEAU])  # a callback holds its state
+def test_state_of_every_scheduler_after_every_step_is_accepted_and_continues(name: str) -> None:
+    rates = rates_of(scheduler := CASES[name](optimizer_of_two_groups()), STEPS)
+    for stop in range(STEPS):
+        before = CASES[name](optimizer_of_two_groups())
+        assert rates_of(before, stop) == rates[:stop]
+        state = before.optimizer.state_dict(), SchedulerPart(before, {}).state_dict([])
+        after = CASES[name](optimizer_of_two_groups())
+        part = SchedulerPart(after, {})
+        assert part.check(copy.deepcopy(state[1])) is None
+        after.optimizer.load_state_dict(state[0])
+        part.load_state_dict(copy.deepcopy(state[1]), Path())
+        assert rates_of(after, STEPS - stop) == rates[stop:]
+    assert scheduler.get_last_lr() == rates[-1]
+
+
+def test_damaged_state_of_an_inner_scheduler_is_refused() -> None:
+    make = CASES["LinearLR, then StepLR"]
+    part = SchedulerPart(make(optimizer_of_two_groups()), {})
+    for damage in (
+        lambda inner: inner.pop(),
+        lambda inner: inner.append(inner[0]),
+        lambda inner: inner[1].update(base_lrs=[0.1]),
+        lambda inner: inner[1].update(step_size="three"),
+        lambda inner: inner[0].update(get_lr=1),
+    ):
+        state = copy.deepcopy(part.state_dict([]))
+        damage(state["state"]["_schedulers"])
+        with pytest.raises(ValueError, match="checkpoint's scheduler"):
+            part.check(state)
+
+
+def optimizer_of_two_groups() -> Optimizer:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    return torch.optim.SGD([{"params": weights[0], "lr": 0.1}, {"params": weights[1], "lr": 0.02}], momentum=0.9)
+
+
+def rates_of(scheduler: LRScheduler, steps: int) -> list[list[float]]:
+    rates = []
+    for _ in range(steps):
+        scheduler.optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr())
+    return rates
