@@ -76,6 +76,7 @@ bench: $(STAMP)  ## launch, failures, rendezvous, loop and checkpoints, against 
 	$(BIN)/python benchmarks/checkpoint.py
 
 gpu: $(if $(WHEELS),,$(STAMP)) ## all that only a GPU shows, in under ten minutes; offline: PYTHON=with torch, WHEELS=folder
+	$(if $(WHEELS),,$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate lightning)
 	$(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --out $(OUT) $(if $(WHEELS),--wheels $(WHEELS))
 
 wheels:          ## what `make gpu` needs on a machine without a network, but torch: WHEELS=folder, WHEELS_FOR=3.12

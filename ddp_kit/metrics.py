@@ -99,7 +99,10 @@ class Mean:
 
     def pair(self) -> Tensor:
         """(sum, weight) as a float64 tensor of shape [2] on the device."""
-        return torch.stack((self._sum, torch.as_tensor(self._weight, dtype=torch.float64, device=self._sum.device)))
+        weight = self._weight
+        if not isinstance(weight, Tensor):
+            weight = torch.full((), weight, dtype=torch.float64, device=self._sum.device)  # a copy would wait
+        return torch.stack((self._sum, weight.to(self._sum.device, torch.float64, non_blocking=True)))
 
 
 def reduced(means: Sequence[Mean]) -> list[float]:

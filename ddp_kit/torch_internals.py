@@ -199,28 +199,24 @@ class DdpReducer:
         reducer = self._wrapper.reducer
         if reducer._rebuild_buckets():
             self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
+            self._wrapper.logger.set_runtime_stats_and_log()  # with the new order; DDP does it in the next forward pass
         if self._wrapper.static_graph:
             # With a static graph, DDP counts the backward passes of its first iteration, which ends when the next
             # iteration is prepared. Without this call, passes of the next step and of user code would be counted too.
             reducer.prepare_for_forward()
 
     def settled_order(self) -> list[Tensor] | None:
-        """The parameters in the order in which they are reduced; None before the buckets are rebuilt.
-
-        DDP's logging data contains the order only after the next forward pass, too late for a checkpoint of the first
-        step.
-        """
+        """The parameters in the order in which they are reduced; None before the buckets are rebuilt."""
         if not getattr(self._wrapper, "_has_rebuilt_buckets", False):
             return None
-        return [parameter for bucket in self._zeros() for parameter in bucket.parameters()]
+        buckets = self._wrapper._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+        parameters = [parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad]
+        return [parameters[int(index)] for index in buckets.replace(",", " ").split()]
 
     def reduce_zeros(self, begun: int) -> None:
         """Start the reductions of all buckets except the first `begun`, with zeros in place of gradients."""
-        for bucket in self._zeros()[begun:]:
+        for bucket in list(self._wrapper.reducer._get_zeros_like_grad_buckets())[begun:]:
             self._wrapper.reducer._run_comm_hook(bucket)
-
-    def _zeros(self) -> list[Any]:
-        return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
 
 
 # --- GPU allocator ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from ddp_kit import EMA, Callback, DataConfig, Loss, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.data import on_device
+from ddp_kit.distributed import consistency
+from ddp_kit.metrics import Mean
 from ddp_kit.trainer import model_flops
 from ddp_kit.trainer.model_flops import PeakRates
 
@@ -96,7 +98,8 @@ def test_the_host_does_not_wait_for_the_device_between_log_points(precision: str
         log_every_steps=50,
         precision=precision,
         callbacks=[EMA()],
-        make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        # GradScaler waits before the step of an optimizer that does not unscale gradients itself, as fused ones do.
+        make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=precision == "fp16"),
     )
     steps = trainer.steps(data())
     for _ in range(3):  # the first steps allocate
@@ -232,7 +235,7 @@ def by_hand(precision: str, steps: int) -> dict[str, Tensor]:
     model, device = network().to("cuda"), torch.device("cuda", 0)
     if precision == "bf16-true":
         model.to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     x, y = data().tensors
@@ -456,3 +459,80 @@ def test_running_out_of_memory_says_what_to_do_and_leaves_a_snapshot(tmp_path: P
     (note,) = caught.value.__notes__
     assert 'micro_batch_size="auto"' in note
     assert (tmp_path / "rank0_out_of_memory.pickle").stat().st_size > 0
+
+
+# --- Random numbers, streams and rows -------------------------------------------------------------------------------
+
+
+def shaken(batch: Any) -> Any:
+    return [batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]]
+
+
+@pytest.mark.parametrize("seed_samples", [False, True])
+def test_device_transform_that_draws_on_the_gpu_does_not_depend_on_prefetching(seed_samples: bool) -> None:
+    losses = []
+    for ahead in (0, 1, 4):
+        settings = DataConfig(prefetch_batches=ahead, device_transform=shaken, seed_samples=seed_samples)
+        losses.append(trainer_for(model=Noisy(), max_steps=20, data=settings).fit(data()).loss)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_device_transform_that_draws_on_the_gpu_resumes_bitwise(tmp_path: Path) -> None:
+    def run(folder: Path, until: int) -> dict[str, Tensor]:
+        trainer = trainer_for(
+            model=Noisy(),
+            max_steps=until,
+            data=DataConfig(prefetch_batches=3, device_transform=shaken),
+            checkpoint={"dir": folder},
+        )
+        trainer.fit(data())
+        return trainer.model.state_dict()
+
+    expected = run(tmp_path / "undisturbed", 12)
+    run(tmp_path / "stopped", 5)
+    resumed = run(tmp_path / "stopped", 12)
+    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+
+
+def test_batches_of_every_loop_are_copied_on_the_same_stream() -> None:
+    streams = set()
+
+    def noted(batch: Any) -> Any:
+        streams.add(torch.cuda.current_stream().cuda_stream)
+        return batch
+
+    trainer = trainer_for(epochs=3, data=DataConfig(device_transform=noted, eval_device_transform=noted))
+    trainer.fit(data(640), data(128))
+    assert len(streams) == 1
+    assert torch.cuda.current_stream().cuda_stream not in streams
+
+
+def test_transform_of_batches_that_are_on_the_gpu_sees_them_complete() -> None:
+    samples = OnTheGpu()
+    batches = ([torch.stack([samples[number][0]])] for number in range(40))
+    doubled = on_device(batches, torch.device("cuda", 0), None, 2, lambda batch: [batch[0] * 2])
+    for number, (batch,) in enumerate(doubled):
+        assert bool((batch == 2 * number).all())
+
+
+def test_what_ranks_compare_and_reduce_at_a_log_point_does_not_wait() -> None:
+    device = torch.device("cuda", 0)
+    model = network().to(device)
+    optimizer = sgd(model.parameters())
+    mean = Mean(device)
+    with nothing_waits():
+        row = consistency.row("all", optimizer, model.parameters(), device)
+        mean.add(torch.ones((), device=device), 3)
+        pair = mean.pair()
+    assert pair.tolist() == [3.0, 3.0]
+    assert row.is_cuda
+
+
+def test_predictions_of_a_whole_dataset_are_not_kept_on_the_gpu() -> None:
+    trainer = trainer_for(model=nn.Linear(16, 1 << 16))
+    before = torch.cuda.memory_allocated()
+    trainer.predict(TensorDataset(data(64).tensors[0]))
+    torch.cuda.reset_peak_memory_stats()
+    predicted = trainer.predict(TensorDataset(data(1024).tensors[0]))  # 256 MiB, in batches of 16 MiB
+    assert not predicted.is_cuda
+    assert torch.cuda.max_memory_allocated() - before < 128 << 20

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_size_t, c_void_p
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -52,6 +52,7 @@ class SharedBuffer:
         self._pinned: bool | None = False  # None: the driver refused
         self._layout: Layout | None = None
         self._filling: Thread | None = None
+        self._pinning = Lock()
         self.targets: list[Tensor] = []
         """Tensors in this memory to which the state is copied, in the order of the layout's places."""
 
@@ -62,12 +63,20 @@ class SharedBuffer:
         return memoryview(self._memory)
 
     def reserve(self, size: int) -> None:
-        """Allocate `size` bytes; a background thread faults in the pages."""
+        """Allocate `size` bytes; a background thread faults in the pages, and pins them if this process uses a GPU."""
         if self._grow(size):
-            filling = Thread(target=_fault_in, args=(self._bytes,), daemon=True)  # daemon: exit does not wait for it
+            gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+            filling = Thread(target=self._fill, args=(self._bytes, gpu), daemon=True)  # daemon: exit does not wait
             with suppress(RuntimeError):  # no thread is available: pages are faulted in on first write
                 filling.start()
                 self._filling = filling
+
+    def _fill(self, memory: Tensor, gpu: int | None) -> None:
+        _fault_in(memory)
+        if gpu is not None:
+            with self._pinning, torch.cuda.device(gpu):  # otherwise this thread would use the first GPU
+                if memory is self._bytes:
+                    self._pin()
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
         """Make room for `tensors`, create views of that memory (`targets`), and write the file headers and `text`.
@@ -114,10 +123,11 @@ class SharedBuffer:
         return True
 
     def _release(self) -> None:
-        if self._pinned and self._bytes is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self._layout, self.targets = False, None, []
-        self._bytes = self._memory = None
+        with self._pinning:
+            if self._pinned and self._bytes is not None:
+                torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned, self._layout, self.targets = False, None, []
+            self._bytes = self._memory = None
 
     def _pin(self) -> None:
         """Pin the memory, so that copies from a GPU run at full speed; if the driver refuses, copies are slower."""

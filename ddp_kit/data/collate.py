@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
+from ddp_kit.distributed.world import World, random_states_kept, seed_pass
 from ddp_kit.errors import DataError
 from ddp_kit.torch_internals import pytree
 
@@ -30,26 +30,31 @@ class DeviceTransform:
     """Applies the user's `data.device_transform` to the batches of one epoch, in order.
 
     Batches are transformed before the step that uses them, so each call is seeded separately and does not change the
-    random states of training, which checkpoints store. The seed depends on (seed, epoch, rank, number of the batch).
-    For a `Keyed` batch, each sample is transformed in a separate call, and the seed depends on (seed, epoch, key).
-    `number`: the index of the next batch, counted from the start of the epoch.
+    random states of training, which checkpoints store; on the GPU as well. The seed depends on (seed, epoch, rank,
+    number of the batch). For a `Keyed` batch, each sample is transformed in a separate call, and the seed depends on
+    (seed, epoch, key).
+    `rank`: among the ranks that have different batches. `number`: the index of the next batch, counted from the start
+    of the epoch.
     """
 
-    def __init__(self, function: Callable[[Any], Any], seed: int, epoch: int, rank: int, number: int) -> None:
+    def __init__(
+        self, function: Callable[[Any], Any], world: World, seed: int, epoch: int, rank: int, number: int
+    ) -> None:
         self._function = function
+        self._world = world
         self._seeds = (seed, epoch, rank)
         self._seed = seed
         self._number = number
 
     def __call__(self, batch: Any) -> Any:
         number, self._number = self._number, self._number + 1
-        with random_states_kept():
+        with random_states_kept(self._world):
             if not isinstance(batch, Keyed):
-                seed_generators(mixed_seed(*self._seeds, number))
+                seed_pass(self._world, *self._seeds, number)
                 return self._function(batch)
             samples = []
             for place, key in enumerate(batch.keys):
-                seed_generators(mixed_seed(self._seed, *key))
+                seed_pass(self._world, self._seed, *key)
                 samples.append(self._function(_sample(batch.batch, place)))
             return _joined(samples)
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,9 +48,11 @@ def on_device(
             moved()
             yield arrived
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _copy_stream(device)
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
     for batch in batches:
+        if transform is not None:
+            each_leaf(partial(_hand_over, stream=stream), batch)
         with torch.cuda.stream(stream):
             copied = _ahead(batch, device, dtype)
             waiting.append((copied if transform is None else transform(copied), stream.record_event()))
@@ -64,6 +66,12 @@ def on_device(
         arrived = _arrived(*waiting.popleft(), device, dtype)
         moved()
         yield arrived
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The side stream of a device, on which batches are copied: the allocator keeps separate memory for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _with_first_checked(batches: Iterator[Any], check: Callable[[Any], None]) -> Iterator[Any]:
@@ -100,6 +108,15 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
         return there.to(dtype) if dtype is not None and there.is_floating_point() else there
     return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
+
+
+def _hand_over(leaf: Any, stream: torch.cuda.Stream) -> Any:
+    """Let the side stream read a tensor that is on a GPU already, to which the current stream may still be writing."""
+    if isinstance(leaf, Tensor) and leaf.is_cuda:
+        stream.wait_stream(torch.cuda.current_stream(leaf.device))
+        if leaf.layout is torch.strided and not leaf.is_nested:
+            leaf.record_stream(stream)
+    return leaf
 
 
 def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:

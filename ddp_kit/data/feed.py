@@ -635,7 +635,7 @@ class FeedBuilder:
     def _transform(
         self, function: Callable[[Any], Any] | None, epoch: int = 0, number: int = 0
     ) -> DeviceTransform | None:
-        return function and DeviceTransform(function, self.config.seed, epoch, self.part.rank, number)
+        return function and DeviceTransform(function, self.world, self.config.seed, epoch, self.part.rank, number)
 
     def _on_device(
         self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]

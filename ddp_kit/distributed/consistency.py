@@ -194,7 +194,7 @@ def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch
     The tensor has dtype float64, and two elements per checksum.
     `verify`: the setting `verify_ranks`. `held`: the weights that this rank holds.
     """
-    own = [torch.tensor(rates(optimizer), device=device)]
+    own = [torch.full((), rates(optimizer), dtype=torch.int64, device=device)]  # a copy from the host would wait
     if verify != "off":
         own.append(bits(held))
     if verify == "all":

@@ -165,9 +165,9 @@ def set_random_states(states: RandomStates) -> None:
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Context manager that restores the states of the CPU generators on exit."""
-    before = random_states()
+def random_states_kept(world: World | None = None) -> Iterator[None]:
+    """Context manager that restores the states of the CPU generators on exit; with `world`, also those of its GPUs."""
+    before = random_states(world)
     try:
         yield
     finally:

@@ -545,9 +545,14 @@ class LogPoints:
         if self._parts.config.non_finite_gradients == "skip":
             return
         self._check_losses()
-        weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
+        device = self._parts.world.device  # with a device map, weights are on several
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
-        bad = bool(weights) and not torch.stack([each.sum(dtype=torch.float32) for each in weights]).isfinite().all()
+        sums = [
+            weight.sum(dtype=torch.float32).to(device, non_blocking=True)
+            for weight in self._parts.strategy.local_parameters()
+            if weight.is_floating_point()
+        ]
+        bad = bool(sums) and not torch.stack(sums).isfinite().all()
         if any(row != [0] for row in gathered(self._parts.world, [int(bad)])):  # each rank may hold other weights
             raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
 

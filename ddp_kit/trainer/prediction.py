@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_kit.data.feed import EvaluationData
-from ddp_kit.distributed.world import World, gathered, gathered_bytes
+from ddp_kit.distributed.world import World, gathered, gathered_bytes, host_group
 from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
 from ddp_kit.progress import with_bar
@@ -46,14 +46,14 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
             if leaves.keys() != columns.keys():
                 raise _other_names(columns, leaves)
             for name, leaf in leaves.items():
-                columns[name].append(leaf)
+                columns[name].append(leaf.cpu())  # the outputs of a whole dataset may not fit on the device
             outputs.clear()
     own = {name: _joined(name, pieces) for name, pieces in columns.items()}
     if parts.world.world_size > 1:
         own, spec = _gather(own, spec, parts.world)
     if spec is None:
         raise LossError("predict got no samples", "check what the data yields")
-    return _plain(pytree.tree_unflatten([leaf.cpu() for leaf in own.values()], spec))
+    return _plain(pytree.tree_unflatten([*own.values()], spec))
 
 
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
@@ -145,14 +145,14 @@ def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, 
         spec = _spec_of(source_rank, spec, world)
     joined = {}
     for name, (kind, shape) in forms[source_rank].items():
-        whole = torch.empty(sum(counts), *shape, dtype=getattr(torch, kind), device=world.device)
+        whole = torch.empty(sum(counts), *shape, dtype=getattr(torch, kind))
         start = 0
         for rank, count in enumerate(counts):
             piece = whole[start : start + count]
             if rank == world.rank and count:
                 piece.copy_(own[name])
             if piece.numel():
-                dist.broadcast(piece.view(-1).view(torch.uint8), src=rank)
+                dist.broadcast(piece.view(-1).view(torch.uint8), src=rank, group=host_group(world))
             start += count
         joined[name] = whole
     # In this rank's own order of names: dicts on other ranks may have a different order.

@@ -611,3 +611,13 @@ def test_tensors_on_a_gpu_come_back_and_go_there_again(tmp_path: Path, same: Sam
     assert there["w"].is_cuda
     assert there["tied"] is there["w"]
     assert there["random"].device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_reserved_memory_is_pinned_before_the_first_save(tmp_path: Path) -> None:
+    torch.cuda.init()
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.reserve(1 << 24)
+        saver._buffer._filling.join()
+        assert saver._buffer._bytes.is_pinned()
+    assert saver._buffer._bytes is None

@@ -79,7 +79,7 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
     )
     result = trainer.fit(Noisy())
     held = [*trainer.model_state().values(), *ema.model_state().values()]
-    bits = torch.cat([(each.tensor if isinstance(each, Piece) else each).double().flatten() for each in held])
+    bits = torch.cat([(each.tensor if isinstance(each, Piece) else each).cpu().double().flatten() for each in held])
     digest = hashlib.sha256(bits.numpy()).hexdigest()
     print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest}\n", end="", flush=True)
 

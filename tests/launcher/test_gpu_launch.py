@@ -132,7 +132,7 @@ def test_a_process_on_a_gpu_is_seen_and_the_gpu_is_not_free(ddpkit: Run, script:
     assert "busy: 1 process" in shown.stdout, shown.stdout
     assert f"pid {process.pid} of" in shown.stdout, shown.stdout
     assert refused.returncode == 2
-    assert "are free" in refused.stderr
+    assert f"--gpus free:{len(gpus())} is not available: found {len(gpus()) - 1} free" in refused.stderr
     wait_until(lambda: not any(gpu.processes for gpu in gpus()), "no process on a GPU once it is gone")
 
 
