@@ -14,7 +14,7 @@ the model. Therefore, the `forward` of each block is replaced only within that c
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -324,8 +324,12 @@ class _Stored:
         self._compressed = compresses
         parts = compressed(tensor.detach()) if compresses else (tensor.detach(),)
         self._parts = tuple(map(_on_host, parts)) if offloads else parts
+        on_gpu = offloads and self._device.type == "cuda"
+        self._copied = _offload_stream(self._device).record_event() if on_gpu else None
 
     def tensor(self) -> Tensor:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
         parts = [each.to(self._device, non_blocking=True) for each in self._parts]
         return decompressed(parts[0], parts[1], self._shape, self._dtype) if self._compressed else parts[0]
 
@@ -333,10 +337,21 @@ class _Stored:
 def _on_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host, with the same strides.
 
-    The copy runs on the device's current stream, and the host does not wait for it.
+    From a GPU, the copy runs on a side stream, overlapped with the layers that follow; the host does not wait for it.
     """
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return copy.copy_(tensor, non_blocking=True)
+    if tensor.device.type != "cuda":
+        return torch.empty_like(tensor, device="cpu").copy_(tensor)
+    stream = _offload_stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)
+    return copy
+
+
+@cache
+def _offload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> int:
