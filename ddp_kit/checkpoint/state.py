@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import safetensors.torch
 import torch
@@ -34,7 +34,7 @@ from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.precision import Precision
-from ddp_kit.state_values import real_number, whole_number
+from ddp_kit.state_values import plain, real_number, whole_number
 
 # --- Load errors ------------------------------------------------------------------------------------------------------
 
@@ -142,6 +142,37 @@ class SavedPart(ABC):
     @abstractmethod
     def load_state_dict(self, state: Any, path: Path) -> None:
         """Load a state that `state_dict()` returned. `path`: the checkpoint, for messages. May raise any error."""
+
+
+# --- Settings that the script has changed -----------------------------------------------------------------------------
+# A checkpoint also holds the settings of the optimizer and the scheduler as the script has written them. If the script
+# that resumes has written other settings, these are used: see docs/resuming.md.
+
+
+class SettingChange(NamedTuple):
+    """A setting whose value in the script differs from the one in the checkpoint."""
+
+    name: str
+    saved: Any
+    own: Any
+
+
+def log_setting_changes(changes: Sequence[SettingChange], more: str = "") -> None:
+    """Log both values of each setting, if there are any, and that the script's is used. `more`: added to the line."""
+    lines = list(dict.fromkeys(f"{name} {_shown(own)} (checkpoint: {_shown(saved)})" for name, saved, own in changes))
+    if lines:
+        others = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        logger.info(
+            "the script's settings replace those of the checkpoint: {}{}{}", ", ".join(lines[:_SHOWN]), others, more
+        )
+
+
+_SHOWN, _LONGEST_VALUE = 8, 60
+
+
+def _shown(value: Any) -> str:
+    text = repr(plain(value))
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 # --- Callback states --------------------------------------------------------------------------------------------------

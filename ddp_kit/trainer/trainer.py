@@ -19,7 +19,7 @@ from ddp_kit import log
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import check_metric
 from ddp_kit.checkpoint.manager import Checkpoints
-from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart, SchedulerPart
+from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
 from ddp_kit.checkpoint.state import (
     BestPart,
     CallbacksPart,
@@ -78,6 +78,7 @@ from ddp_kit.trainer.position import Loop, Position, ProgressPart, RunState, Str
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_model
+from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.searches import (
     OutOfMemory,
     RecoverableStep,
