@@ -1,13 +1,12 @@
 """Values in the state of a run: checks of loaded values, copies, and comparison of saved values with the script's."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
-
-from ddp_kit.structures import each_leaf
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 # Without them, a wrong type in a checkpoint would cause an error only much later.
@@ -70,8 +69,15 @@ def _not_a(kind: str, value: Any, name: str) -> ValueError:
 
 
 def copied(value: Any) -> Any:
-    """Copy the containers and the tensors of a nested value. Other objects are not copied."""
-    return each_leaf(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+    """Copy the dicts, lists, tuples and tensors of a nested value. Other objects are not copied."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        clone = copy(value)  # also for a Counter or a defaultdict
+        for name, each in value.items():
+            clone[name] = copied(each)
+        return clone
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
