@@ -26,6 +26,7 @@ from ddp_kit.distributed.world import (
     encoded,
     mixed_seed,
     random_states,
+    rank_count,
     seed_generators,
     set_random_states,
 )
@@ -236,10 +237,10 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     everyone = saved[_EVERY_RANK]
     if len(everyone) != ranks:
         logger.warning(
-            "{} has a separate state on each rank, but the checkpoint was saved with {} ranks and this run has {}: all "
+            "{} has a separate state on each rank, but the checkpoint was saved with {} and this run has {}: all "
             "ranks load the state of rank 0",
             name,
-            len(everyone),
+            rank_count(len(everyone)),
             ranks,
         )
         rank = 0
@@ -357,10 +358,10 @@ class RandomPart(SavedPart):
             return
         seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
-            "the checkpoint was saved with {} ranks, but this run has {}. If the dataset has a length, the number of "
+            "the checkpoint was saved with {}, but this run has {}. If the dataset has a length, the number of "
             "ranks does not change which samples each step uses. The results still differ, because random numbers (for "
             "example, for dropout) and the batches that BatchNorm sees depend on the number of ranks",
-            len(saved),
+            rank_count(len(saved)),
             ranks,
         )
 

@@ -465,7 +465,7 @@ class Trainer:
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
-            loss=rows[-1].loss if rows else math.nan,
+            loss=rows[-1].loss if rows else self._position.loss,
             history=tuple(rows),
             metrics=evaluations.metrics if evaluations is not None else {},
             skipped=self._optimizer_step.skipped,
@@ -746,6 +746,8 @@ class Trainer:
                     self._garbage.collect_if_due()
                     self._count_flops()
                     row = self._log_schedule.after_step(step, last=self._is_finished())
+                    if row is not None:
+                        self._position.loss = row.loss
                     self._peak_memory.after_step()
                     self._heartbeat.mark(Phase.BETWEEN_STEPS)
                     yield step if row is None else replace(step, log=row)
