@@ -125,7 +125,8 @@ def _changes(scheduler: LRScheduler, saved: Mapping[str, Any], own: Mapping[str,
 
 def _changed_functions(scheduler: LRScheduler) -> Iterator[SettingChange]:
     """The current rates of each LambdaLR whose function is not the one of the checkpoint: functions are not saved."""
-    if isinstance(scheduler, LambdaLR) and scheduler.last_epoch >= 0:  # a SequentialLR sets -1 until it is used
+    # A subclass may compute its rates in another way, and a SequentialLR sets last_epoch to -1 until it is used.
+    if isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr and scheduler.last_epoch >= 0:
         rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         now = [base * function(scheduler.last_epoch) for base, function in rates]
         saved = scheduler.get_last_lr()
