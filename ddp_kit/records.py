@@ -130,7 +130,7 @@ class FitResult:
     samples: int
     """Number of samples that all ranks together have trained on; a sample is counted again in each epoch."""
     loss: float
-    """The mean loss of the last log row; NaN if there is none."""
+    """The mean loss of the last log row, also if an earlier call or a resumed run has logged it; NaN without a row."""
     history: tuple[LogRow, ...]
     """One row per log point."""
     skipped: int

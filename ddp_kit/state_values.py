@@ -1,9 +1,15 @@
-"""Checks of values loaded from a checkpoint. Without them, a wrong type would cause an error only much later."""
+"""Values in the state of a run: checks of loaded values, copies, and comparison of saved values with the script's."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+# Without them, a wrong type in a checkpoint would cause an error only much later.
 
 _MOST = 2**62
 _LONGEST_TEXT = 60
@@ -57,3 +63,44 @@ def check_same_kind(value: Any, own: Any, name: str) -> None:
 def _not_a(kind: str, value: Any, name: str) -> ValueError:
     shown = repr(value)
     return ValueError(f"{name} is not a {kind}: {shown[:_LONGEST_TEXT]}{'...' if len(shown) > _LONGEST_TEXT else ''}")
+
+
+# --- Copies and comparison --------------------------------------------------------------------------------------------
+
+
+def copied(value: Any) -> Any:
+    """Copy the dicts, lists, tuples and tensors of a nested value. Other objects are not copied."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        clone = copy(value)  # also for a Counter or a defaultdict
+        for name, each in value.items():
+            clone[name] = copied(each)
+        return clone
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copies of the options of each parameter group, such as `lr`."""
+    left_out = ("params", "param_names")
+    return [
+        {name: copied(value) for name, value in group.items() if name not in left_out}
+        for group in optimizer.param_groups
+    ]
+
+
+def plain(value: Any) -> Any:
+    """The value with tensors and arrays as numbers and tuples as lists."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal, regardless of how their numbers are stored. NaN equals NaN."""
+    one, other = plain(one), plain(other)
+    return one is other or repr(one) == repr(other) or bool(one == other)

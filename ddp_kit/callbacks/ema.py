@@ -30,16 +30,19 @@ class EMA(Callback):
     `ddp_kit.load_model(path, model, ema=True)` or `ddpkit export --ema`.
 
     Args:
-        decay: The factor of the previous average in the formula above, at least 0 and less than 1.
+        decay: The factor of the previous average in the formula above, at least 0 and less than 1; or a function of the
+            number of optimizer steps done (from 1) that returns it, such as
+            `lambda step: min(0.999, (1 + step) / (10 + step))`. A function may return 1, which keeps the average.
 
     Raises:
         ConfigError: For an invalid decay; when training starts, if a checkpoint's average does not match the model.
     """
 
-    def __init__(self, decay: float = 0.999) -> None:
-        if not 0.0 <= decay < 1.0:
+    def __init__(self, decay: float | Callable[[int], float] = 0.999) -> None:
+        if not callable(decay) and not 0.0 <= decay < 1.0:
             raise ConfigError(
-                f"EMA got an invalid argument: decay={decay!r}", "use a number from 0 to less than 1, such as 0.999"
+                f"EMA got an invalid argument: decay={decay!r}",
+                "use a number from 0 to less than 1, such as 0.999, or a function of the step",
             )
         self._decay = decay
         self._model: nn.Module | None = None
@@ -75,7 +78,18 @@ class EMA(Callback):
             return
         if self._may_move:
             self._take_weights(trainer)
-        interpolate_all(self._average, _with_dtypes_of(self._average, self._parameters), 1 - self._decay)
+        decay = self._decay_after(trainer.step) if callable(self._decay) else self._decay
+        interpolate_all(self._average, _with_dtypes_of(self._average, self._parameters), 1 - decay)
+
+    def _decay_after(self, step: int) -> float:
+        """The value of a decay schedule after this optimizer step."""
+        assert callable(self._decay)
+        decay = float(self._decay(step))
+        if not 0.0 <= decay <= 1.0:
+            raise ConfigError(
+                f"the decay of EMA is {decay!r} after step {step}", "return a number from 0 to 1 for every step"
+            )
+        return decay
 
     @torch.no_grad()
     def on_evaluate_start(self, trainer: Any) -> None:

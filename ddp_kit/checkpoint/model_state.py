@@ -1,6 +1,7 @@
-"""Weights, optimizer and scheduler as parts of a checkpoint."""
+"""Weights and optimizer as parts of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry
-from ddp_kit.checkpoint.state import LONGEST_TEXT, SavedPart, StateMismatchError, types_and_devices
+from ddp_kit.checkpoint.state import (
+    LONGEST_TEXT,
+    SavedPart,
+    SettingChange,
+    StateMismatchError,
+    log_setting_changes,
+    types_and_devices,
+)
 from ddp_kit.checkpoint.weight_files import plain_name
 from ddp_kit.distributed.consistency import bits
-from ddp_kit.distributed.world import World, gathered
+from ddp_kit.distributed.world import World, gathered, random_states_kept
 from ddp_kit.errors import CheckpointError
 from ddp_kit.parallel import Strategy
+from ddp_kit.parallel.shards import settings_of
 from ddp_kit.pieces import Piece, whole_shape
-from ddp_kit.state_values import check_same_kind
+from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value
 from ddp_kit.torch_internals import loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
@@ -267,7 +275,12 @@ def _lay_out_as_parameters(optimizer: Optimizer) -> None:
 
 
 class OptimizerPart(SavedPart):
-    """The optimizer's state, with its class, the names of its parameters, and their dtypes and devices."""
+    """The optimizer's state, with its class, the names of its parameters, and their dtypes and devices.
+
+    It also has the options of the parameter groups as the script has set them (`lr`, `weight_decay`, ...), before any
+    step. If the script that resumes sets other options, these are used. All other options continue with the values that
+    they had at the step of the checkpoint, because schedulers, callbacks and optimizers change them.
+    """
 
     name = "optimizer"
     replicated = True
@@ -282,6 +295,7 @@ class OptimizerPart(SavedPart):
         self._optimizer = optimizer
         self._device_optimizer = device_optimizer
         self._kind = kind
+        self._options = options_of(optimizer)  # as the script has set them
 
     def rank_state(self) -> Any:
         return self._strategy.optimizer_form(self._optimizer)
@@ -314,12 +328,16 @@ class OptimizerPart(SavedPart):
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        """The optimizer's class, and its parameters' names, dtypes and devices. Cached, because they never change."""
+        """The optimizer's class and the script's options, and its parameters' names, dtypes and devices.
+
+        Cached, because they never change.
+        """
         names = self._strategy.held_names()
         return {
             "kind": self._kind,
             "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
             "held": types_and_devices(self._parameters),
+            "options": plain(self._options),
         }
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
@@ -345,23 +363,70 @@ class OptimizerPart(SavedPart):
             for name, default in self._optimizer.defaults.items():
                 if name in options:
                     check_same_kind(options[name], default, f"{name} in parameter group {number} of the checkpoint")
+        if not isinstance(saved["options"], list) or [*map(type, saved["options"])] != [dict] * here:
+            raise ValueError("the options of the checkpoint's optimizer are not one dict per parameter group")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         own_types, own_devices = self._own["held"]
         types, devices = state.get("held", self._own["held"])
         saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
+        saved["param_groups"], changes = self._with_script_options(state)
+        same_kernels = not {name for name, *_ in changes} & {"fused", "capturable"}
         if self._strategy.shards:
             saved["state"] = self._strategy.own_optimizer_state(saved["state"])
             saved["state"] = of_pieces(saved["state"], self._device_optimizer, self._strategy)
         try:
             load_optimizer_state(
-                self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices
+                self._optimizer,
+                saved,
+                keep_types=types == own_types,
+                keep_devices=devices == own_devices and same_kernels,
             )
         except Exception as error:
             raise StateMismatchError(
                 f"the checkpoint's optimizer state cannot be loaded: {str(error)[:LONGEST_TEXT]}"
             ) from None
+        log_setting_changes(changes)
+
+    def _with_script_options(self, state: Any) -> tuple[list[dict[str, Any]], list[SettingChange]]:
+        """The checkpoint's parameter groups with the options that the script has changed, and these changes."""
+        groups, changes = [], []
+        for group, own, saved in zip(
+            state["param_groups"], self._options, state.get("options", self._own["options"]), strict=True
+        ):
+            # A scheduler determines `lr` from `initial_lr`: the part "scheduler" sets it.
+            names = [name for name in own if name in saved and not (name == "lr" and "initial_lr" in own)]
+            changed = {name: copied(own[name]) for name in names if not same_value(own[name], saved[name])}
+            changes += [
+                SettingChange("lr" if name == "initial_lr" else name, saved[name], value)
+                for name, value in changed.items()
+            ]
+            groups.append({**group, **changed})
+            if changed and (missing := self._missing_state(group, groups[-1])):
+                raise StateMismatchError(
+                    f"the script sets {', '.join(f'{name}={value!r}' for name, value in changed.items())}, but the "
+                    f"checkpoint's optimizer state has no {missing}, which is needed for that"
+                )
+        return groups, changes
+
+    def _missing_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+        """The name of the state that a step with the options `after` needs, but a step with `before` does not create.
+
+        None if there is none, or if it cannot be tried. Example: Adam's `amsgrad=True` needs `max_exp_avg_sq`.
+        """
+        kind: Any = type(self._optimizer)
+        parameter = nn.Parameter(torch.ones(2, 2))
+        parameter.grad = torch.ones(2, 2)
+        with random_states_kept(), suppress(Exception):
+            trial = kind([parameter], **settings_of(kind, before))
+            trial.step()
+            trial.param_groups[0].update(settings_of(kind, after))
+            try:
+                trial.step()
+            except KeyError as error:
+                return str(error.args[0])
+        return None
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -373,80 +438,3 @@ def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)
     return parameters[int(number)] if known else None
-
-
-# --- Scheduler --------------------------------------------------------------------------------------------------------
-
-
-_SCHEDULER_FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # attributes of every LRScheduler
-
-
-class SchedulerPart(SavedPart):
-    """The learning-rate scheduler, including the schedulers inside it."""
-
-    name = "scheduler"
-    version = 2  # version 1 lacked the class
-
-    def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
-        """`by_update`: name -> scheduler of each update; empty unless a step has several updates, as for a GAN."""
-        self._scheduler = scheduler
-        self._by_update = by_update
-
-    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        own = self._scheduler
-        return None if own is None else {"kind": _kind(own), "state": own.state_dict()}
-
-    def check(self, state: Any) -> str | None:
-        own = "none" if self._scheduler is None else _kind(self._scheduler)
-        saved = "none" if state is None else state.get("kind", own)
-        if saved != own:
-            return f"the checkpoint's scheduler is {saved}, but this run uses {own}"
-        for update, scheduler in self._by_update.items():
-            _check_values(state["state"][update], scheduler)
-        if self._scheduler is not None and not self._by_update:
-            _check_values(state["state"], self._scheduler)
-        return None
-
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        if self._scheduler is not None and state is not None:
-            self._scheduler.load_state_dict(state["state"])
-
-
-def _kind(scheduler: LRScheduler) -> str:
-    """The class name of a scheduler, followed by the class names of the schedulers inside it."""
-    inner = ", ".join(_kind(one) for several in _inner(scheduler).values() for one in several)
-    return type(scheduler).__name__ + (f"({inner})" if inner else "")
-
-
-def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
-    """Raise `ValueError` for values that `LRScheduler.load_state_dict` accepts, but that make the next step fail."""
-    for name, own in scheduler.state_dict().items():
-        if name in state and (name in _SCHEDULER_FIELDS or type(scheduler).__module__.startswith("torch.")):
-            check_same_kind(state[name], own, f"{name} of the checkpoint's scheduler")
-    for name in state:
-        if callable(getattr(type(scheduler), name, None)):
-            raise ValueError(f"{name} in the checkpoint's scheduler state would replace a method of the scheduler")
-    groups = len(scheduler.optimizer.param_groups)
-    for name in ("base_lrs", "_last_lr"):  # SequentialLR and ChainedScheduler have no base_lrs
-        if name in state and len(state[name]) != groups:
-            raise ValueError(
-                f"{name} of the checkpoint's scheduler has {len(state[name])} values instead of one per parameter group"
-            )
-    for name, inner in _inner(scheduler).items():
-        states = state.get(name, [])
-        states = states if isinstance(states, list | tuple) else [states]
-        if name in state and len(states) != len(inner):
-            raise ValueError(f"{name} of the checkpoint's scheduler has {len(states)} values instead of {len(inner)}")
-        for saved, own in zip(states, inner, strict=False):
-            if isinstance(saved, Mapping):
-                _check_values(saved, own)
-
-
-def _inner(scheduler: LRScheduler) -> dict[str, list[LRScheduler]]:
-    """Schedulers inside a scheduler, by the name of the attribute that holds them."""
-    found = {}
-    for name, value in vars(scheduler).items():
-        several = value if isinstance(value, list | tuple) else [value]
-        if inner := [one for one in several if isinstance(one, LRScheduler)]:
-            found[name] = inner
-    return found

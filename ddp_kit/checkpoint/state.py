@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import safetensors.torch
 import torch
@@ -26,6 +26,7 @@ from ddp_kit.distributed.world import (
     encoded,
     mixed_seed,
     random_states,
+    rank_count,
     seed_generators,
     set_random_states,
 )
@@ -34,7 +35,7 @@ from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.precision import Precision
-from ddp_kit.state_values import real_number, whole_number
+from ddp_kit.state_values import plain, real_number, whole_number
 
 # --- Load errors ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +145,37 @@ class SavedPart(ABC):
         """Load a state that `state_dict()` returned. `path`: the checkpoint, for messages. May raise any error."""
 
 
+# --- Settings that the script has changed -----------------------------------------------------------------------------
+# A checkpoint also holds the settings of the optimizer and the scheduler as the script has written them. If the script
+# that resumes has written other settings, these are used: see docs/resuming.md.
+
+
+class SettingChange(NamedTuple):
+    """A setting whose value in the script differs from the one in the checkpoint."""
+
+    name: str
+    saved: Any
+    own: Any
+
+
+def log_setting_changes(changes: Sequence[SettingChange], more: str = "") -> None:
+    """Log both values of each setting, if there are any, and that the script's is used. `more`: added to the line."""
+    lines = list(dict.fromkeys(f"{name} {_shown(own)} (checkpoint: {_shown(saved)})" for name, saved, own in changes))
+    if lines:
+        others = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        logger.info(
+            "the script's settings replace those of the checkpoint: {}{}{}", ", ".join(lines[:_SHOWN]), others, more
+        )
+
+
+_SHOWN, _LONGEST_VALUE = 8, 60
+
+
+def _shown(value: Any) -> str:
+    text = repr(plain(value))
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
 # --- Callback states --------------------------------------------------------------------------------------------------
 # A checkpoint holds rank 0's state, or every rank's for callbacks that set `state_per_rank`.
 
@@ -205,10 +237,10 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     everyone = saved[_EVERY_RANK]
     if len(everyone) != ranks:
         logger.warning(
-            "{} has a separate state on each rank, but the checkpoint was saved with {} ranks and this run has {}: all "
+            "{} has a separate state on each rank, but the checkpoint was saved with {} and this run has {}: all "
             "ranks load the state of rank 0",
             name,
-            len(everyone),
+            rank_count(len(everyone)),
             ranks,
         )
         rank = 0
@@ -326,10 +358,10 @@ class RandomPart(SavedPart):
             return
         seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
-            "the checkpoint was saved with {} ranks, but this run has {}. If the dataset has a length, the number of "
+            "the checkpoint was saved with {}, but this run has {}. If the dataset has a length, the number of "
             "ranks does not change which samples each step uses. The results still differ, because random numbers (for "
             "example, for dropout) and the batches that BatchNorm sees depend on the number of ranks",
-            len(saved),
+            rank_count(len(saved)),
             ranks,
         )
 

@@ -395,7 +395,8 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
     """The batch size of the user's DataLoader; None without a DataLoader, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
-    return data.batch_size if isinstance(data, DataLoader) else None
+    own = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
+    return None if own is None else own.size
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,11 @@ def _stop_group() -> None:
 # --- All-gathers of small values --------------------------------------------------------------------------------------
 
 
+def rank_count(number: int) -> str:
+    """The number of ranks as text, such as "1 rank" or "2 ranks"."""
+    return f"{number} rank{'' if number == 1 else 's'}"
+
+
 def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None = None) -> list[list[int]]:
     """All ranks' numbers, in rank order. A collective; waits for the device unless `hosts` is given.
 

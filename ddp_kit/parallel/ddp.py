@@ -194,10 +194,14 @@ class DdpStrategy(Strategy):
     # --- Reduction order ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The order in which DDP reduces the parameters; None if the order is not fixed yet, or need not be saved."""
+        """The order in which DDP reduces the parameters; None if it is not fixed yet, need not be saved, or is unknown.
+
+        It is unknown for a model with sparse gradients: DDP cannot list the buckets of sparse tensors.
+        """
         if self._updates:
             return {"updates": [each.state_dict() for each in self._updates]}
         changes = not self.config.static_graph and not self.config.find_unused_parameters
+        changes = changes and not self._sparse_weights()
         if self._order is None and changes and (order := self._ddp.settled_order()) is not None:
             numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
             self._order = [numbers[id(parameter)] for parameter in order]
@@ -238,11 +242,7 @@ class DdpStrategy(Strategy):
 
         `order`: the order in which the parameters are reduced; None: any order.
         """
-        sparse = {
-            module.weight  # DDP reduces the gradient of this weight as a sparse tensor
-            for module in self.model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        }
+        sparse = self._sparse_weights()
         parameters = list(self.parameters)
         if order is not None:
             parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
@@ -254,6 +254,11 @@ class DdpStrategy(Strategy):
             if each not in self._unused
         ]
         return self._ddp.reduced(sum(ends, zero))
+
+    def _sparse_weights(self) -> set[Tensor]:
+        """The weights whose gradients DDP reduces as sparse tensors."""
+        kinds = nn.Embedding | nn.EmbeddingBag
+        return {each.weight for each in self.model.modules() if isinstance(each, kinds) and each.sparse}
 
     # --- Static graphs ------------------------------------------------------------------------------------------------
 

@@ -95,12 +95,20 @@ def check_steps_on_cpu(optimizer: Optimizer) -> None:
         return
     except RuntimeError as error:
         raise _only_on_gpu(optimizer, error) from None
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            trial.step()
-    except (RuntimeError, AssertionError) as error:
-        raise _only_on_gpu(optimizer, error) from None
+    failed: Exception | None = None
+    for gradient in (torch.ones_like(parameter), torch.ones_like(parameter).to_sparse(1)):  # SparseAdam: the second
+        parameter.grad = gradient
+        try:
+            with torch.random.fork_rng(devices=[]):
+                trial.step()
+        except TypeError:  # `step` needs a closure, which the Trainer refuses together with offload
+            return
+        except (RuntimeError, AssertionError) as error:
+            failed = failed or error
+        else:
+            return
+    assert failed is not None, "a step has failed"
+    raise _only_on_gpu(optimizer, failed) from None
 
 
 def _only_on_gpu(optimizer: Optimizer, error: Exception) -> ConfigError:

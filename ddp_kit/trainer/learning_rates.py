@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import IterableDataset
 
 from ddp_kit.callbacks.callback import Callback
-from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.checkpoint.state import SettingChange, log_setting_changes
+from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
 from ddp_kit.data import Data, DatasetEpoch, batching, open_data
 from ddp_kit.data.feed import loader_batch_size
 from ddp_kit.data.sampler import lengths_in, plan_batches
@@ -31,7 +32,7 @@ from ddp_kit.env import from_env
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.parallel.strategy import sizes_of
-from ddp_kit.state_values import real_number, whole_number
+from ddp_kit.state_values import real_number, same_value, whole_number
 from ddp_kit.torch_internals import inner_schedulers, milestones
 from ddp_kit.trainer.parts import SchedulerInterval
 
@@ -40,25 +41,38 @@ from ddp_kit.trainer.parts import SchedulerInterval
 
 
 _COUNTS = ("num_bad_epochs", "cooldown_counter", "last_epoch")
+_PLATEAU_SETTINGS = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")
 
 
 class Plateau(Callback):
     """Steps a ReduceLROnPlateau at each evaluation. The Trainer adds this callback for such a scheduler.
 
-    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: the mode that the scheduler must have; None:
-    any mode. `after_step`: the number of warm-up steps; evaluations during the warm-up do not step the scheduler.
-    Raises `ConfigError` if the scheduler's mode is not `mode`.
+    `metric`: "loss" or the name of one of the Trainer's metrics; None: the loss. `after_step`: the number of warm-up
+    steps; evaluations during the warm-up do not step the scheduler.
+    Raises `ConfigError` if the scheduler has mode="max" and `metric` is None, and if `checkpoint` watches the same
+    metric in the other direction.
     """
 
-    def __init__(self, scheduler: ReduceLROnPlateau, metric: str, mode: str | None, after_step: int = 0) -> None:
-        if mode not in (None, scheduler.mode):
+    def __init__(
+        self, scheduler: ReduceLROnPlateau, metric: str | None, checkpoint: CheckpointConfig, after_step: int = 0
+    ) -> None:
+        if metric is None and scheduler.mode == "max":
             raise ConfigError(
-                f"the scheduler has mode={scheduler.mode!r}, but checkpoint.best_mode is {mode!r} for {metric!r}",
-                f"create the scheduler with mode={mode!r}",
+                "the ReduceLROnPlateau has mode='max', but without plateau_metric it follows the loss, which falls "
+                "while the model improves",
+                'pass the metric that it follows to the Trainer, such as plateau_metric="accuracy"; to follow the '
+                "loss, create the scheduler with mode='min'",
             )
-        self.metrics_needed = (metric,)
+        self._metric = metric or "loss"
+        if self._metric == checkpoint.best_metric and scheduler.mode != checkpoint.best_mode:
+            raise ConfigError(
+                f"the ReduceLROnPlateau follows {self._metric!r} with mode={scheduler.mode!r}, but for the same metric "
+                f"checkpoint.best_mode is {checkpoint.best_mode!r}",
+                f"create the scheduler with mode={checkpoint.best_mode!r}, or set "
+                f"checkpoint.best_mode={scheduler.mode!r}",
+            )
+        self.metrics_needed = (self._metric,)
         self._scheduler = scheduler
-        self._metric = metric
         self._after_step = after_step
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -67,14 +81,37 @@ class Plateau(Callback):
             self._scheduler.step(metrics[self._metric])
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's best value and counts. The learning rates are in the optimizer's state."""
-        return {"best": float(self._scheduler.best)} | {name: getattr(self._scheduler, name) for name in _COUNTS}
+        """The scheduler's best value, counts and settings. The learning rates are in the optimizer's state."""
+        own = self._scheduler
+        return {"best": float(own.best), "metric": self._metric, "mode": own.mode, "settings": self._settings()} | {
+            name: getattr(own, name) for name in _COUNTS
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the scheduler's best value and counts."""
+        """Load the scheduler's best value and counts, unless they belong to another metric or mode."""
+        own = self._metric, self._scheduler.mode
+        saved = state.get("metric", own[0]), state.get("mode", own[1])
+        if saved != own:
+            logger.warning(
+                "ReduceLROnPlateau starts without a best value: it follows {!r} ({}), but in the checkpoint it "
+                "followed {!r} ({})",
+                *own,
+                *saved,
+            )
+            return
+        log_setting_changes(
+            [
+                SettingChange(f"ReduceLROnPlateau.{name}", before, value)
+                for name, value in self._settings().items()
+                if not same_value(before := state.get("settings", {}).get(name, value), value)
+            ]
+        )
         self._scheduler.best = real_number(state["best"], "the best value")
         for name in _COUNTS:
             setattr(self._scheduler, name, whole_number(state[name], name))
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self._scheduler, name) for name in _PLATEAU_SETTINGS if hasattr(self._scheduler, name)}
 
 
 # --- Scaling, warm-up and schedulers ----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The position of a run (steps, epochs and samples done), and the state of its loop."""
 
 import json
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -14,11 +15,19 @@ from ddp_kit.data import ReaderState
 from ddp_kit.data.feed import PER_RANK, RANKS
 from ddp_kit.distributed.barrier import all_arrive
 from ddp_kit.distributed.consistency import Facts
-from ddp_kit.distributed.world import RandomStates, World, decoded, encoded, random_states_kept, set_random_states
+from ddp_kit.distributed.world import (
+    RandomStates,
+    World,
+    decoded,
+    encoded,
+    random_states_kept,
+    rank_count,
+    set_random_states,
+)
 from ddp_kit.errors import DataError, DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.records import Step
-from ddp_kit.state_values import flag, whole_number
+from ddp_kit.state_values import flag, real_number, whole_number
 
 # --- Position ---------------------------------------------------------------------------------------------------------
 
@@ -42,6 +51,8 @@ class Position:
         """Facts that determine the samples of each step in the current epoch, such as the seed and the global batch."""
         self.samples = 0
         """Samples trained on, over all ranks."""
+        self.loss = math.nan
+        """The mean loss of the last log row."""
         self.micro_batches: dict[str, int] = {}
         """Number of ranks -> the micro-batch that "auto" has chosen; a resumed run uses the same one."""
         self.evaluation_pending = False
@@ -87,11 +98,11 @@ class Position:
         before = self.epoch_facts
         if RANKS in facts and before.get(RANKS, facts[RANKS]) != facts[RANKS]:
             logger.warning(
-                "epoch {} was started with {} ranks and resumes with {}: each rank skips the part of its own stream "
+                "epoch {} was started with {} and resumes with {}: each rank skips the part of its own stream "
                 "before this step, so samples of this epoch may be left out or used twice, depending on how the "
                 "dataset divides them among the ranks",
                 self.epoch + 1,
-                before[RANKS],
+                rank_count(int(before[RANKS])),
                 facts[RANKS],
             )
             before = {name: value for name, value in before.items() if name not in PER_RANK}
@@ -146,6 +157,7 @@ class Position:
         for name in ("step", "epoch", "steps_in_epoch"):
             whole_number(state[name], name)
         whole_number(state.get("samples", 0), "samples")
+        real_number(state.get("loss", math.nan), "loss")
         whole_number(state.get("evaluated", -1), "evaluated", -1)
         if state.get("epoch_length") is not None:
             whole_number(state["epoch_length"], "epoch_length", 1)

@@ -19,7 +19,7 @@ from ddp_kit.callbacks.json_lines_logger import JSONLinesLogger
 from ddp_kit.callbacks.rows import columns, file_row
 from ddp_kit.config.settings import TrainerConfig, absolute
 from ddp_kit.data.sampler import BatchPlan
-from ddp_kit.distributed.world import World
+from ddp_kit.distributed.world import World, rank_count
 from ddp_kit.env import (
     RECORD_ATTEMPTS,
     RECORD_FOLDER,
@@ -69,8 +69,16 @@ def announce(
     `division`: the division of a step into batches; "" if `plan` describes it. `model`: see `described_model`.
     `planned`: bytes per device according to the memory plan; None if there is no plan.
     """
-    if total == done:
-        logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
+    if total is not None and total <= done:
+        if config.max_steps is not None and config.max_steps < done:
+            logger.warning(
+                "nothing left to train: max_steps is {}, but the run is at step {} already; raise max_steps above it, "
+                "or resume from an earlier checkpoint (checkpoint.resume)",
+                config.max_steps,
+                done,
+            )
+        else:
+            logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
         return
     if model:
         logger.info("{}; {}", model, _placement(config, world))
@@ -78,9 +86,8 @@ def announce(
     factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size}"
     epochs = config.last_epoch
     logger.info(
-        "{} {} on {}, {}: {}; {}{}{}{}",
-        world.world_size,
-        "rank" if world.world_size == 1 else "ranks",
+        "{} on {}, {}: {}; {}{}{}{}",
+        rank_count(world.world_size),
         _device(world),
         config.precision,
         division or f"global batch {plan.global_batch} = {factors}{at_most}",

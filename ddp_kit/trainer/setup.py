@@ -209,7 +209,9 @@ def scheduler_for(
         raise ConfigError(
             f"{'the function passed as scheduler returned' if made is not scheduler else 'scheduler is'} "
             f"{kind_of(made)}, not an LRScheduler",
-            "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler",
+            "step a scheduler of timm in a callback: scheduler.step_update(trainer.step) in on_fit_start and on_step"
+            if hasattr(made, "step_update")
+            else "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler",
         )
     if made.optimizer is not optimizer:
         raise ConfigError(

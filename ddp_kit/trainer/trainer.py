@@ -19,7 +19,7 @@ from ddp_kit import log
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import check_metric
 from ddp_kit.checkpoint.manager import Checkpoints
-from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart, SchedulerPart
+from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
 from ddp_kit.checkpoint.state import (
     BestPart,
     CallbacksPart,
@@ -78,6 +78,7 @@ from ddp_kit.trainer.position import Loop, Position, ProgressPart, RunState, Str
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_model
+from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.searches import (
     OutOfMemory,
     RecoverableStep,
@@ -135,10 +136,12 @@ class Trainer:
         updates: Several `Update`s, each with its own loss function, optimizer and scheduler, as for a GAN. They
             replace the arguments `optimizer`, `loss_fn` and `scheduler`.
         scheduler: An LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step
-            that is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss
-            or the metric of `checkpoint.best_metric`. None: the learning rates are constant after the warm-up.
+            that is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with
+            `plateau_metric`. None: the learning rates are constant after the warm-up.
         scheduler_every: When the scheduler is stepped: "step", after each optimizer step, or "epoch", at the end of
             each epoch.
+        plateau_metric: The name of the metric, or "loss", that a ReduceLROnPlateau follows; its `mode` says whether
+            lower or higher values are better. None: the loss, with mode="min".
         metrics: Name -> metric. None: no metrics. A metric is one of
 
             - a function `fn(output, batch)` that returns a mean as a scalar tensor, or a `Loss`, like a loss function;
@@ -171,6 +174,7 @@ class Trainer:
         updates: Sequence[Update] = (),
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         scheduler_every: SchedulerInterval = "step",
+        plateau_metric: str | None = None,
         metrics: Mapping[str, MetricFunction | Any] | None = None,
         callbacks: Sequence[Callback] = (),
         parallelize: Parallelize | None = None,
@@ -200,7 +204,7 @@ class Trainer:
         device_optimizer = self.optimizer
         if settings.memory.offload_optimizer or settings.memory.offload_parameters:
             device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
-        schedulers = self._schedulers(settings, scheduler, scheduler_every)
+        schedulers = self._schedulers(settings, scheduler, scheduler_every, plateau_metric)
         self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
         self._parts = Parts(
             model,
@@ -372,24 +376,32 @@ class Trainer:
         """
         self._parts.strategy.load_model_state(state)
 
-    def _schedulers(self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval) -> dict[str, LRScheduler]:
+    def _schedulers(
+        self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval, plateau_metric: str | None
+    ) -> dict[str, LRScheduler]:
         """The schedulers, including the warm-up, by update name; a single optimizer's scheduler has the name "".
 
         Before a scheduler is created, the learning rates that it starts from are scaled.
         """
         found = {}
+        plateaus: list[Callback] = []
         given = [(each.name, each.optimizer, each.scheduler, each.scheduler_every) for each in self._updates]
         for name, optimizer, own, when in given or [("", self.optimizer, scheduler, every)]:
             if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
                 scale_learning_rate(optimizer, rule, self.batch_plan.global_batch, reference, own)
             made = scheduler_for(optimizer, own, when)
             if isinstance(made, ReduceLROnPlateau):
-                best, mode = settings.checkpoint.best_metric, settings.checkpoint.best_mode
-                plateau = Plateau(made, best or "loss", mode if best else None, settings.warmup_steps)
-                self._callbacks, made = (plateau, *self._callbacks), None
+                plateau = Plateau(made, plateau_metric, settings.checkpoint, settings.warmup_steps)
+                plateaus, made = [plateau, *plateaus], None
             made = warmed_up(optimizer, made, settings.warmup_steps, when)
             if made is not None:
                 found[name] = made
+        if plateau_metric is not None and not plateaus:
+            raise ConfigError(
+                f"plateau_metric is {plateau_metric!r}, but there is no ReduceLROnPlateau",
+                "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
+            )
+        self._callbacks = (*plateaus, *self._callbacks)
         return found
 
     # --- what users call ----------------------------------------------------------------------------------------
@@ -453,7 +465,7 @@ class Trainer:
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
-            loss=rows[-1].loss if rows else math.nan,
+            loss=rows[-1].loss if rows else self._position.loss,
             history=tuple(rows),
             metrics=evaluations.metrics if evaluations is not None else {},
             skipped=self._optimizer_step.skipped,
@@ -734,6 +746,8 @@ class Trainer:
                     self._garbage.collect_if_due()
                     self._count_flops()
                     row = self._log_schedule.after_step(step, last=self._is_finished())
+                    if row is not None:
+                        self._position.loss = row.loss
                     self._peak_memory.after_step()
                     self._heartbeat.mark(Phase.BETWEEN_STEPS)
                     yield step if row is None else replace(step, log=row)

@@ -49,6 +49,26 @@ def test_the_average_is_that_of_torch(build: Build, train_data: TensorDataset) -
         assert torch.equal(state[name], buffer)
 
 
+def test_decay_may_be_a_function_of_the_step(build: Build, train_data: TensorDataset) -> None:
+    def decay(step: int) -> float:
+        return min(0.9, step / (step + 1))
+
+    seen: list[list[Tensor]] = []
+
+    class Keeps(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            seen.append(weights(trainer.model))
+
+    build(ema := EMA(decay), Keeps()).fit(train_data)
+    average = seen[0]
+    for step, trained in enumerate(seen[1:], 2):
+        average = [decay(step) * old + (1 - decay(step)) * new for old, new in zip(average, trained, strict=True)]
+    for ours, own in zip(ema.state_dict()["average"].values(), average, strict=True):
+        torch.testing.assert_close(ours, own, rtol=0, atol=1e-14)
+    with pytest.raises(ConfigError, match="the decay of EMA is 2.0 after step 2"):
+        build(EMA(float)).fit(train_data)
+
+
 def test_training_does_not_notice(build: Build, model: nn.Module, train_data: Any, eval_data: Any) -> None:
     plain = build(network=copy.deepcopy(model))
     plain.fit(train_data, eval_data)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_kit import Callback, ConfigError, DdpKitError, EarlyStopping, Loss, Trainer, TrainerConfig
@@ -174,6 +174,7 @@ ARGUMENTS: Mistakes = {
     "scheduler=StepLR": lambda: trainer(scheduler=StepLR),
     "a scheduler of another optimizer": lambda: trainer(scheduler=StepLR(sgd(network().parameters()), 1)),
     "a scheduler for fewer steps": lambda: fit(scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
+    "a ReduceLROnPlateau with mode='max'": lambda: trainer(scheduler=lambda sgd: ReduceLROnPlateau(sgd, "max")),
     "max_epochs=3, as an argument": lambda: trainer(max_epochs=3),
     "a scheduler for epochs": lambda: fit(
         config={"epochs": 2}, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.checkpoint.model_state import SchedulerPart
+from ddp_kit.trainer.scheduler_state import SchedulerPart
 
 # torch warns where a ChainedScheduler that is not the last one of a SequentialLR is loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
@@ -23,7 +23,8 @@ DATA = TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(
 
 Make = Callable[[Optimizer], LRScheduler]
 
-ARGUMENTS: dict[str, dict[str, Any]] = {
+Arguments = dict[str, dict[str, Any]]
+ARGUMENTS: Arguments = {
     "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
     "MultiplicativeLR": {"lr_lambda": lambda step: 0.9 if step % 2 else 1.05},
     "StepLR": {"step_size": 3},
@@ -38,12 +39,25 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "OneCycleLR": {"max_lr": 0.1, "total_steps": STEPS},
     "ReduceLROnPlateau": {"patience": 0, "factor": 0.5, "threshold": 10.0},
 }
+CHANGED: Arguments = {  # for a longer run
+    "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step / 2)},
+    "StepLR": {"step_size": 4},
+    "MultiStepLR": {"milestones": [3, 8], "gamma": 0.2},
+    "ConstantLR": {"total_iters": 9},
+    "LinearLR": {"total_iters": 10},
+    "ExponentialLR": {"gamma": 0.95},
+    "PolynomialLR": {"total_iters": 14},
+    "CosineAnnealingLR": {"T_max": 16, "eta_min": 0.001},
+    "CyclicLR": {"step_size_up": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 4},
+    "OneCycleLR": {"total_steps": 2 * STEPS},
+}
 NESTED = {"SequentialLR", "ChainedScheduler"}
 ABSTRACT = {"LRScheduler", "_LRScheduler"}
 
 
-def made(name: str, **more: Any) -> Make:
-    return lambda optimizer: getattr(lr_scheduler, name)(optimizer, **ARGUMENTS[name], **more)
+def made(name: str, arguments: Arguments, **more: Any) -> Make:
+    return lambda optimizer: getattr(lr_scheduler, name)(optimizer, **arguments[name], **more)
 
 
 def in_turn(*schedulers: Make, milestones: list[int]) -> Make:
@@ -54,20 +68,20 @@ def chained(*schedulers: Make) -> Make:
     return lambda optimizer: lr_scheduler.ChainedScheduler([make(optimizer) for make in schedulers], optimizer)
 
 
-def cases() -> dict[str, Make]:
+def cases(arguments: Arguments, milestone: int) -> dict[str, Make]:
     """Each scheduler alone, each after a linear warm-up as torch's documentation has it, and nested ones."""
-    plain = {name: made(name) for name in ARGUMENTS}
-    following = {f"LinearLR, then {name}": made(name) for name in ARGUMENTS if name != "ReduceLROnPlateau"}
-    warm = made("LinearLR", start_factor=0.1)
+    plain = {name: made(name, arguments) for name in arguments}
+    following = {f"LinearLR, then {name}": make for name, make in plain.items() if name != "ReduceLROnPlateau"}
+    warm = made("LinearLR", arguments, start_factor=0.1)
     return (
         plain
-        | {name: in_turn(warm, make, milestones=[4]) for name, make in following.items()}
+        | {name: in_turn(warm, make, milestones=[milestone]) for name, make in following.items()}
         | {
-            "chained": chained(made("ConstantLR"), made("ExponentialLR")),
+            "chained": chained(plain["ConstantLR"], plain["ExponentialLR"]),
             # torch steps a ChainedScheduler that is first in a SequentialLR only; a later one has no get_lr().
-            "chained in turn": in_turn(chained(warm, made("ExponentialLR")), made("StepLR"), milestones=[3]),
-            "in turn chained": chained(in_turn(warm, made("StepLR"), milestones=[5]), made("ExponentialLR")),
-            "three in turn": in_turn(warm, made("ConstantLR"), made("CosineAnnealingLR"), milestones=[3, 7]),
+            "chained in turn": in_turn(chained(warm, plain["ExponentialLR"]), plain["StepLR"], milestones=[3]),
+            "in turn chained": chained(in_turn(warm, plain["StepLR"], milestones=[5]), plain["ExponentialLR"]),
+            "three in turn": in_turn(warm, plain["ConstantLR"], plain["CosineAnnealingLR"], milestones=[3, 7]),
         }
     )
 
@@ -111,7 +125,8 @@ def trained(make: Make, folder: Path, steps: int, **settings: Any) -> tuple[Any,
     return rates.seen, {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-CASES = cases()
+CASES = cases(ARGUMENTS, milestone=4)
+LONGER = cases({name: ARGUMENTS[name] | more for name, more in CHANGED.items()}, milestone=6)
 PLATEAU = CASES["ReduceLROnPlateau"]
 
 
@@ -151,6 +166,45 @@ def test_state_of_every_scheduler_after_every_step_is_accepted_and_continues(nam
         part.load_state_dict(copy.deepcopy(state[1]), Path())
         assert rates_of(after, STEPS - stop) == rates[stop:]
     assert scheduler.get_last_lr() == rates[-1]
+
+
+# Other settings in the script ----------------------------------------------------------------------------------------
+
+
+def test_every_scheduler_has_a_longer_case_unless_it_depends_on_more_than_the_step() -> None:
+    assert ARGUMENTS.keys() - CHANGED.keys() == {"MultiplicativeLR", "ReduceLROnPlateau"}  # product, metric
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_longer_schedule_of_the_script_continues_as_if_the_run_had_begun_with_it(name: str) -> None:
+    rates = rates_of(LONGER[name](optimizer_of_two_groups()), STEPS)
+    for stop in range(STEPS):
+        rates_of(before := CASES[name](optimizer_of_two_groups()), stop)
+        state = before.optimizer.state_dict(), SchedulerPart(before, {}).state_dict([])
+        part = SchedulerPart(after := LONGER[name](optimizer_of_two_groups()), {})
+        after.optimizer.load_state_dict(state[0])
+        assert part.check(state[1]) is None
+        part.load_state_dict(state[1], Path())
+        assert [group["lr"] for group in after.optimizer.param_groups] == (
+            rates[stop - 1] if stop else first(LONGER[name])
+        )
+        assert rates_of(after, STEPS - stop) == rates[stop:], f"resumed after step {stop}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", LONGER)
+def test_finished_run_continues_with_the_schedule_of_the_longer_run(name: str, warmup: int, tmp_path: Path) -> None:
+    rates, _ = trained(LONGER[name], tmp_path / "whole", STEPS, warmup_steps=warmup)
+    for stop in (1, 4, 7):
+        trained(CASES[name], tmp_path / f"{stop}", stop, warmup_steps=warmup)
+        assert trained(LONGER[name], tmp_path / f"{stop}", STEPS, warmup_steps=warmup)[0] == rates[stop:]
+
+
+def first(make: Make) -> list[float]:
+    optimizer = optimizer_of_two_groups()
+    make(optimizer)
+    return [group["lr"] for group in optimizer.param_groups]
 
 
 def test_damaged_state_of_an_inner_scheduler_is_refused() -> None:

@@ -33,7 +33,7 @@ from ddp_kit import (
 from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
 from ddp_kit.checkpoint.lock import NAME
 from ddp_kit.checkpoint.process import LOCK, System
-from ddp_kit.checkpoint.state import CallbacksPart
+from ddp_kit.checkpoint.state import CallbacksPart, as_text, load_callbacks
 
 
 def data() -> TensorDataset:
@@ -497,6 +497,14 @@ def test_damaged_states_of_callbacks_are_refused_before_anything_is_loaded(damag
     part = CallbacksPart(trainer_for(tmp_path).world, [], pieces=False)
     with pytest.raises(ValueError, match=r"not a list of pairs \(name, state\)"):
         part.check(damaged)
+
+
+def test_checkpoint_of_one_rank_is_described_in_the_singular(said: list[str]) -> None:
+    class Own(Callback):
+        state_per_rank = True
+
+    load_callbacks(Path(), [Own()], [["Own", {"every_rank": [as_text({})]}]], 0, 2)
+    assert "but the checkpoint was saved with 1 rank and this run has 2" in said[-1]
 
 
 def test_a_callback_that_keeps_a_weight_leaves_it_to_the_model(tmp_path: Path) -> None:

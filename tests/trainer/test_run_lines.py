@@ -37,6 +37,27 @@ def test_a_run_says_what_it_trains_and_what_came_of_it(said: list[str]) -> None:
     assert [line.split(":")[0] for line in said] == ["nothing left to train"]
 
 
+def test_finished_run_that_is_started_again_returns_the_loss_of_its_last_row(tmp_path: Path, said: list[str]) -> None:
+    def run(**settings: int) -> FitResult:
+        model = nn.Linear(3, 2)
+        return Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            lambda model, batch: model(batch[0]).square().mean(),
+            TrainerConfig(global_batch_size=8, checkpoint={"dir": tmp_path, "every_steps": 4}, **settings),
+        ).fit(TensorDataset(torch.randn(32, 3, generator=torch.Generator().manual_seed(0))))
+
+    first = run(max_steps=8)
+    said.clear()
+    again = run(max_steps=8)
+    assert (again.loss, again.steps, again.history) == (first.loss, 8, ())
+    assert said[-1] == "nothing left to train: all 8 steps are done; raise epochs or max_steps"
+    assert run(max_steps=3).loss == first.loss
+    assert said[-1].startswith(
+        "nothing left to train: max_steps is 3, but the run is at step 8 already; raise max_steps"
+    )
+
+
 def test_a_run_ends_with_its_best_value_its_checkpoint_and_all_advice(said: list[str], tmp_path: Path) -> None:
     model, run = nn.Linear(3, 1), {"dir": tmp_path / "run", "best_metric": "loss"}
     trainer = Trainer(

@@ -32,7 +32,7 @@ def loss_fn(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]).square().mean()
 
 
-def trainer_for(config: TrainerConfig, scheduler: Any, **others: Any) -> Trainer:
+def trainer_for(config: TrainerConfig, scheduler: Any, loss_fn: Any = loss_fn, **others: Any) -> Trainer:
     torch.manual_seed(0)
     return Trainer(
         nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=1.0), loss_fn, config, scheduler=scheduler, **others
@@ -102,10 +102,10 @@ def run(folder: Path, steps: int, warmup: int = 0) -> list[float]:
         global_batch_size=8,
         eval_every_steps=1,
         warmup_steps=warmup,
-        checkpoint={"dir": folder, "best_metric": "constant", "best_mode": "max"},
+        checkpoint={"dir": folder},
     )
     constant = {"constant": lambda output, batch: torch.ones(())}
-    trainer_for(config, plateau, metrics=constant, callbacks=[rates]).fit(DATA, DATA)
+    trainer_for(config, plateau, plateau_metric="constant", metrics=constant, callbacks=[rates]).fit(DATA, DATA)
     return rates.seen
 
 
@@ -128,10 +128,68 @@ def test_a_plateau_counts_from_the_end_of_the_warm_up(tmp_path: Path) -> None:
     assert run(tmp_path, 8, warmup=3) == [0.5, 0.75, 1, 1, 1, 0.5, 0.5, 0.25]
 
 
-def test_a_plateau_in_the_other_direction_is_refused(tmp_path: Path) -> None:
-    config = TrainerConfig(checkpoint={"dir": tmp_path, "best_metric": "loss"})
-    with pytest.raises(ConfigError, match=r"mode='max', but checkpoint.best_mode is 'min' for 'loss'"):
-        trainer_for(config, plateau)
+def test_plateau_follows_the_loss_whatever_the_checkpoints_watch(tmp_path: Path) -> None:
+    checkpoint = {"dir": tmp_path, "best_metric": "constant", "best_mode": "max"}
+    rates = Rates()
+    trainer_for(
+        TrainerConfig(max_steps=4, global_batch_size=8, eval_every_steps=1, checkpoint=checkpoint),
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.0),
+        metrics={"constant": lambda output, batch: torch.ones(())},
+        callbacks=[rates],
+        loss_fn=lambda model, batch: model(batch[0]).square().mean() * 1e-3,
+    ).fit(DATA, DATA)
+    assert rates.seen == [1, 1, 1, 1]  # the loss falls
+
+
+def test_plateau_with_mode_max_is_refused_without_a_metric() -> None:
+    said = (
+        r"has mode='max', but without plateau_metric it follows the loss.*\n.*plateau_metric=\"accuracy\".*mode='min'"
+    )
+    with pytest.raises(ConfigError, match=said):
+        trainer_for(TrainerConfig(), plateau)
+
+
+def test_plateau_metric_without_a_plateau_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plateau_metric is 'loss', but there is no ReduceLROnPlateau"):
+        trainer_for(TrainerConfig(), halving, plateau_metric="loss")
+
+
+@pytest.mark.parametrize(("mode", "other"), [("min", "max"), ("max", "min")])
+def test_plateau_in_the_other_direction_than_the_best_checkpoint_is_refused(
+    mode: str, other: str, tmp_path: Path
+) -> None:
+    config = TrainerConfig(checkpoint={"dir": tmp_path, "best_metric": "score", "best_mode": other})
+    said = rf"follows 'score' with mode='{mode}', but .* checkpoint.best_mode is '{other}'\n.*mode='{other}'"
+    with pytest.raises(ConfigError, match=said):
+        trainer_for(
+            config,
+            lambda optimizer: ReduceLROnPlateau(optimizer, mode),  # type: ignore[arg-type]
+            plateau_metric="score",
+            metrics={"score": lambda output, batch: torch.ones(())},
+        )
+
+
+def test_plateau_resumed_with_another_metric_or_setting_says_so(tmp_path: Path, said: list[str]) -> None:
+    def resumed(steps: int, metric: str, **options: Any) -> Any:
+        config = TrainerConfig(
+            max_steps=steps, global_batch_size=8, eval_every_steps=1, checkpoint={"dir": tmp_path, "background": False}
+        )
+        follows: list[ReduceLROnPlateau] = []
+        trainer = trainer_for(
+            config,
+            lambda optimizer: follows.append(ReduceLROnPlateau(optimizer, **options)) or follows[0],  # type: ignore[func-returns-value]
+            plateau_metric=metric,
+            metrics={"one": lambda output, batch: torch.ones(())},
+        )
+        best = follows[0].best
+        trainer.fit(DATA, DATA)
+        return best
+
+    resumed(2, "loss")
+    assert resumed(3, "loss", patience=3) < torch.inf
+    assert any("ReduceLROnPlateau.patience 3 (checkpoint: 10)" in line for line in said)
+    assert resumed(4, "one") == torch.inf
+    assert any("follows 'one' (min), but in the checkpoint it followed 'loss' (min)" in line for line in said)
 
 
 # Schedulers that count epochs -----------------------------------------------------------------------------------------
