@@ -180,13 +180,31 @@ def checked_batches(loader: Iterable[Any]) -> Iterator[Any]:
     for number in count():
         try:
             batch = next(batches)
-        except StopIteration:
+        except StopIteration as end:
+            if end.args:  # raised in a DataLoader worker: torch adds its traceback, but only raises the same type
+                raise RuntimeError(*end.args) from None
             return
         except RuntimeError as error:
-            raise _worker_error(error, batches) or error from None
+            if (found := _worker_error(error, batches)) is not None:
+                raise found from None
+            raise
         if type(batch) is Uncollated:
             raise data_error(batch, _keys(loader, number))
         yield batch
+
+
+def stop_iteration_error(source: str, note: str = "") -> RuntimeError:
+    """The error to raise from a StopIteration of the user's code, which would otherwise end the epoch (see PEP 479).
+
+    `source`: the function that raised it, for the message.
+    """
+    error = RuntimeError(
+        f"{source} raised StopIteration, which usually comes from next() on an iterator without remaining items: use "
+        "next(iterator, default), or raise another exception"
+    )
+    if note:
+        error.add_note(note)
+    return error
 
 
 def _started(loader: Iterable[Any]) -> Iterator[Any]:
