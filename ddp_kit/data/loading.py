@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddp_kit.config.settings import DataConfig
-from ddp_kit.data.collate import CollateKeyed, checked_collate, identity_collate, stop_iteration_error
+from ddp_kit.data.collate import (
+    CollateKeyed,
+    FewerSamples,
+    OwnCollate,
+    checked_collate,
+    identity_collate,
+    stop_iteration_error,
+)
 from ddp_kit.data.source import DatasetEpoch
 from ddp_kit.distributed.world import (
     RandomStates,
@@ -86,14 +93,14 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
     samples: list[Any] = []
     try:
         if method == "__getitems__":
-            return dataset.__getitems__(keys)  # type: ignore[no-any-return]
+            found = dataset.__getitems__(keys)
+            return FewerSamples(found, len(keys)) if type(found) is list and len(found) < len(keys) else found
         for key in keys:
             samples.append(dataset[key])  # after an error, `samples` holds the samples read before
     except Exception as error:
-        where = f"samples {some([*map(str, keys)])} of {type(dataset).__name__}"
+        note = f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}"
         if method == "__getitem__":
-            where = _sample(keys[len(samples)], subsets, inner)
-        note = f"while reading {where}"
+            note = f"while reading {_sample(keys[len(samples)], subsets, inner)}"
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{method} of {type(inner).__name__}", note) from error
         error.add_note(note)
@@ -166,12 +173,13 @@ class SeededSamples(Dataset[Any]):
         if self._dataset_epoch is not None:
             self._dataset_epoch.set(keys[0][0])
         with random_states_kept() if get_worker_info() is None else nullcontext():
-            samples = [self._fetched(epoch, key) for epoch, key in keys]
-        return [*zip(keys, samples, strict=True)] if self._keyed else samples
+            samples = [(key, sample) for key in keys for sample in self._fetched(*key)]
+        found = samples if self._keyed else [sample for _, sample in samples]
+        return found if len(found) == len(keys) else FewerSamples(found, len(keys))
 
-    def _fetched(self, epoch: int, key: Any) -> Any:
+    def _fetched(self, epoch: int, key: Any) -> list[Any]:
         seed_generators(mixed_seed(self._seed, epoch, key))
-        return fetch_samples(self.dataset, [key])[0]
+        return fetch_samples(self.dataset, [key])
 
 
 class SeededBatches(Dataset[Any]):
@@ -390,21 +398,13 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
         if given is not None:
             raise ConfigError("both the DataLoader and data.collate_fn set a collate function", "leave one of them out")
         given = template.collate_fn
-    return checked_collate if given is None else OwnFunction(given, "the collate function")
+    return checked_collate if given is None else OwnCollate(given)
 
 
-class OwnFunction:
-    """Calls a function of the user. A StopIteration that it raises would end the epoch: it becomes a RuntimeError."""
-
-    def __init__(self, function: Callable[[Any], Any], name: str) -> None:
-        self._function = function
-        self._name = name
-
-    def __call__(self, argument: Any) -> Any:
-        try:
-            return self._function(argument)
-        except StopIteration as error:
-            raise stop_iteration_error(self._name) from error
+def may_leave_out_samples(dataset: Any, config: DataConfig, template: "DataLoader[Any] | None") -> bool:
+    """Whether the user's own `__getitems__` or collate function makes the batches, so that samples may be missing."""
+    _, inner = _unwrapped(dataset)
+    return callable(getattr(inner, "__getitems__", None)) or chosen_collate(config, template) is not checked_collate
 
 
 def loader_options(
