@@ -3,7 +3,8 @@
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch.utils.data import default_collate
 
 from ddp_kit.distributed.world import World, random_states_kept, seed_pass
 from ddp_kit.errors import DataError
+from ddp_kit.log import logger
 from ddp_kit.torch_internals import pytree
 
 # --- Transforms on the device -----------------------------------------------------------------------------------------
@@ -47,6 +49,8 @@ class DeviceTransform:
         self._number = number
 
     def __call__(self, batch: Any) -> Any:
+        if type(batch) is Partial:
+            return Partial(batch.samples, self(batch.batch))
         number, self._number = self._number, self._number + 1
         with random_states_kept(self._world):
             if not isinstance(batch, Keyed):
@@ -80,6 +84,93 @@ def _whole(parts: Sequence[Any]) -> Any:
     return torch.cat([*parts]) if isinstance(first, Tensor) and first.dim() else first
 
 
+# --- Batches with fewer samples than were asked for -------------------------------------------------------------------
+
+
+class Partial(NamedTuple):
+    """A batch from which the user's `__getitems__` or collate function has left out samples."""
+
+    samples: int
+    """The number of samples in the batch."""
+    batch: Any
+
+
+def unpacked(samples: int, batch: Any) -> tuple[int, Any]:
+    """(number of samples, batch) of a batch for which `samples` samples were asked; it may be a `Partial`."""
+    return (batch.samples, batch.batch) if type(batch) is Partial else (samples, batch)
+
+
+@cache
+def warn_about_left_out_samples() -> None:
+    """Log a warning, once per process."""
+    logger.warning(
+        "the collate function or __getitems__ has left out samples of a batch: losses, gradients and metrics are "
+        "weighted by the samples that remain; log rows and FitResult.samples count all samples"
+    )
+
+
+class FewerSamples(list[Any]):
+    """The samples that `__getitems__` has returned, if there are fewer than were asked for."""
+
+    def __init__(self, samples: Iterable[Any], asked: int) -> None:
+        super().__init__(samples)
+        self.asked = asked
+
+
+class OwnCollate:
+    """Calls the user's collate function. Returns a `Partial` if the batch has fewer samples than were asked for."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, samples: Any) -> Any:
+        if not isinstance(samples, list):
+            return self._called(samples)
+        asked = len(samples)
+        if type(samples) is FewerSamples:
+            asked, samples = samples.asked, [*samples]
+        batch = self._called(samples)
+        number = _samples_in(batch, asked, samples)
+        return batch if number == asked else Partial(number, batch)
+
+    def _called(self, samples: Any) -> Any:
+        try:
+            return self._function(samples)
+        except StopIteration as error:
+            raise stop_iteration_error("the collate function") from error
+
+
+def _samples_in(batch: Any, asked: int, samples: list[Any]) -> int:
+    """The first dimension of a batch's tensors if it is equal for all of them and less than `asked`; else `asked`.
+
+    `samples`: the samples that were collated. If the batch contains tensors of `samples` themselves, it is a list of
+    samples, and first dimensions do not count them. They do not either if all second dimensions are `asked`: then the
+    samples are along the second dimension.
+    """
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    sizes = {tensor.size(0) for tensor in tensors}
+    if len(sizes) != 1 or (number := sizes.pop()) >= asked:
+        return asked
+    if all(tensor.dim() > 1 and not tensor.is_nested and tensor.size(1) == asked for tensor in tensors):
+        return asked
+    return asked if not {*map(id, tensors)}.isdisjoint(map(id, tensors_in(samples))) else number
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, also within mappings, lists, tuples and dataclasses."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from tensors_in(getattr(batch, field.name, None))
+
+
 # --- Collation --------------------------------------------------------------------------------------------------------
 
 
@@ -99,9 +190,13 @@ class Uncollated:
 
 
 def checked_collate(samples: Any) -> Any:
-    """Call `default_collate`; return an `Uncollated` for samples that it cannot collate (see `checked_batches`)."""
+    """Call `default_collate`; return an `Uncollated` for samples that it cannot collate (see `checked_batches`).
+
+    Returns a `Partial` for `FewerSamples`.
+    """
     try:
-        return default_collate(samples)
+        batch = default_collate(samples)
+        return Partial(len(samples), batch) if type(samples) is FewerSamples else batch
     except (TypeError, RuntimeError, LookupError, ValueError, AttributeError) as error:
         where, kinds = _difference(samples)
         if not kinds and "default_collate" not in str(error) and "default collate_fn" not in str(error):
@@ -122,7 +217,16 @@ class CollateKeyed:
 
     def __call__(self, pairs: list[tuple[Any, Any]]) -> Any:
         batch = self._collate([sample for _, sample in pairs])
-        return batch if type(batch) is Uncollated else Keyed([key for key, _ in pairs], batch)
+        if type(batch) is Partial:
+            raise DataError(
+                f"the collate function has left out {len(pairs) - batch.samples} of {len(pairs)} samples, but with "
+                "data.seed_samples, data.device_transform needs all of them: it is called for each sample",
+                "leave out these samples in the dataset, or set data.seed_samples=False",
+            )
+        if type(batch) is Uncollated:
+            return batch
+        keyed = Keyed([key for key, _ in pairs], batch)
+        return Partial(len(pairs), keyed) if type(pairs) is FewerSamples else keyed
 
 
 def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
@@ -185,13 +289,33 @@ def checked_batches(loader: Iterable[Any]) -> Iterator[Any]:
     for number in count():
         try:
             batch = next(batches)
-        except StopIteration:
+        except StopIteration as end:
+            if end.args:  # raised in a DataLoader worker: torch adds its traceback, but only raises the same type
+                raise RuntimeError(*end.args) from None
             return
         except RuntimeError as error:
-            raise _worker_error(error, batches) or error from None
+            if (found := _worker_error(error, batches)) is not None:
+                raise found from None
+            raise
         if type(batch) is Uncollated:
             raise data_error(batch, _keys(loader, number))
+        if type(batch) is Partial:
+            warn_about_left_out_samples()
         yield batch
+
+
+def stop_iteration_error(source: str, note: str = "") -> RuntimeError:
+    """The error to raise from a StopIteration of the user's code, which would otherwise end the epoch (see PEP 479).
+
+    `source`: the function that raised it, for the message.
+    """
+    error = RuntimeError(
+        f"{source} raised StopIteration, which usually comes from next() on an iterator without remaining items: use "
+        "next(iterator, default), or raise another exception"
+    )
+    if note:
+        error.add_note(note)
+    return error
 
 
 def _started(loader: Iterable[Any]) -> Iterator[Any]:

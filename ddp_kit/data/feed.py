@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.data.collate import DeviceTransform
+from ddp_kit.data.collate import DeviceTransform, unpacked
 from ddp_kit.data.comparison import subset_indices
 from ddp_kit.data.device import on_device
-from ddp_kit.data.loading import build_loader
+from ddp_kit.data.loading import build_loader, may_leave_out_samples
 from ddp_kit.data.sampler import (
     BatchPlan,
     EvalBatches,
@@ -78,6 +78,11 @@ class Share(NamedTuple):
 
     A pass of 0 samples has zero weight; it only makes the number of passes equal on all ranks.
     """
+    at_most: bool = False
+    """Whether batches may have fewer samples than planned, because user code that collates them may leave some out.
+
+    `Feed.batch` then returns a `Partial` for such a batch.
+    """
 
 
 class Feed(Protocol):
@@ -114,7 +119,7 @@ class Feed(Protocol):
         """
 
     def batch(self) -> Any:
-        """Return the batch of the next pass, on the device."""
+        """Return the batch of the next pass, on the device; a `Partial` if samples were left out of it."""
 
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
@@ -146,13 +151,16 @@ class MapFeed:
         dataset_epoch: DatasetEpoch,
         check: Callable[[], None],
         spare: Callable[[], Any] | None = None,
+        *,
+        at_most: bool = False,
     ) -> None:
         """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
         `facts`: a function that returns the properties that determine the samples of each step of the current epoch.
         `check`: a collective function that raises an error if the run cannot train on the current epoch; it is not
-        called for the first epoch.
+        called for the first epoch. `at_most`: see `Share`.
         """
+        self._at_most = at_most
         self._dataset_epoch = dataset_epoch
         self._check = check
         self._checked = batches.epoch
@@ -199,7 +207,7 @@ class MapFeed:
         if self._spare is not None:
             self._left = len(passes)
             passes += (0,) * (self._batches.max_passes(number) - self._left)
-        return Share(self._batches.samples(number), passes)
+        return Share(self._batches.samples(number), passes, self._at_most)
 
     def batch(self) -> Any:
         if self._spare is None:
@@ -207,7 +215,7 @@ class MapFeed:
         if self._left:
             self._left -= 1
             batch = next(self._arriving)
-            self._last = with_copied_containers(batch)
+            self._last = with_copied_containers(unpacked(0, batch)[1])
             return batch
         if self._last is None:
             self._last = self._spare()
@@ -457,6 +465,10 @@ class FeedBuilder:
                 len(dataset),
             )
         epoch_facts = partial(self._map_facts, dataset, own, batches)
+        at_most = may_leave_out_samples(dataset, config.data, template)
+        if world.world_size > 1:
+            host_group(world)  # created here, because the first call is a collective
+            check_agreement(world, {"whether the data has a collate function or __getitems__ of its own": at_most})
         self._check_epoch(batches, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
@@ -465,7 +477,7 @@ class FeedBuilder:
         )
         spare = partial(self._read_spare, dataset, batches, template, transform) if self.part.equal_passes else None
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
-        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
+        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare, at_most=at_most)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         """Properties that determine the samples of each step of the current epoch."""
@@ -526,7 +538,8 @@ class FeedBuilder:
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)
         loader = build_loader(dataset, batches, settings, world, self.config.seed)
-        return list(self._on_device(loader, self._transform(config.device_transform)))
+        moved = self._on_device(loader, self._transform(config.device_transform))
+        return [unpacked(samples, batch)[1] for batch in moved]
 
     def evaluation_data(self, data: Data, role: str) -> EvaluationData:
         """Batches for evaluation or prediction: each sample once, in the dataset's order.
@@ -548,9 +561,14 @@ class FeedBuilder:
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
         return EvaluationData(
-            lambda: zip(batches.sizes(), self._move_to_evaluate(loader), strict=True),
-            partial(self._read_spare, dataset, batches, template, transform),
-            lambda: [(len(batch), self._read(dataset, batch, template, transform)) for batch in islice(batches, 1)],
+            lambda: (
+                unpacked(size, batch)
+                for size, batch in zip(batches.sizes(), self._move_to_evaluate(loader), strict=True)
+            ),
+            lambda: self._read_spare(dataset, batches, template, transform),
+            lambda: [
+                unpacked(len(batch), self._read(dataset, batch, template, transform)) for batch in islice(batches, 1)
+            ],
             lambda: len(batches.sizes()),
         )
 
@@ -558,7 +576,7 @@ class FeedBuilder:
         self, dataset: Any, batches: Any, template: DataLoader[Any] | None, transform: Callable[[Any], Any] | None
     ) -> Any:
         """A batch for a rank that has no batch of its own, and therefore runs passes with zero weight."""
-        return self._read(dataset, batches.spare(), template, transform)
+        return unpacked(1, self._read(dataset, batches.spare(), template, transform))[1]
 
     def _read(
         self,

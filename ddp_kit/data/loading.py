@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import repeat
-from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,7 +16,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddp_kit.config.settings import DataConfig
-from ddp_kit.data.collate import CollateKeyed, checked_collate, identity_collate
+from ddp_kit.data.collate import (
+    CollateKeyed,
+    FewerSamples,
+    OwnCollate,
+    checked_collate,
+    identity_collate,
+    stop_iteration_error,
+)
 from ddp_kit.data.source import DatasetEpoch
 from ddp_kit.distributed.world import (
     RandomStates,
@@ -84,17 +89,21 @@ class Samples(Dataset[Any]):
 def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
     """Fetch samples as torch's DataLoader does; an error gets a note that names the sample."""
     subsets, inner = _unwrapped(dataset)
-    if callable(getattr(inner, "__getitems__", None)):
-        try:
-            return dataset.__getitems__(keys)  # type: ignore[no-any-return]
-        except Exception as error:
-            error.add_note(f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}")
-            raise
+    method = "__getitems__" if callable(getattr(inner, "__getitems__", None)) else "__getitem__"
     samples: list[Any] = []
     try:
-        samples.extend(map(getitem, repeat(dataset), keys))  # after an error, `samples` holds the samples read before
+        if method == "__getitems__":
+            found = dataset.__getitems__(keys)
+            return FewerSamples(found, len(keys)) if type(found) is list and len(found) < len(keys) else found
+        for key in keys:
+            samples.append(dataset[key])  # after an error, `samples` holds the samples read before
     except Exception as error:
-        error.add_note(f"while reading {_sample(keys[len(samples)], subsets, inner)}")
+        note = f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}"
+        if method == "__getitem__":
+            note = f"while reading {_sample(keys[len(samples)], subsets, inner)}"
+        if isinstance(error, StopIteration):
+            raise stop_iteration_error(f"{method} of {type(inner).__name__}", note) from error
+        error.add_note(note)
         raise
     return samples
 
@@ -137,7 +146,8 @@ class WholeBatchLoader:
         self._fetch: Callable[[list[int]], list[Tensor]] = self._pinned if pinned else data.__getitems__
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        return map(self._fetch, self._batches)
+        for keys in self._batches:  # not map, which would end if the indices of a Subset raised StopIteration
+            yield self._fetch(keys)
 
     def _pinned(self, keys: list[int]) -> list[Tensor]:
         return [tensor.pin_memory() for tensor in self._data.__getitems__(keys)]
@@ -163,12 +173,13 @@ class SeededSamples(Dataset[Any]):
         if self._dataset_epoch is not None:
             self._dataset_epoch.set(keys[0][0])
         with random_states_kept() if get_worker_info() is None else nullcontext():
-            samples = [self._fetched(epoch, key) for epoch, key in keys]
-        return [*zip(keys, samples, strict=True)] if self._keyed else samples
+            samples = [(key, sample) for key in keys for sample in self._fetched(*key)]
+        found = samples if self._keyed else [sample for _, sample in samples]
+        return found if len(found) == len(keys) else FewerSamples(found, len(keys))
 
-    def _fetched(self, epoch: int, key: Any) -> Any:
+    def _fetched(self, epoch: int, key: Any) -> list[Any]:
         seed_generators(mixed_seed(self._seed, epoch, key))
-        return fetch_samples(self.dataset, [key])[0]
+        return fetch_samples(self.dataset, [key])
 
 
 class SeededBatches(Dataset[Any]):
@@ -387,7 +398,13 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
         if given is not None:
             raise ConfigError("both the DataLoader and data.collate_fn set a collate function", "leave one of them out")
         given = template.collate_fn
-    return given or checked_collate
+    return checked_collate if given is None else OwnCollate(given)
+
+
+def may_leave_out_samples(dataset: Any, config: DataConfig, template: "DataLoader[Any] | None") -> bool:
+    """Whether the user's own `__getitems__` or collate function makes the batches, so that samples may be missing."""
+    _, inner = _unwrapped(dataset)
+    return callable(getattr(inner, "__getitems__", None)) or chosen_collate(config, template) is not checked_collate
 
 
 def loader_options(

@@ -9,8 +9,8 @@ reads the dataset.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_kit.config.settings import DataConfig
-from ddp_kit.data.collate import Uncollated, checked_batches, data_error, identity_collate
+from ddp_kit.data.collate import (
+    Partial,
+    Uncollated,
+    checked_batches,
+    data_error,
+    identity_collate,
+    tensors_in,
+    warn_about_left_out_samples,
+)
 from ddp_kit.data.loading import ExposeUserDataset, IsolatedRandomStates, chosen_collate, loader_options, sendable
 from ddp_kit.data.source import set_epoch
 from ddp_kit.distributed.world import RandomStates, World, mixed_seed, set_random_states
@@ -69,6 +77,11 @@ class Stream:
                 continue
             if type(batch) is Uncollated:
                 raise data_error(batch, None)
+            if type(batch) is Partial:
+                warn_about_left_out_samples()
+                samples, batch = samples and batch.samples, batch.batch
+                if samples == 0:
+                    continue
             if state is not None:
                 self.states.append(state)
             yield _count(batch) if samples is None else samples, batch
@@ -187,7 +200,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
 
 def _count(batch: Any) -> int:
     """The number of samples in a batch: the length of its first tensor. Raises `DataError` if the number is unknown."""
-    tensor = next(_tensors(batch), None)
+    tensor = next(tensors_in(batch), None)
     if tensor is None or tensor.dim() == 0:
         found = "contains no tensor" if tensor is None else "begins with a scalar tensor"
         raise DataError(
@@ -196,17 +209,3 @@ def _count(batch: Any) -> int:
             "yield batches whose first tensor has the batch dimension first, or set a batch_size",
         )
     return len(tensor)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _tensors(getattr(batch, field.name, None))

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.data.collate import unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.world import World, random_states, set_random_states
 from ddp_kit.errors import first_line
@@ -155,7 +156,8 @@ class ModelFlops:
         def first() -> Any:
             batch = fetch()
             if not self.ready:
-                self._note(batch, share.passes[0])
+                samples, plain = unpacked(share.passes[0], batch)
+                self._note(plain, samples)
             return batch
 
         return first

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_kit.data.collate import Partial, unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
-from ddp_kit.distributed.world import World
+from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
@@ -318,8 +319,8 @@ class OptimizerStep:
         parts.heartbeat.mark(Phase.OPTIMIZER)
         strategy.check_gradients()
         parts.precision.unscale(parts.device_optimizer)
-        if self._losses.weighted:
-            strategy.scale_gradients(_ratio(passes.samples, passes.weight()))
+        if passes.weighs and (self._losses.weighted or passes.left_out()):
+            strategy.scale_gradients(_ratio(passes.samples, passes.weight()).to(parts.world.device))
 
     def _run_passes(self, passes: "StepPasses") -> None:
         passes.prepare()
@@ -430,14 +431,26 @@ class StepPasses:
         return self._share.samples
 
     @property
+    def weighs(self) -> bool:
+        """Whether the weights of all ranks are summed: those of `Loss`es, or the numbers of samples that came."""
+        return self._losses.weighted or self._share.at_most
+
+    @property
     def weighed(self) -> bool:
-        """Whether the all-reduce that sums the loss weights of all ranks has started."""
+        """Whether the all-reduce that sums the weights of all ranks has started."""
         return self._total is not None
 
     def weight(self) -> Tensor:
-        """The sum of the weights of all `Loss`es in the step, over all ranks, as a float64 scalar on the device."""
+        """The sum of the weights of all passes in the step, over all ranks, as a float64 scalar.
+
+        With `Loss`es, it is on the device, else on the host.
+        """
         assert self._total is not None, "add_up_weights was called"
         return self._total()
+
+    def left_out(self) -> bool:
+        """Whether any rank's batches in this step have fewer samples than planned. Only for plain losses."""
+        return self.weight().item() != self.samples
 
     def prepare(self) -> None:
         """On a rank without passes, take part in the collectives of the other ranks' first pass."""
@@ -457,6 +470,9 @@ class StepPasses:
         if number:  # otherwise the step has just begun
             heartbeat.mark(Phase.DATA)
         batch = self._batch_of(number)
+        if type(batch) is Partial:
+            samples, batch = batch.samples, batch.batch
+            counted = samples if counted else 0
         heartbeat.mark(Phase.FORWARD)
         try:
             undone = nullcontext() if samples else without_trace(parts)
@@ -469,8 +485,8 @@ class StepPasses:
             return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)
         if counted:
             self._interval.add(value, samples)
-            if isinstance(value, Loss):
-                self._own_weight = self._own_weight + exact_weight(value.weight)
+            if self.weighs:
+                self._own_weight = self._own_weight + _weight_of(value, samples)
         return self._objective(value, samples)
 
     def _batch_of(self, number: int) -> Any:
@@ -488,9 +504,10 @@ class StepPasses:
 
         def forward() -> Tensor:
             parts = self._parts
+            given = unpacked(0, batch)[1]
             with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
                 # A copy, because loss functions may modify batches.
-                value = self._losses.call(copy.deepcopy(batch), self._interval.step, self.count)
+                value = self._losses.call(copy.deepcopy(given), self._interval.step, self.count)
             return self._objective(value, self._share.passes[0])
 
         yield forward
@@ -499,7 +516,7 @@ class StepPasses:
             self._rehearsed = [batch]
 
     def before_reduction(self, loss: Tensor) -> None:
-        if self._losses.weighted:
+        if self.weighs:
             self.add_up_weights()
         if self._parts.world.world_size > 1:
             self._phase = self._clock.watch(loss)
@@ -512,8 +529,12 @@ class StepPasses:
         self._interval.drop_step()
 
     def add_up_weights(self) -> None:
-        """Start the all-reduce that sums the loss weights of all ranks, overlapped with the backward pass."""
-        self._total = _over_all_ranks(self._own_weight, self._parts.world)
+        """Start the all-reduce that sums the weights of all ranks, overlapped with the backward pass.
+
+        Numbers of samples are summed in host memory: the host usually learns that none is missing, and no gradient
+        has to be scaled.
+        """
+        self._total = _over_all_ranks(self._own_weight, self._parts.world, on_host=not self._losses.weighted)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
         """The loss to backpropagate: this pass's share of the mean loss of the global batch.
@@ -532,11 +553,16 @@ class StepPasses:
         return self._parts.precision.scaled(objective)
 
 
-def _over_all_ranks(weight: Tensor | float, world: World) -> Callable[[], Tensor]:
-    """Start an all-reduce of a number; the returned function waits for the sum."""
-    own = torch.zeros((), dtype=torch.float64, device=world.device)
+def _weight_of(value: Tensor | Loss, samples: int) -> Tensor | float:
+    return exact_weight(value.weight) if isinstance(value, Loss) else samples
+
+
+def _over_all_ranks(weight: Tensor | float, world: World, *, on_host: bool) -> Callable[[], Tensor]:
+    """Start an all-reduce of a number; the returned function waits for the sum. `on_host`: in host memory."""
+    own = torch.zeros((), dtype=torch.float64, device="cpu" if on_host else world.device)
     own += weight  # in place: a number is passed as a kernel argument, without a copy from the host
-    work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
+    group = host_group(world) if on_host and world.world_size > 1 else None
+    work = dist.all_reduce(own, group=group, async_op=True) if world.world_size > 1 else None
 
     def result() -> Tensor:
         if work is not None:

@@ -32,6 +32,7 @@ from ddp_kit.checkpoint.state import (
 from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
 from ddp_kit.data import Data
+from ddp_kit.data.collate import unpacked
 from ddp_kit.data.comparison import SampleComparison, facts_of_data
 from ddp_kit.data.feed import DataRank, Feed, FeedBuilder, Share, loader_batch_size
 from ddp_kit.data.sampler import BatchPlan, plan_batches
@@ -687,7 +688,8 @@ class Trainer:
             parts, config = self._parts, self._parts.config
             if self._plan_request is not None:
                 config = config.model_copy(update={"parallel": self.config.parallel})
-            training = TrainingPass(parts.loss_fn, feed.batch(), parts.precision, config, self.world.device)
+            _, batch = unpacked(size, feed.batch())
+            training = TrainingPass(parts.loss_fn, batch, parts.precision, config, self.world.device)
             accumulates = self.batch_plan.accumulation > 1
             model = measured(parts.model, parts.optimizer, parts.device_optimizer, training, accumulates=accumulates)
             return model, size

@@ -36,8 +36,8 @@ def test_the_user_s_own_loader_keeps_what_it_chose() -> None:
         WorkerNumber(), batch_size=5, shuffle=True, num_workers=2, collate_fn=tuple, generator=generator, timeout=30
     )
     made = build_loader(own.dataset, BATCHES, DataConfig(), ALONE, seed=0, template=own)  # type: ignore[arg-type]
-    assert (made.num_workers, made.collate_fn, made.generator, made.timeout) == (2, tuple, generator, 30)
-    assert list(made) == [(0, 0, 0), (1, 1), (0,)]
+    assert (made.num_workers, made.generator, made.timeout) == (2, generator, 30)
+    assert list(made) == [(0, 0, 0), (1, 1), (0,)], "tuples: its collate function made them"
 
 
 class DrawsRandomNumbers(Dataset[Tensor]):

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_kit.config.settings import DataConfig
-from ddp_kit.data import build_loader, loading, on_device
+from ddp_kit.data import DeviceTransform, build_loader, loading, on_device
+from ddp_kit.data.collate import Partial, checked_batches, unpacked
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import DataError
 
@@ -116,3 +117,71 @@ def test_what_comes_instead_of_a_batch_can_be_sent() -> None:
 
     found = checked_collate([torch.zeros(1), torch.zeros(2)])
     assert pickle.loads(pickle.dumps(found)) == found
+
+
+def dropped(samples: list[Any]) -> list[Any]:
+    return [each for each in samples if each is not None]
+
+
+X = torch.arange(6.0).reshape(6, 1)
+SAMPLES = [None, *X[1:]]
+BATCHES_OF_SIX = {  # what the collate function returns for SAMPLES, and how many samples it is taken for
+    "a tensor": (lambda samples: torch.stack(dropped(samples)), 5),
+    "two tensors": (lambda samples: [torch.stack(dropped(samples)), torch.ones(5)], 5),
+    "nothing": (lambda samples: {"x": X[:0]}, 0),
+    "with a scalar": (lambda samples: {"x": torch.stack(dropped(samples)), "epoch": torch.tensor(1)}, 5),
+    "with text": (lambda samples: {"x": torch.stack(dropped(samples)), "text": ["a"] * 5}, 5),
+    "all samples": (lambda samples: torch.cat([each if each is not None else X[0] for each in samples]), 6),
+    "more rows than samples": (lambda samples: torch.zeros(12, 1), 6),
+    "different first dimensions": (lambda samples: (torch.zeros(5, 1), torch.zeros(4)), 6),
+    "samples in the second dimension": (lambda samples: (torch.zeros(5, 6), torch.zeros(5, 6, 2)), 6),
+    "a list of samples": (dropped, 6),
+    "no tensor": (len, 6),
+}
+
+
+@pytest.mark.parametrize(("collate", "samples"), BATCHES_OF_SIX.values(), ids=BATCHES_OF_SIX)
+def test_a_collate_function_that_leaves_out_samples_makes_a_partial_batch(collate: Any, samples: int) -> None:
+    own = DataLoader(Samples(*SAMPLES), batch_size=6, collate_fn=collate)
+    (batch,) = checked_batches(build_loader(own.dataset, [[*range(6)]], DataConfig(), ALONE, 0, own))
+    assert unpacked(6, batch)[0] == samples
+    assert (type(batch) is Partial) == (samples < 6)
+
+
+class WithoutOdd(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.samples[index] for index in indices if index % 2 == 0]
+
+
+class Seeded(list[list[int]]):
+    seed, epoch = 0, 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("seed_samples", [False, True])
+@pytest.mark.parametrize("collate", [None, torch.stack, list])
+def test_getitems_that_leaves_out_samples_makes_a_partial_batch(workers: int, seed_samples: bool, collate: Any) -> None:
+    config = DataConfig(num_workers=workers, seed_samples=seed_samples, collate_fn=collate)
+    data = WithoutOdd(*(torch.full((1,), float(number)) for number in range(6)))
+    batches = list(checked_batches(build_loader(data, Seeded([[0, 1, 2], [2, 4]]), config, ALONE, seed=0)))
+    if collate is list:
+        assert [type(batch) for batch in batches] == [list, list]
+        return
+    assert type(batches[0]) is Partial
+    assert batches[0].samples == 2
+    assert [unpacked(0, batch)[1].flatten().tolist() for batch in batches] == [[0.0, 2.0], [2.0, 4.0]]
+
+
+def test_left_out_samples_are_not_transformed_on_the_device() -> None:
+    config = DataConfig(seed_samples=True)
+    data = WithoutOdd(*(torch.full((1,), float(number)) for number in range(6)))
+    loader = build_loader(data, Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
+    (batch,) = on_device(loader, CPU, None, 0, DeviceTransform(lambda batch: batch + 1, 0, 0, 0, 0))
+    assert unpacked(3, batch) == (2, pytest.approx(torch.tensor([[1.0], [3.0]])))
+
+
+def test_samples_left_out_by_collate_fn_cannot_be_transformed_on_the_device_one_by_one() -> None:
+    config = DataConfig(seed_samples=True, collate_fn=lambda samples: torch.stack(samples[1:]))
+    loader = build_loader(Samples(*X), Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
+    with pytest.raises(DataError, match="the collate function has left out 1 of 3 samples"):
+        list(loader)
