@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 Script = Callable[[str], Path]
 MEETS = """\
-import signal, sys, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, total = dist.get_rank(), torch.ones(1)
@@ -605,3 +606,47 @@ def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code:
             assert re.search(rf"ddpkit: rank 3 failed first: exit code {code} \(local rank 1, host \S+, pid", said)
             assert said.count("Traceback (most recent call last)") == (code == 1), said
         assert job.alive() == {}
+
+
+MEETS_UNTIL_TOLD = f"""\
+{MEETS}
+from pathlib import Path
+with open(sys.argv[1], "w") as ready:
+    ready.write(f"{{os.getpid()}}\\n")
+while True:
+    total[0] = Path(sys.argv[2]).exists()
+    dist.all_reduce(total)
+    if total[0] > 0:
+        break
+dist.destroy_process_group()
+"""
+
+
+def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout: float) -> None:
+    """Suspend all processes of a job, as `scontrol suspend` and a paused machine do, and continue them."""
+    processes = [psutil.Process(pid) for pid in job.alive()]
+    for process in processes:
+        process.suspend()
+    time.sleep(2 * heartbeat_timeout)
+    for process in processes:
+        process.resume()
+
+
+def test_a_job_of_two_nodes_that_was_suspended_as_a_whole_continues(
+    script: Script, ready: Path, tmp_path: Path
+) -> None:
+    main, told = script(MEETS_UNTIL_TOLD), tmp_path / "told"
+    interval = seconds(0.5)
+    flags = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    flags += ["--rdzv-conf", f"keep_alive_interval={interval},keep_alive_max_attempt=3", "--node-rank"]
+    job = JobProcesses()
+    with (
+        started(*flags, 0, main, ready, told, job=job) as first,
+        started(*flags, 1, main, ready, told, job=job) as second,
+    ):
+        wait_for(ready, 2)
+        for _ in range(3):
+            suspended_twice_as_long_as_a_lost_node(job, 3 * interval)
+        told.touch()
+        ends = [launcher.communicate()[1] for launcher in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), ends

@@ -97,6 +97,27 @@ class SingleNodeLink:
 # Runs the state machine in two threads, on the node that hosts the rendezvous.
 
 
+class RunningClock:
+    """A monotonic clock that stands still while this process is suspended: `scontrol suspend`, a paused machine.
+
+    More than `max_gap` seconds between two readings count as a suspension. Threads must read the clock more often.
+    """
+
+    def __init__(self, max_gap: float, read: Callable[[], float] = time.monotonic) -> None:
+        self._max_gap, self._read = max_gap, read
+        self._lock = threading.Lock()
+        self._latest = read()
+        self._suspended = 0.0  # seconds in all suspensions
+
+    def now(self) -> float:
+        """Seconds from an arbitrary time, without suspensions."""
+        with self._lock:
+            latest, self._latest = self._latest, self._read()
+            if self._latest - latest > self._max_gap:
+                self._suspended += self._latest - latest
+            return self._latest - self._suspended
+
+
 # Keys in the store.
 NODES = "ddpkit/nodes"
 EVENTS = "ddpkit/events"
@@ -118,7 +139,8 @@ class Coordinator:
         self._store = store
         self._events, self._heartbeats = store.clone(), store.clone()  # one connection per thread
         self._beat_seconds = beat_seconds
-        self._job = Job(limits, time.monotonic())
+        self._clock = RunningClock(limits.heartbeat_timeout / 2)  # `_watch` reads it six times as often
+        self._job = Job(limits, self._clock.now())
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._beats: dict[int, bytes] = {}
@@ -155,7 +177,7 @@ class Coordinator:
         while not self._closed.is_set():
             event = json.loads(self._events.queue_pop(EVENTS))
             with self._lock:
-                self._publish(self._orders_after(event, time.monotonic()))
+                self._publish(self._orders_after(event, self._clock.now()))
 
     def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
@@ -175,7 +197,7 @@ class Coordinator:
             with self._lock:
                 alive = self._job.alive
             beats = self._heartbeats.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
-            now = time.monotonic()
+            now = self._clock.now()
             with self._lock:
                 for number, beat in zip(alive, beats, strict=True):
                     if self._beats.get(number) != beat:
@@ -282,7 +304,8 @@ class MultiNodeLink:
             ) from None
         self.number = self._node.number
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._last_contact = time.monotonic()
+        self._clock = RunningClock(rendezvous.limits.heartbeat_timeout / 2)
+        self._last_contact = self._clock.now()
         self._is_over = False
         self._sender = threading.Thread(target=self._run, args=[self._send], name="ddpkit-send", daemon=True)
 
@@ -416,7 +439,7 @@ class MultiNodeLink:
         """
         if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
             self._print_message(self._waiting())
-        if not self._is_over and time.monotonic() - self._last_contact > self._limits.heartbeat_timeout:
+        if not self._is_over and self._clock.now() - self._last_contact > self._limits.heartbeat_timeout:
             self._disconnect()
 
     def _waiting(self) -> str:
@@ -468,7 +491,7 @@ class MultiNodeLink:
         )
         listener.start()
         while True:
-            self._last_contact = time.monotonic()
+            self._last_contact = self._clock.now()
             try:
                 event = self._outgoing.get(timeout=self._beat_seconds)
             except queue.Empty:
