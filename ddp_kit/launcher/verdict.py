@@ -257,6 +257,11 @@ CAUSES = (
         "a DataLoader worker died: run again with data.num_workers=0 to see its error; if there is no error, the "
         "worker may have been killed because memory ran out (check `dmesg -T | grep -i oom`)",
     ),
+    Cause(
+        r"EOFError: EOF when reading a line|\bBdbQuit\b",
+        "the process has read standard input, which has no content: with ddp_kit.launch, pass the values to the "
+        "function as arguments, and call the function without launch to debug it",
+    ),
     Cause(r"WorkNCCL\(.*OpType=(?P<operation>\w+).*", "in {operation}, " + _TIMEOUT),
     Cause(
         r"[Ww]atchdog caught collective operation timeout|Timed out waiting \d+ ?ms for (recv|send)|"
@@ -433,6 +438,8 @@ class Outcome:
     """Why the job could not start or continue, if the reason is not a failed worker."""
     started: bool = True
     """Whether any worker was started."""
+    usage: bool = False
+    """Whether the command lines of the nodes contradict each other, so that the same commands would fail again."""
     note: str = ""
     """Why there was no restart."""
     restarts: int = 0
@@ -488,6 +495,12 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
     if asks_for_another_run(outcome):
         return Verdict(
             ExitCode.REQUEUE, f"the job saved a checkpoint; start it again to continue (exit code {ExitCode.REQUEUE:d})"
+        )
+    if outcome.usage:
+        return Verdict(
+            ExitCode.USAGE,
+            f"the nodes of the job were started with different settings: {outcome.lost}\n"
+            "  hint: use the same --nnodes on all nodes, and a different --node-rank on each node",
         )
     if outcome.lost:
         code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED

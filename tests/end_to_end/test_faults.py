@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 Script = Callable[[str], Path]
 MEETS = """\
-import signal, sys, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, total = dist.get_rank(), torch.ones(1)
@@ -587,6 +588,29 @@ sys.exit(75)
     assert "restart" not in run.stderr
 
 
+def test_a_launcher_that_is_killed_at_its_start_leaves_no_folder(script: Script, tmp_path: Path) -> None:
+    """The server is stopped, as if it were slow to import torch, until the launcher has come to its folder."""
+    temporary, job = tmp_path / "temporary", JobProcesses()
+    temporary.mkdir()
+
+    def server() -> list[psutil.Process]:
+        return list(filter(_is_server, psutil.Process(launcher.pid).children()))
+
+    def needs_folder() -> bool:
+        return any(temporary.glob("ddpkit-*")) or any("make_folder" in line for line in launching.stacks(launcher.pid))
+
+    with started(script(MEETS), job=job, TMPDIR=str(temporary)) as launcher:
+        wait_until(server, "a server")
+        (stopped,) = server()
+        suspend(stopped)
+        wait_until(needs_folder, "at its folder")
+        launcher.kill()
+        with suppress(psutil.NoSuchProcess):
+            stopped.resume()
+        wait_until(lambda: not job.alive(), "gone")
+        assert not list(temporary.glob("ddpkit-*"))
+
+
 # Several nodes ---------------------------------------------------------------------------------------------------
 
 
@@ -605,3 +629,60 @@ def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code:
             assert re.search(rf"ddpkit: rank 3 failed first: exit code {code} \(local rank 1, host \S+, pid", said)
             assert said.count("Traceback (most recent call last)") == (code == 1), said
         assert job.alive() == {}
+
+
+def test_nodes_with_different_numbers_of_nodes_end_with_a_usage_error(script: Script) -> None:
+    main, meet = script(MEETS), ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+    job = JobProcesses()
+    with (
+        started(*meet, "--nnodes", 2, "--node-rank", 0, main, job=job) as first,
+        started(*meet, "--nnodes", 3, "--node-rank", 1, main, job=job) as second,
+    ):
+        for launcher in (first, second):
+            _, errors = launcher.communicate()
+            assert launcher.returncode == 2, errors
+            assert re.search(r"was started with --nnodes 2, .* with --nnodes 3\n  hint: use the same --nnodes", errors)
+
+
+MEETS_UNTIL_TOLD = f"""\
+{MEETS}
+from pathlib import Path
+with open(sys.argv[1], "w") as ready:
+    ready.write(f"{{os.getpid()}}\\n")
+while True:
+    total[0] = Path(sys.argv[2]).exists()
+    dist.all_reduce(total)
+    if total[0] > 0:
+        break
+dist.destroy_process_group()
+"""
+
+
+def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout: float) -> None:
+    """Suspend all processes of a job, as `scontrol suspend` and a paused machine do, and continue them."""
+    processes = [psutil.Process(pid) for pid in job.alive()]
+    for process in processes:
+        process.suspend()
+    time.sleep(2 * heartbeat_timeout)
+    for process in processes:
+        process.resume()
+
+
+def test_a_job_of_two_nodes_that_was_suspended_as_a_whole_continues(
+    script: Script, ready: Path, tmp_path: Path
+) -> None:
+    main, told = script(MEETS_UNTIL_TOLD), tmp_path / "told"
+    interval = seconds(0.5)
+    flags = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    flags += ["--rdzv-conf", f"keep_alive_interval={interval},keep_alive_max_attempt=3", "--node-rank"]
+    job = JobProcesses()
+    with (
+        started(*flags, 0, main, ready, told, job=job) as first,
+        started(*flags, 1, main, ready, told, job=job) as second,
+    ):
+        wait_for(ready, 2)
+        for _ in range(3):
+            suspended_twice_as_long_as_a_lost_node(job, 3 * interval)
+        told.touch()
+        ends = [launcher.communicate()[1] for launcher in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), ends

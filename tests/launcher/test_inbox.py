@@ -5,6 +5,8 @@ import sys
 import pytest
 from launching import run
 
+from ddp_kit.launcher.agent.nodes import RunningClock
+
 WAITS = """
 import signal, sys, threading, time
 from ddp_kit.launcher.agent.inbox import Inbox
@@ -36,3 +38,9 @@ print(sorted(found), inbox.signals)
 def test_signals_wake_the_one_who_waits_whichever_thread_they_are_given_to() -> None:
     done = run(sys.executable, "-c", WAITS, timeout=60)
     assert done.stdout == "['SIGINT', 'SIGTERM'] 2\n", done.stderr
+
+
+def test_running_clock_does_not_count_the_time_in_which_its_process_was_suspended() -> None:
+    readings = iter([100.0, 101.0, 102.5, 122.5, 123.0, 200.0])
+    clock = RunningClock(max_gap=1.5, read=lambda: next(readings))
+    assert [clock.now() for _ in range(5)] == [101.0, 102.5, 102.5, 103.0, 103.0]

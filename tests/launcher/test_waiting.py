@@ -2,7 +2,9 @@
 
 import os
 import shlex
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,37 @@ def test_the_command_that_a_waiting_node_prints_starts_the_missing_one(tmp_path:
             said = [text for node in (first, second) for text in node.communicate(timeout=seconds(120))]
     assert (first.returncode, second.returncode) == (0, 0), said
     assert sorted([said[0], said[2]]) == ["rank 0\n", "rank 1\n"]
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Port on which connections are accepted, by the kernel, and never answered."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def words_to_join(port: int, join_timeout: float) -> list[object]:
+    endpoint = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=j", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    return [DDPKIT, "launch", *endpoint, f"--rdzv-conf=join_timeout={join_timeout:g}", "-m", "this"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_node_at_a_port_that_never_answers_says_so_and_obeys_a_signal(silent_port: int, number: signal.Signals) -> None:
+    with started(*words_to_join(silent_port, 3600)) as node:
+        assert node.stderr is not None
+        line = node.stderr.readline()
+        assert f"127.0.0.1:{silent_port}; the port is used by pid {os.getpid()}" in line
+        assert "has accepted the connection, but does not answer; waiting up to 3600 s for it" in line
+        node.send_signal(number)
+        _, errors = node.communicate(timeout=seconds(60))
+    assert (node.returncode, errors) == (128 + number, f"ddpkit: stopped by {number.name}\n")
+
+
+@pytest.mark.slow
+def test_node_at_a_port_that_never_answers_ends_after_the_join_timeout(silent_port: int) -> None:
+    with started(*words_to_join(silent_port, 0.5)) as node:
+        _, errors = node.communicate(timeout=seconds(60))
+    assert node.returncode == 3
+    assert f"the process that listens at 127.0.0.1:{silent_port} has accepted the connection, but has not" in errors
+    assert "hint: if it is the launcher of this job, check whether it is suspended" in errors

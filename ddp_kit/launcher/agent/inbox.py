@@ -96,14 +96,17 @@ class Inbox:
     def put(self, item: Item) -> None:
         """Append an item; never blocks."""
         self._items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the current call of `wait`, or else the next one; never blocks."""
         with suppress(BlockingIOError):  # the pipe is full, which also wakes the reader
             os.write(self._write_end, b"!")
 
     def take(self) -> Item | None:
         """Remove and return the oldest item, or None."""
         if not self._items:
-            with suppress(BlockingIOError):
-                os.read(self._read_end, _WAKE_UPS)
+            self._clear_wake_ups()
         return self._items.popleft() if self._items else None  # an item may have been added meanwhile
 
     def wake_on_signals(self) -> None:
@@ -119,11 +122,19 @@ class Inbox:
         wait_readable([self, *watched], timeout)
 
     def take_signal(self) -> StopSignal | None:
-        """Remove and return the oldest stop signal, or None; all other items stay in the queue."""
+        """Remove and return the oldest stop signal, or None; all other items stay in the queue.
+
+        `wait` then waits for the next item. Call `take` until it returns None before waiting for the earlier ones.
+        """
+        self._clear_wake_ups()
         found = next((item for item in self._items if isinstance(item, StopSignal)), None)
         if found is not None:
             self._items.remove(found)
         return found
+
+    def _clear_wake_ups(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read_end, _WAKE_UPS)
 
     def on_stop_signal(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler: enqueue the signal for the loop."""
@@ -197,22 +208,23 @@ def is_local(host: str) -> bool:
     """
     if is_loopback(host) or host == socket.gethostname():
         return True
-    for family, kind, protocol, _, address in resolve(host):
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise unresolved(host, error) from None
+    for family, kind, protocol, _, address in addresses:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind((address[0], 0))
             return True
     return False
 
 
-def resolve(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """The TCP addresses of a host. Raises `LaunchError` if its name does not resolve."""
-    try:
-        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # type: ignore[return-value]
-    except OSError as error:
-        raise LaunchError(
-            f"the host name {host!r} does not resolve on {socket.gethostname()}: {error.strerror}",
-            "check --rdzv-endpoint or --master-addr, or use an address instead of a name",
-        ) from None
+def unresolved(host: str, error: OSError) -> LaunchError:
+    """The error for a host name that does not resolve."""
+    return LaunchError(
+        f"the host name {host!r} does not resolve on {socket.gethostname()}: {error.strerror}",
+        "check --rdzv-endpoint or --master-addr, or use an address instead of a name",
+    )
 
 
 # --- Messages while a node waits for others ---------------------------------------------------------------------------
@@ -302,6 +314,14 @@ def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlac
             f"{_to_check(place)}"
         )
     return f"no launcher answers at {endpoint} ({why}); on the node with this address, type: {commands.for_host()}"
+
+
+def waiting_for_answer(endpoint: str, limits: Limits) -> str:
+    """The message that a node prints while the process at the endpoint accepts its connection but does not answer."""
+    return (
+        f"the process that listens at {endpoint} has accepted the connection, but does not answer; waiting up to "
+        f"{limits.join_timeout:g} s for it"
+    )
 
 
 def waiting_for_nodes(

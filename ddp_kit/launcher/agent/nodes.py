@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -26,12 +27,27 @@ from ddp_kit.launcher.agent.inbox import (
     is_loopback,
     listen,
     own_loopback,
-    resolve,
+    unresolved,
+    waiting_for_answer,
     waiting_for_host,
     waiting_for_name,
     waiting_for_nodes,
 )
-from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Pause, RankAssignment, Report, State, Steps, Stop
+from ddp_kit.launcher.job import (
+    End,
+    Go,
+    Job,
+    Limits,
+    Node,
+    Order,
+    Pause,
+    RankAssignment,
+    Refuse,
+    Report,
+    State,
+    Steps,
+    Stop,
+)
 from ddp_kit.launcher.rendezvous import Rendezvous, holder
 from ddp_kit.launcher.verdict import Failure, Outcome
 
@@ -97,6 +113,27 @@ class SingleNodeLink:
 # Runs the state machine in two threads, on the node that hosts the rendezvous.
 
 
+class RunningClock:
+    """A monotonic clock that stands still while this process is suspended: `scontrol suspend`, a paused machine.
+
+    More than `max_gap` seconds between two readings count as a suspension. Threads must read the clock more often.
+    """
+
+    def __init__(self, max_gap: float, read: Callable[[], float] = time.monotonic) -> None:
+        self._max_gap, self._read = max_gap, read
+        self._lock = threading.Lock()
+        self._latest = read()
+        self._suspended = 0.0  # seconds in all suspensions
+
+    def now(self) -> float:
+        """Seconds from an arbitrary time, without suspensions."""
+        with self._lock:
+            latest, self._latest = self._latest, self._read()
+            if self._latest - latest > self._max_gap:
+                self._suspended += self._latest - latest
+            return self._latest - self._suspended
+
+
 # Keys in the store.
 NODES = "ddpkit/nodes"
 EVENTS = "ddpkit/events"
@@ -118,7 +155,8 @@ class Coordinator:
         self._store = store
         self._events, self._heartbeats = store.clone(), store.clone()  # one connection per thread
         self._beat_seconds = beat_seconds
-        self._job = Job(limits, time.monotonic())
+        self._clock = RunningClock(limits.heartbeat_timeout / 2)  # `_watch` reads it six times as often
+        self._job = Job(limits, self._clock.now())
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._beats: dict[int, bytes] = {}
@@ -155,7 +193,7 @@ class Coordinator:
         while not self._closed.is_set():
             event = json.loads(self._events.queue_pop(EVENTS))
             with self._lock:
-                self._publish(self._orders_after(event, time.monotonic()))
+                self._publish(self._orders_after(event, self._clock.now()))
 
     def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
@@ -175,7 +213,7 @@ class Coordinator:
             with self._lock:
                 alive = self._job.alive
             beats = self._heartbeats.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
-            now = time.monotonic()
+            now = self._clock.now()
             with self._lock:
                 for number, beat in zip(alive, beats, strict=True):
                     if self._beats.get(number) != beat:
@@ -193,6 +231,8 @@ class Coordinator:
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
+            elif isinstance(order, Refuse):
+                self._write({"refuse": order.node, "why": order.why})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):
@@ -271,10 +311,11 @@ class MultiNodeLink:
         self._beat_seconds = self.next_check
         self._coordinator: Coordinator | None = None
         self._close_timeout = shutdown_timeout + _CLOSE_SECONDS
+        self._obstacle: OSError | None = OSError(0, "no answer yet")  # None: a process has accepted the connection
+        self._abandoned = threading.Event()
+        self._store: Any = None  # a TCPStore; torch's type stubs lack half of the methods of this class
         try:
-            # A TCPStore; torch's type stubs lack half of the methods of this class.
-            self._store = self._connect(rendezvous.run_id, rendezvous.is_host)
-            self._node = self._register(node, rendezvous.run_id)
+            self._node = self._wait_for(lambda: self._enter(node, rendezvous))
         except (DistError, OSError) as error:
             raise LaunchError(
                 f"lost the connection to the rendezvous at {self._host}:{self._port} while joining the job: {error}",
@@ -282,11 +323,72 @@ class MultiNodeLink:
             ) from None
         self.number = self._node.number
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._last_contact = time.monotonic()
+        self._clock = RunningClock(rendezvous.limits.heartbeat_timeout / 2)
+        self._last_contact = self._clock.now()
         self._is_over = False
         self._sender = threading.Thread(target=self._run, args=[self._send], name="ddpkit-send", daemon=True)
 
     # Connecting -------------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, enter: Callable[[], Node]) -> Node:
+        """Return the result of `enter`, which runs in a thread.
+
+        The calls of the resolver and of torch's store may block for as long as the other side does not answer, and no
+        signal handler runs meanwhile. This thread acts on signals and on the join timeout, and says what it waits for.
+        """
+        result = Future[Node]()
+
+        def run() -> None:
+            try:
+                result.set_result(enter())
+            except BaseException as error:
+                result.set_exception(error)
+            self._inbox.wake()
+
+        started = time.monotonic()
+        threading.Thread(target=run, name="ddpkit-connect", daemon=True).start()
+        try:
+            while not result.done():
+                self._inbox.wait(_RETRY_SECONDS)
+                stopped, now = self._inbox.take_signal(), time.monotonic()
+                if stopped is not None:
+                    raise StoppedError(stopped.number)
+                if now - started > self._limits.join_timeout and not result.done():
+                    raise self._no_answer(now - started)
+                if self._reminder.due(now):
+                    self._print_message(self._waiting_to_enter())
+        finally:
+            self._abandoned.set()
+        return result.result()
+
+    def _waiting_to_enter(self) -> str:
+        endpoint, obstacle = f"{self._host}:{self._port}", self._obstacle
+        if obstacle is None:
+            return waiting_for_answer(f"{endpoint}{self._holder()}", self._limits)
+        why = obstacle.strerror or str(obstacle)
+        if self._place is not None and isinstance(obstacle, socket.gaierror):
+            return waiting_for_name(self._host, why, self._limits, self._place)
+        return waiting_for_host(endpoint, why, self._commands, self._place)
+
+    def _no_answer(self, waited: float) -> LaunchError:
+        endpoint, obstacle = f"{self._host}:{self._port}", self._obstacle
+        if obstacle is None:
+            return LaunchError(
+                f"the process that listens at {endpoint} has accepted the connection, but has not answered within "
+                f"{waited:.0f} s{self._holder()}",
+                "if it is the launcher of this job, check whether it is suspended; if not, set another port: "
+                "--rdzv-endpoint HOST:PORT or --master-port PORT",
+            )
+        if isinstance(obstacle, socket.gaierror):
+            return unresolved(self._host, obstacle)
+        return LaunchError(
+            f"no process answers at {endpoint} after {waited:.0f} s: {obstacle.strerror or obstacle}",
+            "start ddpkit on the host of the rendezvous, and check that this node can reach that port",
+        )
+
+    def _enter(self, node: Node, rendezvous: Rendezvous) -> Node:
+        self._store = self._connect(rendezvous.run_id, rendezvous.is_host)
+        return self._register(node, rendezvous.run_id)
 
     def _register(self, node: Node, run_id: str) -> Node:
         """Get a node number, and open a port for the workers' store."""
@@ -323,7 +425,7 @@ class MultiNodeLink:
             raise LaunchError(
                 f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
                 f"{self._holder()}",
-                "use the same --rdzv-id on all nodes of a job, and a different port for each job",
+                "use the same --nnodes and --rdzv-id on all nodes of a job, and a different port for each job",
             )
         store.set_timeout(_NO_TIMEOUT)
         return store
@@ -344,33 +446,16 @@ class MultiNodeLink:
 
     def _reach(self) -> TCPStore:
         """Wait until a process listens at the endpoint, and connect to it."""
-        started = time.monotonic()
-        while True:
+        while self._obstacle is not None:
             try:
                 with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()):
-                    break
-            except socket.gaierror as error:
-                if self._place is None or time.monotonic() - started > self._limits.join_timeout:
-                    resolve(self._host)  # raises a LaunchError that names the problem
-                elif self._reminder.due(time.monotonic()):
-                    self._print_message(
-                        waiting_for_name(self._host, error.strerror or str(error), self._limits, self._place)
-                    )
+                    self._obstacle = None
             except OSError as error:
-                why, waited = error.strerror or str(error), time.monotonic() - started
-                if waited > self._limits.join_timeout:
-                    raise LaunchError(
-                        f"no process answers at {self._host}:{self._port} after {waited:.0f} s: {why}",
-                        "start ddpkit on the host of the rendezvous, and check that this node can reach that port",
-                    ) from None
-                if self._reminder.due(time.monotonic()):
-                    self._print_message(
-                        waiting_for_host(f"{self._host}:{self._port}", why, self._commands, self._place)
-                    )
-            self._inbox.wait(_RETRY_SECONDS)
-            stopped = self._inbox.take_signal()
-            if stopped is not None:
-                raise StoppedError(stopped.number)
+                self._obstacle = error
+                if isinstance(error, socket.gaierror) and self._place is None:
+                    raise unresolved(self._host, error) from None
+                if self._abandoned.wait(_RETRY_SECONDS):
+                    raise
         try:
             return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_HANDSHAKE)
         except (DistError, RuntimeError, ValueError):
@@ -416,7 +501,7 @@ class MultiNodeLink:
         """
         if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
             self._print_message(self._waiting())
-        if not self._is_over and time.monotonic() - self._last_contact > self._limits.heartbeat_timeout:
+        if not self._is_over and self._clock.now() - self._last_contact > self._limits.heartbeat_timeout:
             self._disconnect()
 
     def _waiting(self) -> str:
@@ -468,7 +553,7 @@ class MultiNodeLink:
         )
         listener.start()
         while True:
-            self._last_contact = time.monotonic()
+            self._last_contact = self._clock.now()
             try:
                 event = self._outgoing.get(timeout=self._beat_seconds)
             except queue.Empty:
@@ -488,7 +573,12 @@ class MultiNodeLink:
                 removed = self.number in order["lost"]
                 self._inbox.put(Disconnected(_REMOVED) if removed else End(Outcome(**_read(order["end"]))))
                 return
-            if "stop" in order:
+            if "refuse" in order:
+                if order["refuse"] == self.number:
+                    self._is_over = True
+                    self._inbox.put(End(Outcome(lost=order["why"], started=False, usage=True)))
+                    return
+            elif "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["may_save"]))
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
