@@ -12,6 +12,7 @@ DdpKitError
 Uncaught exceptions of these classes are printed without a traceback: see uncaught.py.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -31,9 +32,8 @@ class DdpKitError(Exception):
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
-        # Text quoted from a file may contain lone surrogates, which cannot be printed.
-        self.message = message.encode(errors="backslashreplace").decode()
-        self.hint = hint
+        self.message = printable(message, keep="\n\t")
+        self.hint = printable(hint, keep="\n\t")
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}"
@@ -99,6 +99,32 @@ class UsageError(DdpKitError):
 
 class LaunchError(DdpKitError):
     """The launcher could not start the job."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text from a file, an argument or another process, with control characters and lone surrogates as escapes.
+
+    A terminal would interpret control characters: an escape sequence in a file name could move the cursor or set the
+    window's title.
+
+    Args:
+        text: The text, such as the name of a script.
+        keep: Control characters to keep, such as a newline.
+
+    Returns:
+        The text, with escapes such as `\\x1b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter.encode("unicode_escape").decode() if letter not in keep and _is_control(letter) else letter
+        for letter in text
+    )
+
+
+def _is_control(letter: str) -> bool:
+    """Whether a character is a control or format character, a line separator, a lone surrogate, or unassigned."""
+    return unicodedata.category(letter) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
 
 def nearest(name: str, known: list[str]) -> str | None:

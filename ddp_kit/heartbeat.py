@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ class HeartbeatField(IntEnum):
     """Time at which a background thread last counted collectives, in nanoseconds of CLOCK_MONOTONIC."""
     PYTHON_AT = 13
     """Time at which the main thread was last seen running Python code, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+    TOTAL = 14
+    """The step after which the run ends; 0: not known."""
+    LOSS = 15
+    """The loss of the last log point: the bits of a 64-bit floating-point number; 0: not known."""
 
 
 ADVICE_WORDS = 64
@@ -116,6 +121,15 @@ class Heartbeat:
     """Time at which the main thread was last seen running Python code, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     advice: str = ""
     """The last advice that the Trainer has logged; "": there was none."""
+    total: int | None = None
+    """The step after which the run ends; None: not known."""
+    loss: float | None = None
+    """The loss of the last log point; None: there was none."""
+
+
+def loss_bits(loss: float) -> int:
+    """A loss as an integer for `HeartbeatField.LOSS`, which is 0 if the loss is not known."""
+    return int(struct.unpack("q", struct.pack("d", loss or -0.0))[0])
 
 
 _heartbeats: "dict[str, memoryview[int]]" = {}
@@ -150,7 +164,7 @@ def read_heartbeat(error_file: str) -> Heartbeat:
         content, fields = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes(), 8 * len(HeartbeatField)
         found = memoryview(content[:fields]).cast("q").tolist()
         step, phase, beats, steps, collectives, all_collectives, began, changed_at, *found = found
-        step_time, data, others, mfu, counted_at, python_at = found
+        step_time, data, others, mfu, counted_at, python_at, total, loss = found
         return Heartbeat(
             step - 1 if step else None,
             Phase(phase),
@@ -167,5 +181,7 @@ def read_heartbeat(error_file: str) -> Heartbeat:
             counted_at,
             python_at,
             content[fields:].rstrip(b"\0").decode(errors="replace"),
+            total or None,
+            struct.unpack("d", struct.pack("q", loss))[0] if loss else None,
         )
     return Heartbeat()

@@ -13,7 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ddp_kit.errors import LossError
-from ddp_kit.heartbeat import ADVICE_WORDS, HeartbeatField, Phase, heartbeat_memory
+from ddp_kit.heartbeat import ADVICE_WORDS, HeartbeatField, Phase, heartbeat_memory, loss_bits
 from ddp_kit.log import logger
 
 T = TypeVar("T")
@@ -165,8 +165,12 @@ class HeartbeatWriter:
             memory[_STEP_NANOSECONDS] = average + (taken - average) // _AVERAGED
         self._stepped_at = now
 
-    def shares(self, data: float, communication: float, mfu: float = 0.0) -> None:
-        """Set the shares of time spent waiting for data and for other ranks, and the MFU (0 to 1); 0: unknown."""
+    def log_point(self, loss: float, data: float, communication: float, mfu: float = 0.0) -> None:
+        """Set the values of a log point.
+
+        `data`, `communication`: the shares of time spent waiting for data and for other ranks. `mfu`: 0 if unknown.
+        """
+        self._memory[HeartbeatField.LOSS] = loss_bits(loss)
         self._memory[HeartbeatField.DATA_SHARE] = round(1000 * data)
         self._memory[HeartbeatField.COMMUNICATION_SHARE] = round(1000 * communication)
         self._memory[HeartbeatField.MFU] = round(1000 * mfu)
@@ -195,12 +199,14 @@ class HeartbeatWriter:
             self.mark(after)
 
     @contextmanager
-    def follow(self, step: int) -> Iterator[None]:
+    def follow(self, step: int, total: int | None = None) -> Iterator[None]:
         """Context manager for training. Records `step` as the step from which training starts.
 
+        `total`: the step after which training ends, if known.
         If a `LossError` names the step in which it occurred, the previous step is recorded as the last completed one.
         """
         self.set_step(step)
+        self._memory[HeartbeatField.TOTAL] = total or 0
         self._stepped_at = 0
         if not self._memory[_BEGAN]:
             self._memory[_BEGAN] = step + 1

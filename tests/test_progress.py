@@ -1,5 +1,6 @@
 """The heartbeat: what the launcher reads of a worker."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,23 @@ def test_a_loop_that_is_left_has_not_failed(error_file: str) -> None:
     assert read_heartbeat(error_file).phase is Phase.OUTSIDE
 
 
-def test_the_shares_of_the_last_log_point_are_seen(error_file: str) -> None:
-    HeartbeatWriter().shares(0.25, 0.5, 0.4321)
+def test_the_values_of_the_last_log_point_are_seen(error_file: str) -> None:
+    assert read_heartbeat(error_file).loss is None
+    HeartbeatWriter().log_point(0.1, 0.25, 0.5, 0.4321)
     read = read_heartbeat(error_file)
-    assert (read.data_share, read.communication_share, read.mfu) == (0.25, 0.5, 0.432)
-    HeartbeatWriter().shares(0.25, 0.5)
+    assert (read.loss, read.data_share, read.communication_share, read.mfu) == (0.1, 0.25, 0.5, 0.432)
+    HeartbeatWriter().log_point(0.0, 0.25, 0.5)
     assert read_heartbeat(error_file).mfu == 0.0
+    assert read_heartbeat(error_file).loss == 0.0
+    HeartbeatWriter().log_point(float("nan"), 0.25, 0.5)
+    assert math.isnan(read_heartbeat(error_file).loss or 0.0)
+
+
+def test_the_total_of_a_run_is_seen_if_it_is_known(error_file: str) -> None:
+    with HeartbeatWriter().follow(3, 600):
+        assert (read_heartbeat(error_file).step, read_heartbeat(error_file).total) == (3, 600)
+    with HeartbeatWriter().follow(3, None):
+        assert read_heartbeat(error_file).total is None
 
 
 def test_the_last_line_of_advice_is_seen_whole_and_a_long_one_is_cut(error_file: str) -> None:

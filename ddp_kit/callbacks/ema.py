@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.checkpoint.weight_files import plain_name
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.torch_internals import compiled_module, copy_all, interpolate_all
+from ddp_kit.uncaught import show_without_traceback
 
 
 class EMA(Callback):
@@ -40,6 +42,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float | Callable[[int], float] = 0.999) -> None:
         if not callable(decay) and not 0.0 <= decay < 1.0:
+            show_without_traceback(rank_for_messages())
             raise ConfigError(
                 f"EMA got an invalid argument: decay={decay!r}",
                 "use a number from 0 to less than 1, such as 0.999, or a function of the step",

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.callbacks.rows import FileLogger, file_row
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError
+from ddp_kit.uncaught import show_without_traceback
 
 
 class JSONLinesLogger(FileLogger):
@@ -30,6 +32,7 @@ class JSONLinesLogger(FileLogger):
         if self._path.exists():
             with self._path.open("rb") as file:
                 if file.read(1) not in (b"", b"{"):
+                    show_without_traceback(rank_for_messages())
                     raise ConfigError(
                         f"{self._path} was not written by JSONLinesLogger: its first line is not a JSON object",
                         "use the path of a new file, or of a log that JSONLinesLogger wrote",

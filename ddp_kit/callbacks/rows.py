@@ -8,10 +8,12 @@ from typing import Any
 
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.config.settings import absolute
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow
 from ddp_kit.state_values import whole_number
+from ddp_kit.uncaught import show_without_traceback
 
 
 class RowLogger(Callback):
@@ -214,7 +216,10 @@ def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 def require(package: str, owner: str) -> None:
     """Raise `ConfigError` if a package is not installed. The package is not imported."""
-    if find_spec(package) is None:
+    spec = find_spec(package)
+    # A folder without __init__.py has a spec without an origin. wandb creates a folder `wandb` for its runs.
+    if spec is None or spec.origin is None:
+        show_without_traceback(rank_for_messages())  # a script usually makes its loggers before its Trainer
         raise ConfigError(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
 
 

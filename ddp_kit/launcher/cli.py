@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddp_kit import __version__
 from ddp_kit.env import PYTHON, QUIET_IMPORT, allocator_defaults
-from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest
+from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.commands import Parser
 from ddp_kit.masking import masked
@@ -199,7 +199,7 @@ def submit(argv: Sequence[str]) -> int:
     """`ddpkit submit`: submit a job to a cluster."""
     from ddp_kit.launcher.commands.submit import run
 
-    return run(argv, _write_stderr, _print_text)
+    return run(argv, _write_stderr, _print_exactly)
 
 
 def checkpoints(argv: Sequence[str]) -> int:
@@ -253,7 +253,7 @@ def completion(argv: Sequence[str]) -> int:
     from ddp_kit.launcher import agent
     from ddp_kit.launcher.commands.completion import run
 
-    return run(argv, agent.torchrun_parser(), _print_text)
+    return run(argv, agent.torchrun_parser(), _print_exactly)
 
 
 def _torch_version() -> str:
@@ -312,6 +312,11 @@ def _write_stderr(text: str) -> None:
 
 
 def _print_text(text: str) -> None:
+    _print_exactly(printable(text, keep="\n\t"))
+
+
+def _print_exactly(text: str) -> None:
+    """Print text that a shell or an engine will read, such as a job file."""
     with suppress(OSError, ValueError, AttributeError):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")

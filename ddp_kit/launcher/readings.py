@@ -1,17 +1,19 @@
 """Read the current state of the jobs on this machine or on other hosts: heartbeats, memory and GPU usage."""
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
+from ddp_kit.env import RECORD_NOTE
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher.clusters import ssh
 from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage
@@ -57,6 +59,10 @@ class RankReading:
     """The last line of advice from the rank's Trainer; "": no advice so far."""
     mfu: float | None = None
     """Model FLOPs utilisation of the whole job, from 0 to 1, as of the last log point, or None if not known."""
+    total: int | None = None
+    """The step after which the run ends, or None if not known."""
+    loss: float | None = None
+    """The loss of the last log point, or None if there was none."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,10 @@ class JobReading:
     launcher: int
     """Process id of the launcher."""
     ranks: tuple[RankReading, ...]
+    arguments: tuple[str, ...] = ()
+    """The arguments of the script, without secrets."""
+    folder: str = ""
+    """The folder of the run's checkpoints or logs; "": none is known."""
 
 
 def readings() -> tuple[JobReading, ...]:
@@ -117,7 +127,19 @@ def _job(launcher: int, record: RoundRecord, cards: Sequence[GpuUsage]) -> JobRe
         seconds=max(0.0, time.time() - record.began),
         launcher=launcher,
         ranks=_waiting(ranks),
+        arguments=record.arguments,
+        folder=_run_folder(record),
     )
+
+
+def _run_folder(record: RoundRecord) -> str:
+    """The folder that contains the run's record, if a Trainer has begun one; otherwise an empty string."""
+    for worker in record.workers[:1]:
+        with suppress(OSError):
+            noted = Path(worker.error_file).parents[1] / RECORD_NOTE
+            folder = Path(noted.read_text())
+            return str(folder.parent) if folder.is_dir() else ""
+    return ""
 
 
 def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
@@ -164,19 +186,15 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
         communication=beat.communication_share,
         mfu=beat.mfu or None,
         advice=beat.advice,
+        total=beat.total,
+        loss=beat.loss,
         age=max(0.0, (time.monotonic_ns() - beat.changed_at) / 1e9) if beat.changed_at else None,
     )
 
 
 def from_json(text: str) -> tuple[JobReading, ...]:
-    """Parse the output of `ddpkit top --once --json`. Raises `ValueError`, `TypeError` or `KeyError`."""
-    jobs = json.loads(text)
-    return tuple(JobReading(**{**job, "ranks": tuple(_rank_from(rank) for rank in job["ranks"])}) for job in jobs)
-
-
-def _rank_from(found: dict[str, Any]) -> RankReading:
-    gpus = tuple(GpuUsage(**{**each, "pids": tuple(each["pids"])}) for each in found["gpus"])
-    return RankReading(**{**found, "gpus": gpus})
+    """Parse the output of `ddpkit top --once --json`. Raises `ValueError` if a value is missing or has a wrong type."""
+    return TypeAdapter(tuple[JobReading, ...]).validate_json(text)
 
 
 def as_json(jobs: Sequence[JobReading]) -> list[dict[str, Any]]:
@@ -222,5 +240,5 @@ def _read(host: str) -> tuple[JobReading, ...] | str:
         return f"{host}: ssh is not installed on this machine; install the OpenSSH client"
     except subprocess.TimeoutExpired:
         return f"{host}: no answer within {_SECONDS:.0f} s"
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         return f"{host}: the host's ddpkit prints a different format; install the same version as on this machine"

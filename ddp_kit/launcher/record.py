@@ -48,13 +48,15 @@ class RoundRecord:
     began: float
     """Start time, as returned by `time.time`."""
     workers: tuple[WorkerRecord, ...]
+    arguments: tuple[str, ...] = ()
+    """The arguments of the script, without secrets."""
 
     @classmethod
     def read(cls, text: str) -> Self:
         """Parse a record. Raises `ValueError`, `TypeError` or `KeyError` if `text` is not a valid record."""
         found = json.loads(text)
         workers = tuple(WorkerRecord(**{**each, "gpus": tuple(each["gpus"])}) for each in found.pop("workers"))
-        return cls(**found, workers=workers)
+        return cls(**{**found, "arguments": tuple(found["arguments"])}, workers=workers)
 
 
 class RoundFile:
@@ -131,10 +133,10 @@ class RecordKeeper:
         self._find()
         self._note.unlink(missing_ok=True)
 
-    def end(self, attempt: str, verdict: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
-        """Add to the record how the attempt ended. Must be called after `stop`."""
+    def end(self, attempt: str, step: int | None, verdict: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
+        """Add to the record how the attempt ended, and after which step. Must be called after `stop`."""
         if self._folder is not None:
-            facts = {"node": self._node, "exit_code": verdict["exit_code"], "text": verdict["text"]}
+            facts = {"node": self._node, "step": step, "exit_code": verdict["exit_code"], "text": verdict["text"]}
             line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
             _add(self._folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
 

@@ -520,12 +520,13 @@ class LogPoints:
         own = values.times[self._parts.world.rank]
         samples_per_second = reading.samples / reading.seconds
         mfu = self._utilisation(samples_per_second)
+        loss = values.loss / values.weight if values.weight else float("nan")
         if own.total:
-            self._parts.heartbeat.shares(own.data / own.total, own.communication / own.total, mfu or 0.0)
+            self._parts.heartbeat.log_point(loss, own.data / own.total, own.communication / own.total, mfu or 0.0)
         return LogRow(
             step=point.step,
             epoch=point.epoch,
-            loss=values.loss / values.weight if values.weight else float("nan"),
+            loss=loss,
             learning_rate=point.learning_rates[0],
             learning_rates=point.learning_rates,
             values=values.logged,

@@ -219,25 +219,29 @@ class RunRecord(Callback):
         self._folder = noted_record_folder() if saved is None else absolute(saved) / RECORD_FOLDER
         self._rows: _Rows | None = None
         self._attempts: _Rows | None = None
+        self._has_begun = False
         self._advised: list[str] = []  # since the last log point
         self._began = time.monotonic()
         self._attempt = attempt_id() or f"{uuid.uuid4()}.0"
-        if self._folder is not None and world.local_rank == 0:
-            note_record_folder(self._folder)
 
     def begin(self, step: int, total: int | None, planned_memory: int | None) -> None:
         """Record that training begins or continues after `step`.
 
         `total`: the optimizer steps of the run, if known. `planned_memory`: bytes per device, if there is a plan.
         """
-        if self._folder is None or not self._world.is_main:
+        first, self._has_begun = not self._has_begun, True
+        if self._folder is None:
             return
-        first, folder = self._rows is None, self._folder
-        self._write(lambda: self._open(folder, step))
-        if first:
-            self._began = time.monotonic()
-            plan = {"total_steps": total, "planned_memory": planned_memory}
-            self._add("begin", step, **plan, **self._facts())
+        if self._world.is_main:
+            folder = self._folder
+            self._write(lambda: self._open(folder, step))
+            if first:
+                self._began = time.monotonic()
+                plan = {"total_steps": total, "planned_memory": planned_memory}
+                self._add("begin", step, **plan, **self._facts())
+        # Not earlier: the launcher then adds to the record, which until here may be that of another, running job.
+        if first and self._world.local_rank == 0 and self._folder is not None:
+            note_record_folder(self._folder)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:  # noqa: ARG002
         for line in self._advised:

@@ -777,7 +777,7 @@ class Trainer:
         On exit, it ends everything that it has started, even after an error.
         """
         with (
-            self._heartbeat.follow(self.step),
+            self._heartbeat.follow(self.step, self.total_steps),
             self._heartbeat.during(Phase.DATA),
             self._profiler,
             self._garbage.deferred(),

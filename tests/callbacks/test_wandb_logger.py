@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import run
 
 from ddp_kit import ConfigError, WandbLogger
+from ddp_kit.callbacks.rows import require
 
 SCRIPT = """
 import torch
@@ -82,3 +84,26 @@ def test_without_the_package_it_says_what_to_type(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"not installed\n.*pip install wandb"):
         WandbLogger()
+
+
+def test_a_folder_with_the_runs_of_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_such_logger").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"not installed\n.*pip install no_such_logger"):
+        require("no_such_logger", "WandbLogger")
+
+
+LOGGERS = {
+    "wandb": "WandbLogger('ours')", "mlflow": "MLflowLogger()", "trackio": "TrackioLogger('ours')",
+    "tensorboard": "TensorBoardLogger('ours')",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", LOGGERS)
+def test_a_script_without_the_package_ends_with_words_instead_of_a_traceback(package: str, tmp_path: Path) -> None:
+    words = f"import sys; sys.modules[{package!r}] = None; from ddp_kit import *; {LOGGERS[package]}"
+    done = run(sys.executable, "-c", words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"the package {package}, which is not installed\n  hint: pip install {package}\n" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,12 +1,13 @@
 """The record of a run: what a job with a restart leaves in its checkpoint folder, or in its log folder."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, launch, run
+from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 TRAIN = """
 import os, sys, time
@@ -48,6 +49,7 @@ def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tm
     assert first["config"]["checkpoint"]["every_steps"] == 5
     assert first["command"][1:] == ["save", "--token", "****"]
     assert (failed["attempt"], failed["node"], failed["exit_code"]) == (first["attempt"], 0, 1)
+    assert (failed["step"], ended["step"]) == (11, 20)
     assert "RuntimeError: boom" in failed["text"]
     assert second["step"] in (5, 10)
     assert second["attempt"].removesuffix(".1") == first["attempt"].removesuffix(".0")
@@ -75,3 +77,42 @@ def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(
     (folder,) = tmp_path.glob("logs/*/record")
     assert [each["event"] for each in _lines(folder / "attempts.jsonl")].count("end") == 2
     assert not list(tmp_path.glob("**/ddpkit-record")), "the launcher's note is removed"
+
+
+STOPPED = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+
+model = nn.Linear(2, 1)
+config = TrainerConfig(max_steps=20, global_batch_size=4, log_every_steps=5, checkpoint={"dir": "run"})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config)
+for step in trainer.steps(torch.ones(80, 2)):
+    if step.number == 7:
+        Path("at-7").touch()
+        while not Path("go").exists():
+            time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_job_that_is_refused_leaves_the_record_of_the_first_alone(
+    script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = script(STOPPED)
+    with started(DDPKIT, "launch", "--cold", path, cwd=tmp_path) as first:
+        wait_until((tmp_path / "at-7").exists, "step 7", within=120)
+        second = launch("--cold", path, cwd=tmp_path)
+        assert "another run is writing checkpoints" in second.stderr
+        first.send_signal(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert first.wait(seconds(120)) == 75
+    begun, *others = _lines(tmp_path / "run" / "record" / "attempts.jsonl")
+    assert [(each["event"], each["attempt"]) for each in others] == [("end", begun["attempt"])]
+    stopped_at = others[0]["step"]
+    assert 7 <= stopped_at < 10
+    told = run(DDPKIT, "report", "run", cwd=tmp_path)
+    assert f"exit code 75, {stopped_at} of 20 steps in " in told.stdout, "the last row is of step 5"

@@ -4,12 +4,16 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launching import run
 from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
@@ -20,7 +24,7 @@ from ddp_kit.launcher.cli import main
 from ddp_kit.launcher.commands.report import run as report
 from ddp_kit.launcher.report.charts import charts_of_run, comparing_charts
 from ddp_kit.launcher.report.findings import findings, state
-from ddp_kit.launcher.report.page import differences
+from ddp_kit.launcher.report.page import differences, page
 from ddp_kit.launcher.report.run_history import RunHistory, read_runs
 from ddp_kit.profile import Recorder
 
@@ -100,7 +104,7 @@ def test_a_torn_last_line_is_left_out_and_a_broken_one_counted(tmp_path: Path) -
     path.write_text(path.read_text() + 'not JSON\n{"event": "train"}\n[1]\n{"event": "train", "st')
     (found,) = read_runs([run])
     assert [each["step"] for each in found.rows] == [1, 2]
-    assert "2 lines of the record cannot be read" in texts(found)
+    assert "3 lines of the record cannot be read" in texts(found)
 
 
 def test_failed_attempts_are_told_with_their_cost(tmp_path: Path) -> None:
@@ -115,6 +119,74 @@ def test_failed_attempts_are_told_with_their_cost(tmp_path: Path) -> None:
     assert state(run) == "finished, 1,000 of 1,000 steps in 16 min 40 s"
     assert "Attempt 1 of 2: rank 1 failed first: exit code 1: ValueError: bad" in texts(run)
     assert "Failed attempts cost 30 s" in texts(run), "from step 500, at second 50, to the next begin, at second 80"
+
+
+def test_time_between_two_commands_is_not_time_of_the_run(tmp_path: Path) -> None:
+    attempts = [
+        begin("a.0"), end("a.0", exit_code=75, step=100, time=START + 3),
+        begin("b.0", step=100, time=START + 203), {**DONE, "attempt": "b.0", "step": 200, "time": START + 205},
+        end("b.0", step=200, time=START + 206),
+    ]  # fmt: skip
+    rows = [row(99, attempt="a.0", time=START + 2), row(200, attempt="b.0", time=START + 205)]
+    run = history(tmp_path, *attempts, rows=rows)
+    assert state(run) == "finished, 200 of 1,000 steps in 6 s"
+    assert "cost" not in texts(run), "the run stopped because it was asked to, and no step was repeated"
+
+
+def test_a_job_that_was_requeued_under_its_id_has_two_attempts(tmp_path: Path) -> None:
+    attempts = [
+        begin("7.0"), end("7.0", exit_code=75, step=100, time=START + 3),
+        begin("7.0", step=100, time=START + 203), end("7.0", step=200, time=START + 206),
+    ]  # fmt: skip
+    run = history(tmp_path, *attempts, rows=[row(200, attempt="7.0", time=START + 205)])
+    assert [[each["exit_code"] for each in attempt.ends] for attempt in run.attempts] == [[75], [0]]
+    assert state(run) == "finished, 200 of 1,000 steps in 6 s"
+
+
+@pytest.mark.parametrize(
+    ("ended", "resumed", "said"),
+    [
+        (500, 500, None), (510, 500, "Failed attempts cost 1 s, including repeated steps"),
+        (None, 500, "Failed attempts cost 1 s, including repeated steps"),
+    ],
+)  # fmt: skip
+def test_a_failure_costs_what_is_repeated(ended: int | None, resumed: int, said: str | None, tmp_path: Path) -> None:
+    attempts = [
+        begin("a.0"), end("a.0", exit_code=1, step=ended, time=START + 51, text="boom"),
+        begin("b.0", step=resumed, time=START + 500),
+    ]  # fmt: skip
+    run = history(tmp_path, *attempts, rows=[row(500, attempt="a.0", time=START + 50)])
+    assert [line for line in texts(run).splitlines() if "cost" in line] == ([said] if said else [])
+
+
+def test_the_restart_of_a_failed_attempt_costs_time_even_if_no_step_is_repeated(tmp_path: Path) -> None:
+    failed = end("a.0", exit_code=1, step=500, time=START + 50, text="boom")
+    run = history(tmp_path, begin("a.0"), failed, begin("a.1", step=500, time=START + 54))
+    assert "Failed attempts cost 4 s" in texts(run).splitlines()
+
+
+def test_a_run_has_the_steps_at_which_it_was_stopped(tmp_path: Path) -> None:
+    run = history(tmp_path, begin(), end(exit_code=75, step=295), rows=[row(280)])
+    assert state(run).startswith("exit code 75, 295 of 1,000 steps")
+
+
+@pytest.mark.parametrize(
+    ("ago", "interval", "lives"),
+    [(1.0, 0.1, True), (40.0, 0.1, False), (40.0, 20.0, True), (3600.0, 20.0, False)],
+    ids=["now", "quiet", "rare", "over"],
+)
+def test_a_run_that_writes_is_live(ago: float, interval: float, lives: bool, tmp_path: Path) -> None:
+    latest = time.time() - ago
+    rows = [row(i, time=latest - (5 - i) * interval) for i in range(1, 6)]
+    run = history(tmp_path, begin(time=rows[0]["time"]), rows=rows)
+    assert state(run).startswith("running, 5 of 1,000 steps" if lives else "no end recorded, 5 of 1,000")
+    assert ("it is still running, was killed" in texts(run)) != lives
+
+
+def test_a_run_is_live_as_long_as_its_launcher_writes_samples(tmp_path: Path) -> None:
+    samples = [{**sample(1), "time": time.time() - 2}]
+    assert history(tmp_path, begin(time=time.time() - 300), samples=samples).is_live
+    assert not history(tmp_path / "done", begin(time=time.time() - 300), DONE, samples=samples).is_live
 
 
 def test_advice_is_repeated_where_it_was_given(tmp_path: Path) -> None:
@@ -221,6 +293,29 @@ def test_what_was_set_differently_is_shown(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_arguments_are_compared_by_name_and_the_own_folder_of_each_run_is_left_out(tmp_path: Path) -> None:
+    def recorded(name: str, *arguments: str) -> Path:
+        config = {"checkpoint": {"dir": f"runs/{name}"}}
+        return write_record(tmp_path / name, [begin(command=["train.py", *arguments], config=config)])
+
+    runs = [recorded("a", "--lr", "0.1", "--out=/data/a", "one"), recorded("b", "--fast", "--out=/data/b", "--lr=0.2")]
+    assert differences(read_runs(runs)) == [
+        ("--lr", ("0.1", "0.2")), ("argument 4", ("one", "")), ("--fast", ("", "yes")),
+    ]  # fmt: skip
+
+
+def test_a_problem_of_all_runs_is_shown_once_and_others_at_their_run(tmp_path: Path) -> None:
+    advice = [{**ADVICE, "text": f"data {share}%: raise data.num_workers"} for share in (31, 32, 33)]
+    runs = [write_record(tmp_path / name, [begin(), line]) for name, line in zip("abc", advice, strict=True)]
+    write_record(tmp_path / "d", [begin(), advice[0], end(exit_code=1, text="boom")])
+    shown = page(read_runs([*runs, tmp_path / "d"]), {})
+    findings_table = shown.partition("<h2>Findings</h2>")[2].partition("</section>")[0]
+    assert findings_table.count("raise data.num_workers") == 1
+    assert [name in findings_table for name in ("row>a<", "row>d<", "boom")] == [False, True, True]
+    order = [shown.index(each) for each in ("<h2>Training", "<h2>Findings", "<h2>What differs", "<h2>a</h2>")]
+    assert order == sorted(order), "the curves are first"
+
+
 def test_ten_thousand_rows_of_eight_ranks_make_a_small_page(tmp_path: Path) -> None:
     noise = random.Random(0)
     names = ("loss", "grad_norm", "samples_per_second", "step_seconds", *(f"times.{name}" for name in PHASES))
@@ -316,3 +411,117 @@ def test_it_needs_no_torch() -> None:
         "import sys, ddp_kit.launcher.commands.report; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert run(sys.executable, "-c", code).returncode == 0
+
+
+# --- damaged records --------------------------------------------------------------------------------------------------
+
+ABSENT = object()
+WRONG = [ABSENT, None, 10**400, "a\0\x1b[31m\ud800/.."]
+MORE_WRONG = [
+    True, -1, 1e999, float("nan"), "", [], [None], ["x"], [[]], {}, {"x": None}, {"load": {}, "steps": [1], "dir": 7},
+]  # fmt: skip
+ADVICE = {"event": "advice", "attempt": "job.0", "time": START, "step": 310, "text": "data 43%"}
+RECORDED: dict[str, list[dict[str, Any]]] = {
+    "attempts": [
+        begin(config={"profile": {"steps": [2, 3], "dir": "traces"}}, planned_memory=GIB, environment={"A": "1"}),
+        ADVICE,
+        end(exit_code=1, text="rank 1 failed", stacks={"1": "Thread 0"}, step=500),
+        begin("job.1", step=400, time=START + 2000),
+        {**DONE, "attempt": "job.1"},
+        end("job.1", step=900),
+    ],
+    "rows": [row(i, rank_memory=[GIB, GIB], compilations=i, accuracy=0.5) for i in range(1, 20)]
+    + [evaluation(i, loss=i, f1=0.5) for i in (1, 2, 3)],
+    "samples": [sample(i) for i in range(3)],
+}  # fmt: skip
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each field of a JSON value, with all fields inside it."""
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield (*path, name)
+        yield from fields(inner, (*path, name))
+
+
+def replaced(value: Any, path: tuple[Any, ...], wrong: Any) -> Any:
+    """A copy of a JSON value in which one field is wrong, or absent."""
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if len(path) > 1:
+        copy[path[0]] = replaced(copy[path[0]], path[1:], wrong)
+    elif wrong is ABSENT:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = wrong
+    return copy
+
+
+def is_readable_or_refused(run: Path) -> bool:
+    """Whether the run has a report, or is refused with words. Anything else is an exception of another class."""
+    try:
+        (history,) = read_runs([run])
+    except UsageError as refused:
+        assert str(refused).isprintable() or "\n" in str(refused)
+        return False
+    page((history,), {}).encode(errors="backslashreplace")
+    state(history)
+    return True
+
+
+@pytest.mark.parametrize("file", RECORDED)
+@pytest.mark.parametrize(
+    "wrong",
+    [*WRONG, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_WRONG)],
+    ids=lambda wrong: "absent" if wrong is ABSENT else repr(wrong)[:16],
+)
+def test_a_record_with_any_damaged_field_is_readable_or_refused(file: str, wrong: Any, tmp_path: Path) -> None:
+    run = write_record(tmp_path / "run", RECORDED["attempts"], RECORDED["rows"], RECORDED["samples"])
+    path = next((run / "record").glob(f"{file}*"))
+    seen = set()
+    for number, line in enumerate(RECORDED[file]):
+        for field in fields(line):
+            if (line.get("event"), field) in seen:
+                continue  # the same field of another line
+            seen.add((line.get("event"), field))
+            lines = [*RECORDED[file][:number], replaced(line, field, wrong), *RECORDED[file][number + 1 :]]
+            path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+            try:
+                is_readable_or_refused(run)
+            except Exception as error:
+                error.add_note(f"with {field} = {wrong!r}")
+                raise
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_a_record_with_damaged_bytes_is_readable_or_refused(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = write_record(Path(folder) / "run", RECORDED["attempts"], RECORDED["rows"], RECORDED["samples"])
+        for path in (run / "record").iterdir():
+            content = path.read_bytes()
+            begins = data.draw(st.integers(0, len(content)))
+            ends = data.draw(st.integers(begins, len(content)))
+            path.write_bytes(content[:begins] + data.draw(st.binary(max_size=9)) + content[ends:])
+        is_readable_or_refused(run)
+
+
+def test_a_deeply_nested_line_is_counted(tmp_path: Path) -> None:
+    run = write_record(tmp_path / "run", [begin()], [row(1)])
+    with (run / "record" / "rows.jsonl").open("a") as rows:
+        rows.write('{"event": ' + "[" * 100_000 + "\n" + json.dumps(row(2)) + "\n")
+    (found,) = read_runs([run])
+    assert (len(found.rows), found.unreadable) == (2, 1)
+
+
+def test_what_a_file_says_does_not_reach_the_terminal_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attack = "\x1b]0;owned\x07\ud800"
+    write_record(tmp_path / "\x1b[31mrun", [begin(), {**ADVICE, "text": attack}])
+    out = str(tmp_path / "report.html")
+    assert main(["report", str(tmp_path / "\x1b[31mrun"), "--out", out]) == 0
+    assert main(["report", str(tmp_path / "\x1b[31mno"), "--out", out]) == 2
+    said = capsys.readouterr()
+    assert r"\x1b]0;owned\x07\ud800" in said.out
+    assert "\x1b" not in said.out + said.err

@@ -93,6 +93,45 @@ def test_a_run_can_be_hidden(page: Any) -> None:
     assert page.get_by_text("Thread 0 (idle)").is_visible()
 
 
+def rows_of(page: Any, table: str) -> list[str]:
+    """The names of the runs in the visible rows of a table."""
+    return [text.split()[0] for text in page.locator(f"[aria-label={table}] tbody tr:visible").all_inner_texts()]
+
+
+def test_runs_can_be_sorted_and_filtered(page: Any) -> None:
+    sort = page.locator("[aria-label=Runs]").get_by_role("button", name="loss", exact=True)
+    sort.click()
+    assert rows_of(page, "Runs") == ["second", "first"]
+    sort.click()
+    assert rows_of(page, "Runs") == ["first", "second"]
+    page.get_by_label("filter runs").fill("EXIT failed")
+    assert rows_of(page, "Runs") == ["first"], "in its row of findings"
+    page.get_by_label("filter runs").fill("exit nothing")
+    assert rows_of(page, "Runs") == []
+    page.get_by_label("filter runs").fill("finished")
+    assert rows_of(page, "Runs") == rows_of(page, "Differences") == ["first"]
+    assert "second: loss" not in legend(page, "loss")
+    assert not page.locator("#run-1").is_visible()
+    page.get_by_label("filter runs").fill("")
+    assert rows_of(page, "Differences") == ["first", "second"]
+    assert "second: loss" in legend(page, "loss")
+
+
+def test_the_x_axis_can_be_samples_or_time_and_curves_can_be_smoothed(page: Any) -> None:
+    expect = pytest.importorskip("playwright.sync_api").expect
+    shown = page.locator("#loss .u-value").first
+    page.get_by_label("x axis").select_option("samples")
+    expect(shown).to_have_text("64,000")
+    page.get_by_label("x axis").select_option("running time")
+    expect(shown).to_have_text("1.667")
+    assert legend(page, "loss")["first: loss"] == "998.5"
+    page.get_by_label("smoothing").fill("0.9")
+    expect(shown).to_have_text("1.667")
+    smoothed = legend(page, "loss")
+    assert 900 < float(smoothed["first: loss"]) < 999, "it lags"
+    assert smoothed["first: evaluation"] == "0.1", "there are too few evaluations to smooth"
+
+
 @pytest.mark.parametrize("width", [320, 768, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_every_width_and_is_accessible(page: Any, width: int, scheme: str) -> None:

@@ -1,12 +1,17 @@
 """`ddpkit submit`: from a command line to the job file of an engine, and to the engine's own command."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from launching import run, seconds, started
 
 from ddp_kit.errors import UsageError
@@ -123,13 +128,64 @@ def test_a_line_break_in_an_argument_adds_no_line_to_the_job_file(tmp_path: Path
     assert not (tmp_path / "two").exists()
 
 
-@pytest.mark.parametrize(("given", "passed"), [("64", "--cpus-per-task=64 ddpkit"), ("", "ddpkit")])
+def _expanded(word: str) -> str:
+    """What Kubernetes makes of a word of a container's command, if each variable is `X`: its rules of expansion."""
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda found: "$" if found[1] == "$" else "X", word)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture changes nothing
+@given(
+    words=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9), max_size=3)
+)
+@example(words=["a$$b", "$(PET_NNODES)", "$", "$${x}", "one\ntwo", "\x1b[31m\x7f", "\x85\u2028"])
+def test_arguments_reach_the_script_unchanged_on_every_engine(words: list[str]) -> None:
+    launch = ["ddpkit", "launch", "train.py", *words]
+    for engine in ("kubernetes", "jobset", "kubeflow", "skypilot"):
+        image = ["--image", "x"] if engine != "skypilot" else []
+        text = job_file("--on", engine, "--nodes", "2", *image, "train.py", *words)
+        spec = list(yaml.safe_load_all(text))[-1]  # YAML allows no control characters, even in comments
+        if engine == "skypilot":
+            assert shlex.join(launch) in spec["run"]
+            continue
+        spec = spec["spec"]
+        for replicated in spec.get("replicatedJobs", []):
+            spec = replicated["template"]["spec"]
+        container = spec["trainer"] if engine == "kubeflow" else spec["template"]["spec"]["containers"][0]
+        assert [_expanded(word) for word in container["command"]] == launch
+    text = job_file("--on", "slurm", "--nodes", "2", "train.py", *words)
+    step, env = "srun() { printf '%s\\0' \"$@\"; }\n" + text, {"SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", step], env=env, capture_output=True, timeout=seconds(60), check=True)
+    assert done.stdout.decode().split("\0")[:-1] == launch
+
+
+@pytest.mark.parametrize("flag", ["--name", "--partition", "--array", "--image", "--gpus"])
+@pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\u2028"])
+def test_a_control_character_in_a_value_is_refused(flag: str, letter: str) -> None:
+    value = f"a{letter}touch x:8"
+    with pytest.raises(UsageError, match="contains a control character") as refused:
+        submit.run(["--on", "slurm", "--nodes", "2", flag, value, "train.py"], print, print)
+    assert letter not in str(refused.value).partition("\n")[0]
+
+
+def test_a_value_is_one_word_of_a_batch_script() -> None:
+    text = job_file("--on", "slurm", "--nodes", "2", "--name", "my run #2", "--partition", "a --wrap=b", "train.py")
+    assert "#SBATCH --job-name='my run #2'\n#SBATCH --partition='a --wrap=b'\n" in text
+
+
+def test_a_batch_script_names_the_flag_for_nodes_with_fewer_cores() -> None:
+    words = ("--on", "slurm", "--nodes", "2", "--gpus", "8")
+    (line,) = (line for line in job_file(*words).splitlines() if line.startswith("#SBATCH --cpus-per-task=64"))
+    assert line.endswith("if the nodes have fewer cores, sbatch refuses the job: use --cpus")
+    assert "use --cpus" not in job_file("--on", "slurm", "--nodes", "2", "--gpus", "8", "--cpus", "48")
+
+
+@pytest.mark.parametrize(("cores", "passed"), [("64", "--cpus-per-task=64 ddpkit"), ("", "ddpkit")])
 def test_a_step_gets_all_cores_of_the_job_unless_the_job_names_a_number(
-    given: str, passed: str, tmp_path: Path
+    cores: str, passed: str, tmp_path: Path
 ) -> None:
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": given}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": cores}
     done = run("bash", "-c", job_file("--on", "slurm", "--nodes", "2", "train.py"), env=env)
     assert done.stdout == f"{passed} launch train.py\n"
 

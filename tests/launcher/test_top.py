@@ -30,7 +30,7 @@ def loss_fn(model, batch):
     return model(batch[0]).square().mean()
 
 model = torch.nn.Linear(3, 1)
-config = TrainerConfig(global_batch_size=4, log_every_steps=5, max_steps=10**6)
+config = TrainerConfig(global_batch_size=4, log_every_steps=5, max_steps=10**6, checkpoint={"dir": "run"})
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
 for step in trainer.steps(TensorDataset(torch.ones(64, 3))):
     if step.number % 5 == 0:
@@ -58,7 +58,7 @@ def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
         """Line of rank 0 under the job's title."""
         assert job.poll() is None, said.read_text()
         lines = ddpkit("top", "--once", env={"COLUMNS": "120"}).stdout.splitlines()
-        title = next(number for number, line in enumerate(lines) if line.startswith(f"{path.name}  2 ranks"))
+        title = next(number for number, line in enumerate(lines) if line.startswith(f"{path.name} "))
         return next(line for line in lines[title:] if line.split()[:1] == ["0"])  # advice may be in between
 
     with said.open("w") as file, started(*command, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT) as job:
@@ -75,6 +75,8 @@ def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
         assert (ours["world_size"], ours["nodes"], ours["restarts"], ours["launcher"]) == (2, 1, 0, job.pid)
         assert (first["rank"], first["waits_for"]) == (0, 1)
         assert (slow["rank"], slow["waits_for"]) == (1, None)
+        assert (ours["arguments"], ours["folder"]) == ([str(end)], str(tmp_path / "run"))
+        assert (slow["total"], slow["loss"]) == (10**6, first["loss"])
         assert slow["step"] > 0
         assert slow["seconds_per_step"] > 0.02
         assert first["communication"] > slow["communication"]
@@ -244,3 +246,59 @@ def test_the_advice_of_any_rank_is_under_the_title() -> None:
     lines = _shown(200, replace(READING, ranks=(READING.ranks[0], advised))).splitlines()
     assert lines[1].rstrip() == "advice: data 31%: raise data.num_workers (0)"
     assert lines[2].split()[:2] == ["rank", "pid"]
+
+
+def test_jobs_of_one_script_are_told_apart_by_their_arguments() -> None:
+    job = replace(READING, arguments=("--lr", "0.1", "--name", "a b"))
+    assert _shown(200, job).splitlines()[0].startswith("train.py --lr 0.1 --name 'a b'  4 ranks on node 1 of 2, for 1:")
+    title = _shown(50, job).splitlines()[0].rstrip()
+    assert title == "train.py --lr 0.1 --name…  4 ranks on node 1 of 2"
+    assert _shown(40, job).splitlines()[0].rstrip() == "train.py --lr 0…  4 ranks on node 1 of 2"
+
+
+def test_the_progress_of_a_run_is_under_the_title() -> None:
+    ranks = tuple(replace(each, total=5000, loss=0.23456) for each in READING.ranks)
+    job = replace(READING, ranks=ranks, folder="/runs/7")
+    assert _shown(80, job).splitlines()[1].rstrip() == (
+        "step 1,200 of 5,000 (24%), loss 0.2346, 0:15:50 left, in /runs/7"
+    )
+    assert _shown(50, job).splitlines()[1].rstrip() == "step 1,200 of 5,000 (24%), loss 0.2346"
+    without_total = replace(job, ranks=tuple(replace(each, total=None) for each in ranks), folder="")
+    assert _shown(80, without_total).splitlines()[1].rstrip() == "loss 0.2346"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"age": 48.0}, {"age": 50.0}, "all ranks are in data after step 9; `py-spy dump --pid 100`"),
+        ({"age": 48.0, "beats": 9}, {"age": 50.0}, "rank 1, which is in data after step 9; `py-spy dump --pid 101"),
+        ({"age": 48.0}, {"phase": "ended"}, "rank 1 has ended, and the other ranks may be waiting for it"),
+        ({"age": 48.0}, {"age": 1.0}, None),
+        ({"age": 48.0, "seconds_per_step": 6.0}, {"age": 50.0}, None),
+        ({"age": 48.0}, {"age": 50.0, "phase": "the script, between two steps"}, None),
+    ],
+    ids=["all", "one-behind", "ended", "moves", "long-steps", "own-code"],
+)  # fmt: skip
+def test_a_hang_is_said_in_words(first: dict[str, Any], second: dict[str, Any], said: str | None) -> None:
+    ranks = [replace(_rank(0), **first), replace(_rank(1), **second)]
+    (job,) = merged([_job("a", *ranks, nodes=1)])
+    shown = _shown(200, job)
+    assert ("no progress for 0:00:48: " in shown) == (said is not None)
+    assert said is None or said in shown
+
+
+def test_escape_sequences_of_a_job_do_not_reach_the_terminal() -> None:
+    attack = "\x1b]0;owned\x07\ud800"
+    ranks = tuple(replace(each, host=f"{attack}{each.rank}", advice=attack, phase=attack) for each in READING.ranks)
+    job = replace(READING, script=f"/x/{attack}.py", arguments=(attack,), folder=attack, ranks=ranks)
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as captured:
+        console.print(render(HostReadings((job,), (f"gpu1: {attack}",)), 200))
+    assert r"\x1b]0;owned\x07\ud800" in captured.get()
+    assert "\x1b" not in captured.get()
+
+
+@pytest.mark.parametrize("wrong", ['{"ranks": 3}', "[1]", '[{"run_id": 7}]', "no JSON"])
+def test_a_reading_with_values_of_wrong_types_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="valid"):
+        from_json(wrong)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.env import ERROR_FILE, RECORD_NOTE
 
 
 def _trained(folder: Path, steps: int) -> Trainer:
@@ -53,3 +54,20 @@ def test_without_a_folder_there_is_no_record(tmp_path: Path, monkeypatch: pytest
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config).fit(torch.ones(8, 2))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_launcher_learns_of_the_record_when_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the Trainer is made: the folder may be that of another job, which still runs."""
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "attempt_0" / "0" / "error.json"))
+    note = tmp_path / "attempt_0" / RECORD_NOTE
+    note.touch()
+    model = nn.Linear(2, 1)
+    config = TrainerConfig(max_steps=2, global_batch_size=4, checkpoint={"dir": tmp_path / "run"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config)
+    assert note.read_text() == ""
+    trainer.fit(torch.ones(8, 2))
+    assert note.read_text() == str(tmp_path / "run" / "record")

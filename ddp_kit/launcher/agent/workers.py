@@ -32,6 +32,7 @@ from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, Worker
 from ddp_kit.launcher.verdict import Outcome
 from ddp_kit.launcher.warm.cleanup import state
 from ddp_kit.launcher.warm.client import Process, WarmServer
+from ddp_kit.masking import masked_words
 
 _SIGNAL_CHECK_SECONDS = 0.05
 _SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
@@ -127,6 +128,7 @@ class Workers:
             restarts=assignment.restarts,
             began=time.time(),
             workers=tuple(self._worker_record(local_rank, pid) for local_rank, pid in self.pids.items()),
+            arguments=tuple(masked_words(self._plan.script_arguments, os.environ)),
         )
 
     def _worker_record(self, local_rank: int, pid: int) -> WorkerRecord:
@@ -159,7 +161,10 @@ class Workers:
     def record_end(self, outcome: Outcome) -> None:
         """Add to the run record, if there is one, how this attempt ended on this node."""
         if self._record_keeper is not None:
-            self._record_keeper.end(attempt_id(self._envs[0]), verdict.record(outcome), self.hang_monitor.stacks)
+            steps = [step for path in self.error_files.values() if (step := read_heartbeat(path).step) is not None]
+            self._record_keeper.end(
+                attempt_id(self._envs[0]), max(steps, default=None), verdict.record(outcome), self.hang_monitor.stacks
+            )
 
     def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
         processes = {rank: self._request_start(warm, rank) for rank in self._envs}

@@ -5,7 +5,14 @@ from typing import Any
 
 from ddp_kit.env import MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT, NODE_RANK_DEFAULT, NODES_DEFAULT
 from ddp_kit.launcher.clusters.jobset import job_set
-from ddp_kit.launcher.clusters.kubernetes import PENDING_SECONDS, REPLACEMENT_SECONDS, labels, manifest, resources
+from ddp_kit.launcher.clusters.kubernetes import (
+    PENDING_SECONDS,
+    REPLACEMENT_SECONDS,
+    command,
+    labels,
+    manifest,
+    resources,
+)
 from ddp_kit.launcher.clusters.request import JobPlace, Request, check_rank, number
 
 RUNTIME = "ddpkit"
@@ -44,7 +51,7 @@ def job_file(request: Request) -> str:
     """The manifest of a TrainJob. It uses the runtime `ddpkit`, which launch/kubeflow/runtime.yaml defines."""
     trainer: dict[str, Any] = {
         "image": request.image,
-        "command": list(request.launch),
+        "command": command(request),
         "numNodes": request.nodes,
     }
     if resources(request):

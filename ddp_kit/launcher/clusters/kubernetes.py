@@ -39,7 +39,7 @@ def container(request: Request, env: Sequence[Mapping[str, Any]] = ()) -> dict[s
     found: dict[str, Any] = {
         "name": request.name,
         "image": request.image,
-        "command": list(request.launch),
+        "command": command(request),
         "env": [{"name": GRACE, "value": str(request.grace)}, *env],
     }
     if resources(request):
@@ -47,6 +47,11 @@ def container(request: Request, env: Sequence[Mapping[str, Any]] = ()) -> dict[s
     # DataLoader workers and NCCL share memory in /dev/shm; the default of 64 MiB is too small.
     found["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     return found
+
+
+def command(request: Request) -> list[str]:
+    """The launcher's command line for a container: Kubernetes replaces `$(NAME)` by a variable, and `$$` by `$`."""
+    return [word.replace("$", "$$") for word in request.launch]
 
 
 def resources(request: Request) -> dict[str, Any]:

@@ -99,6 +99,10 @@ def first_host(node_list: str) -> str:
 # --- Job file ---------------------------------------------------------------------------------------------------------
 
 _WARNING_SECONDS = 120
+_CPUS = {
+    False: "for all processes of a node together",
+    True: "8 per GPU, for all processes of a node; if the nodes have fewer cores, sbatch refuses the job: use --cpus",
+}
 
 
 def job_file(request: Request) -> str:
@@ -108,14 +112,14 @@ def job_file(request: Request) -> str:
     """
     log = "%x-%A_%a.log" if request.array else "%x-%j.log"
     directives = {
-        "job-name": request.name,
-        "partition": request.queue,
+        "job-name": shlex.quote(request.name),
+        "partition": request.queue and shlex.quote(request.queue),
         "nodes": request.nodes,
         "ntasks-per-node": "1   # one launcher per node, which starts one process per GPU",
-        "gpus-per-node": f"{request.gpu_type}:{request.gpus}" if request.gpu_type else request.gpus,
-        "cpus-per-task": request.cpus_per_node and f"{request.cpus_per_node}   # for all processes of a node together",
+        "gpus-per-node": shlex.quote(f"{request.gpu_type}:{request.gpus}") if request.gpu_type else request.gpus,
+        "cpus-per-task": request.cpus_per_node and f"{request.cpus_per_node}   # {_CPUS[request.cpus is None]}",
         "time": None if request.seconds is None else clock(request.seconds),
-        "array": request.array,
+        "array": request.array and shlex.quote(request.array),
         "signal": f"USR2@{_WARNING_SECONDS}   # seconds before the time limit; a Trainer then saves",
         "open-mode": "append   # a job that is requeued continues its log",
         "output": log,

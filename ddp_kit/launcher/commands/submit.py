@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddp_kit.errors import UsageError, nearest
+from ddp_kit.errors import UsageError, nearest, printable
 from ddp_kit.launcher.clusters.engines import ENGINES, Engine
 from ddp_kit.launcher.clusters.request import Request, hosts_of, seconds_of
 from ddp_kit.launcher.commands import Parser
@@ -82,7 +82,12 @@ def parser() -> Parser:
     flags.add_argument(
         "--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs per node, such as 8 or H100:8; default: none"
     )
-    flags.add_argument("--cpus", metavar="C", type=_count, help="number of CPU cores per node; default: 8 per GPU")
+    flags.add_argument(
+        "--cpus",
+        metavar="C",
+        type=_count,
+        help="number of CPU cores per node; default: 8 per GPU, which is more than some nodes have",
+    )
     flags.add_argument("--time", metavar="TIME", help="the time limit, such as 90m, 12h, 2d or 1-12:00:00")
     flags.add_argument("--name", metavar="NAME", help="the job's name; default: the script's name")
     flags.add_argument("--image", metavar="IMAGE", help="the container image, which must contain ddpkit")
@@ -149,13 +154,19 @@ def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
 
 
 def _check_flags(name: str, engine: Engine, flags: dict[str, Any], known: Parser) -> None:
-    """Raise `UsageError` for a flag that the engine does not support."""
+    """Raise `UsageError` for a flag that the engine does not support, or a value that could add lines to a job file."""
     spelled = {action.dest: action.option_strings[0] for action in known.actions if action.option_strings}
     spelled["gpu_type"] = "a type in --gpus"
     for flag in flags.keys() - engine.flags - {"nodes", "gpus", "name"}:
         if flags[flag]:
             takes = ", ".join(sorted(spelled[each] for each in engine.flags))
             raise UsageError(f"{name} does not support {spelled[flag]}", f"remove it; {name} supports {takes}")
+    for flag, value in flags.items():
+        if isinstance(value, str) and printable(value) != value:
+            raise UsageError(
+                f"{spelled[flag]}: the value {printable(value)!r} contains a control character, such as a line break",
+                "remove the character",
+            )
 
 
 def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str]) -> Request:
@@ -174,7 +185,7 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
         nodes=nodes,
         words=tuple(launch),
         name=name or _job_name(launch),
-        command="\n# ".join(shlex.join(shown).splitlines()),  # in a comment of the job file
+        command="\n# ".join(map(printable, shlex.join(shown).splitlines())),  # in a comment of the job file
         seconds=None if time is None else seconds_of(time),
         hosts=hosts[:nodes],
         folder=PurePosixPath(Path.cwd()),
@@ -239,6 +250,6 @@ def _submit(name: str, engine: Engine, request: Request, text: str, write: Calla
     if engine.run is not None:
         return engine.run(request, write)
     with tempfile.TemporaryDirectory(prefix="ddpkit-submit-") as folder:
-        path = Path(folder) / f"{request.name}{engine.suffix}"
+        path = Path(folder) / f"job{engine.suffix}"  # without the name, which may contain slashes
         path.write_text(text)
         return subprocess.run(engine.submission(request, str(path)), check=False).returncode

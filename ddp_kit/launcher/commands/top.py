@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import select
+import shlex
 import sys
 import termios
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,9 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from ddp_kit.errors import GIB, LaunchError, UsageError
+from ddp_kit.errors import GIB, LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.clusters.request import hosts_of
 from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices.gpus import GpuUsage
@@ -34,7 +36,8 @@ columns:
   waits for the rank that this rank mostly waits for, among the ranks shown
   age       seconds since the heartbeat last changed
 
-Below a job's title is the latest advice from its Trainer: what is slow, and what to do about it.
+Below a job's title are its progress, the loss of the last log point, and the time left at the present speed; then the
+latest advice from its Trainer: what is slow, and what to do about it. If all ranks stand still, a line says where.
 
 keys: q or Ctrl-C to quit, arrow keys to scroll
 
@@ -89,14 +92,14 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
             raise LaunchError("; ".join(found.problems), "for details, run `ssh HOST ddpkit top --once`")
         print_text(json.dumps(as_json(found.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        Console(soft_wrap=True).print(render(read(), Console().width))
+        Console(soft_wrap=True, markup=False, emoji=False).print(render(read(), Console().width))
     else:
         _watch(interval, read)
     return ExitCode.OK
 
 
 def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
-    console, above = Console(), 0
+    console, above = Console(markup=False, emoji=False), 0
     with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
         pressed = ""
         while pressed not in ("q", "Q", "\x03"):
@@ -131,12 +134,18 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
+_HANG_SECONDS = 30.0
+_HANG_STEPS = 10
+"""No progress for this multiple of the time per step, and for 30 s, counts as a possible hang."""
+_USER_CODE = {each.description for each in Phase if each.in_user_code} | {Phase.CHECKPOINT.description}
+
+
 # --- Rendering --------------------------------------------------------------------------------------------------------
 
 
 def render(found: HostReadings, width: int) -> RenderableType:
     """Render the jobs as tables, with as many columns as fit into `width` characters."""
-    problems = [Text(line, style="bold") for line in found.problems]
+    problems = [Text(printable(line), style="bold") for line in found.problems]
     if not found.jobs:
         return Group(*problems, Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one"))
     return Group(*problems, *(part for job in found.jobs for part in _parts(job, width)))
@@ -144,14 +153,18 @@ def render(found: HostReadings, width: int) -> RenderableType:
 
 def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
     yield _title(job, width)
+    if progress := _progress(job, width):
+        yield Text(progress, no_wrap=True, overflow="ellipsis")
+    if hang := _hang(job):
+        yield Text(hang, style="bold red")
     if advice := next((rank.advice for rank in job.ranks if rank.advice), ""):
-        yield Text(f"advice: {advice}", style="yellow")
+        yield Text(printable(f"advice: {advice}"), style="yellow")
     yield _table(job, width)
     yield Text("")
 
 
 def _title(job: JobReading, width: int) -> Text:
-    """The script's name, followed by as many facts about the job as fit into `width` characters."""
+    """The script with its arguments, followed by as many facts about the job as fit into `width` characters."""
     read = len({each.host for each in job.ranks})
     nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
     if read > 1:
@@ -160,10 +173,56 @@ def _title(job: JobReading, width: int) -> Text:
     if job.restarts:
         parts.append(f"{job.restarts} {'restart' if job.restarts == 1 else 'restarts'}")
     parts.append(f"launcher {job.launcher}")
-    name = PurePath(job.script).name
-    while len(parts) > 1 and len(f"{name}  {', '.join(parts)}") > width:
+    name = printable(PurePath(job.script).name)
+    command = printable(" ".join((name, *map(shlex.quote, job.arguments))))
+    most = max(len(name), width - len(parts[0]) - 2)
+    command = command if len(command) <= most else f"{command[: most - 1].rstrip()}…" if most > len(name) + 2 else name
+    while len(parts) > 1 and len(f"{command}  {', '.join(parts)}") > width:
         parts.pop()
-    return Text.assemble((name, "bold"), f"  {', '.join(parts)}", no_wrap=True, overflow="ellipsis")
+    return Text.assemble((command, "bold"), f"  {', '.join(parts)}", no_wrap=True, overflow="ellipsis")
+
+
+def _progress(job: JobReading, width: int) -> str:
+    """Steps done, loss, time left and folder of a run, as far as they are known and fit into `width` characters."""
+    ranks = [each for each in job.ranks if each.step is not None and each.phase != "ended"]
+    parts = []
+    if ranks:
+        step, total = min(each.step or 0 for each in ranks), ranks[0].total
+        if total is not None:
+            parts.append(f"step {step:,} of {total:,} ({step / max(total, 1):.0%})")
+        if (loss := ranks[0].loss) is not None:
+            parts.append(f"loss {loss:.4g}")
+        if total is not None and (pace := max(each.seconds_per_step or 0.0 for each in ranks)):
+            parts.append(f"{_duration(max(0, total - step) * pace)} left")
+    if job.folder:
+        parts.append(printable(f"in {job.folder}"))
+    while len(parts) > 1 and len(", ".join(parts)) > width:
+        parts.pop()
+    return ", ".join(parts)
+
+
+def _hang(job: JobReading) -> str:
+    """Text about a job in which no rank moves, or in which a rank has ended; an empty string if it looks healthy."""
+    ended = [each for each in job.ranks if each.phase == "ended"]
+    ranks = [each for each in job.ranks if each.phase != "ended"]
+    if not ranks or any(each.step is None or each.age is None for each in ranks):
+        return ""
+    if any(each.phase in _USER_CODE for each in ranks):
+        return ""  # the script's own code may take any time
+    still = min(each.age or 0.0 for each in ranks)
+    if still < max(_HANG_SECONDS, _HANG_STEPS * max(each.seconds_per_step or 0.0 for each in ranks)):
+        return ""
+    behind = next((each for each in ranks if each.rank in {other.waits_for for other in ranks}), None)
+    if ended:
+        who = f"rank {ended[0].rank} has ended, and the other ranks may be waiting for it"
+    elif behind is not None:
+        who = f"the other ranks wait for rank {behind.rank}, which is in {behind.phase} after step {behind.step:,}"
+    else:
+        phases = " and ".join(dict.fromkeys(each.phase for each in ranks))
+        who = f"{'it is' if len(ranks) == 1 else 'all ranks are'} in {phases} after step {ranks[0].step or 0:,}"
+    pid, host = (behind or ranks[0]).pid, (behind or ranks[0]).host
+    where = f" on {printable(host)}" if len({each.host for each in job.ranks}) > 1 else ""
+    return f"no progress for {_duration(still)}: {who}; `py-spy dump --pid {pid}`{where} shows its stack"
 
 
 @dataclass(frozen=True)
@@ -203,7 +262,8 @@ def _table(job: JobReading, width: int) -> Table:
     left_out |= set() if any(rank.mfu is not None for rank in job.ranks) else {"MFU"}
     left_out |= {"host"} if len({rank.host for rank in job.ranks}) == 1 else set()
     columns = [each for each in _COLUMNS if each.title not in left_out]
-    widths = {each: max(each.width, *(len(each.value(rank)) for rank in job.ranks)) for each in columns}
+    cells = {each: [printable(each.value(rank)) for rank in job.ranks] for each in columns}
+    widths = {each: max(each.width, *map(len, cells[each])) for each in columns}
     while len(columns) > 1 and sum(widths[each] + 2 for each in columns) - 2 > width:
         columns.remove(max(reversed(columns), key=lambda each: each.priority))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
@@ -211,9 +271,9 @@ def _table(job: JobReading, width: int) -> Table:
         left = each.title in ("host", "phase", "waits for", "GPU memory")
         table.add_column(each.title, justify="left" if left else "right", no_wrap=True, min_width=widths[each])
     waited_for = {each.waits_for for each in job.ranks}
-    for rank in job.ranks:
+    for number, rank in enumerate(job.ranks):
         style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
-        table.add_row(*(each.value(rank) for each in columns), style=style)
+        table.add_row(*(Text(cells[each][number]) for each in columns), style=style)
     return table
 
 

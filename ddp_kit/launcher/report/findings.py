@@ -89,6 +89,8 @@ _IDLE_GPU = 0.5
 _COMPILED_AGAIN = 3
 """Minimum number of late compilations to report; a smaller last batch and the first evaluation cause one each."""
 _FULL_HOST = 0.95
+_WORTH_SAYING = 0.05
+"""Seconds lost to failed attempts from which they are reported."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ def state(run: RunHistory) -> str:
     total = run.last.begin.get("total_steps")
     of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
     steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
+    if run.is_live:
+        return f"running, {steps}"
     if not run.last.ends:
         return f"finished, {steps}" if run.last.done else f"no end recorded, {steps}"
     if all(end["exit_code"] == 0 for end in run.last.ends):
@@ -138,18 +142,20 @@ def duration(seconds: float) -> str:
 
 def _endings(run: RunHistory) -> Iterator[Finding]:
     for attempt in run.attempts:
-        for text in dict.fromkeys(str(end.get("text", "")) for end in attempt.ends if end["exit_code"]):
-            yield Finding(f"{_which(run, attempt)}: {text}", is_problem=True)
-    repeated = [
-        (before, after)
-        for before, after in zip(run.attempts, run.attempts[1:], strict=False)
-        if before.ends and any(end["exit_code"] for end in before.ends)
-    ]
-    if repeated:
-        lost = sum(after.begin["time"] - _last_save(before, after, run) for before, after in repeated)
-        yield Finding(f"Failed attempts cost {duration(max(lost, 0.0))}, including repeated steps", is_problem=True)
+        for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
+            yield Finding(f"{_which(run, attempt)}: {text}", is_problem=attempt.failed)
+    lost, repeats = 0.0, False
+    for before, after, (_, end) in zip(run.attempts, run.attempts[1:], run.periods, strict=False):
+        if before.failed:
+            saved = _time_of_step(before, after.begin["step"], run)
+            lost += max(0.0, end - saved)
+            repeats |= saved < min(each["time"] for each in before.ends)
+    if lost >= _WORTH_SAYING:
+        yield Finding(
+            f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True
+        )
     last = run.last
-    if not last.ends and last.done is None:
+    if not last.ends and last.done is None and not run.is_live:
         yield Finding(
             "The last attempt has no recorded end: it is still running, was killed, or was started without the "
             f"launcher; last step: {run.steps:,}",
@@ -161,14 +167,19 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
     return f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
 
 
-def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """Approximate time at which attempt `before` reached the step that attempt `after` resumed from.
+def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:
+    """Time until which an attempt did work up to a step: its end, if that was its last step, or an estimate.
 
-    This is the time of the last log row of `before` up to that step or, without such a row, the start of `before`.
+    The estimate is between the attempt's last row up to this step, and its end if the step of the end is known.
     """
-    step = after.begin["step"]
-    reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
-    return float(max(reached, default=before.begin["time"]))
+    if latest := [end["time"] for end in attempt.ends if end.get("step") == step]:
+        return float(max(latest))
+    rows = [row for row in run.rows if row["attempt"] == attempt.name and row["step"] <= step]
+    before = max((attempt.begin, *rows), key=lambda line: line["step"])
+    ends = [end for end in attempt.ends if (end.get("step") or 0) >= step]
+    after = min(ends, key=lambda line: line["step"]) if step and ends else before
+    share = (step - before["step"]) / max(after["step"] - before["step"], 1)
+    return float(before["time"] + min(share, 1.0) * max(after["time"] - before["time"], 0.0))
 
 
 def _advice(run: RunHistory) -> Iterator[Finding]:

@@ -1,11 +1,14 @@
 """Build the report as one HTML page, including the settings that differ between runs."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
+from pathlib import PurePath
 from typing import Any
 
 from ddp_kit import __version__
@@ -43,10 +46,40 @@ def settings(run: RunHistory) -> dict[str, str]:
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
     """The settings that differ between runs, as pairs: the name, and the values in all runs (empty where not set)."""
-    all_settings = [settings(run) for run in runs]
-    names = dict.fromkeys(name for each in all_settings for name in each)
+    all_settings = [_arguments(run.last.begin.get("command", ())) | settings(run) for run in runs]
+    names = dict.fromkeys(name for each in all_settings for name in each if name != "command")
     table = [(name, tuple(each.get(name, "") for each in all_settings)) for name in names]
-    return [(name, values) for name, values in table if len(set(values)) > 1 and not _differs_anyway(name)]
+    return [
+        (name, values)
+        for name, values in table
+        if len(set(values)) > 1 and not _differs_anyway(name) and not _names_the_folders(values, runs)
+    ]
+
+
+def _arguments(command: Sequence[str]) -> dict[str, str]:
+    """The arguments of a script by name: `--lr 0.1` and `--lr=0.1` are `--lr`; others are named by their position."""
+    found: dict[str, str] = {}
+    flag = ""
+    for position, word in enumerate(command):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found[flag] = value if equals else "yes"
+            flag = "" if equals else flag
+        elif flag:
+            found[flag], flag = word, ""
+        else:
+            found["script" if position == 0 else f"argument {position}"] = word
+    return found
+
+
+def _names_the_folders(values: Sequence[str], runs: Sequence[RunHistory]) -> bool:
+    """Whether each run has the path of its own folder as value, which says nothing about the run."""
+
+    def parts(text: str, count: int) -> tuple[str, ...]:
+        return PurePath(text).parts[-count:]
+
+    named = [(PurePath(run.name).parts, value) for run, value in zip(runs, values, strict=True)]
+    return all(parts(value, len(name)) == name for name, value in named)
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:
@@ -72,6 +105,10 @@ MARK = '<meta name="generator" content="ddpkit report'
 """Tag by which `ddpkit report` recognises its own files."""
 _MIB = 1 << 20
 _UPLOT = "uplot-1.6.32.min"
+_OPEN_RUNS = 2
+"""Maximum number of runs whose own sections are open at first."""
+_CLOCK_POINTS = 100
+"""Number of points by which the page converts steps to minutes."""
 _LONGEST_NAME = 100
 """Maximum number of characters shown of a kernel's name; names of C++ templates can fill a screen."""
 
@@ -99,7 +136,8 @@ def page(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]]) 
 </header>
 <main>
 {body}</main>
-<footer><p class="quiet">ddpkit {escape(__version__)}. Charts by uPlot (MIT licence, Leon Sorokin).</p></footer>
+<footer><p class="quiet">ddpkit {escape(__version__)}, {_utc(runs[0].read_at)}. Charts by uPlot (MIT licence, Leon
+Sorokin).</p></footer>
 <script type="application/json" id="data">{_json(data)}</script>
 <script>{_asset(f"{_UPLOT}.js")}</script>
 <script>{_asset("page.js")}</script>
@@ -109,22 +147,26 @@ def page(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]]) 
 
 
 def _body(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]], charts: list[Chart]) -> Iterator[str]:
+    several = len(runs) > 1
     yield _overview(runs)
-    for run in runs:
-        yield _findings(findings(run), "Findings" if len(runs) == 1 else f"Findings: {run.name}")
-    if len(runs) > 1:
-        yield _differences(runs)
-    yield "<section><h2>Training</h2>\n<noscript><p>The charts need JavaScript.</p></noscript>\n"
+    if not several:
+        yield f"<section><h2>Findings</h2>\n{_findings(findings(runs[0]))}</section>\n"
+    yield f"<section><h2>Training</h2>\n<noscript><p>The charts need JavaScript.</p></noscript>\n{_controls(runs)}"
     yield f"{_figures(comparing_charts(runs), charts)}</section>\n"
+    if several:
+        yield f"<section><h2>Findings</h2>\n{_all_findings(runs)}</section>\n"
+        yield f"<section><h2>What differs</h2>\n{_differences(runs)}</section>\n"
     for number, run in enumerate(runs):
-        title = "Ranks and machine" if len(runs) == 1 else f"Ranks and machine: {run.name}"
-        yield f'<section id="run-{number}"><h2>{escape(title)}</h2>\n'
+        title = f"<h2>{escape(run.name) if several else 'Ranks and machine'}</h2>"
+        is_open = " open" * (len(runs) <= _OPEN_RUNS)
+        yield f'<section id="run-{number}">'
+        yield f"<details{is_open}><summary>{title}</summary>\n{_findings(findings(run))}" if several else f"{title}\n"
         yield _figures(charts_of_run(runs, number), charts, number)
         for profile in profiles.get(run.name, ()):
             yield _profile(profile)
         yield _attempts(run)
         yield _settings(run)
-        yield "</section>\n"
+        yield f"{'</details>' * several}</section>\n"
 
 
 def _overview(runs: Sequence[RunHistory]) -> str:
@@ -132,28 +174,76 @@ def _overview(runs: Sequence[RunHistory]) -> str:
         begin = runs[0].last.begin
         where = f"{begin.get('ranks', '?')} ranks on {begin.get('host', '?')}, {' '.join(begin.get('devices', ()))}"
         about = f"{where}; {_text(begin.get('model'))}"
-        return f"<p>{escape(state(runs[0]))}</p>\n<p class=quiet>{escape(about)}</p>\n"
+        return f"<p>{_state(runs[0])}</p>\n<p class=quiet>{escape(about)}</p>\n"
     rows = []
     for number, run in enumerate(runs):
         last = run.rows[-1] if run.rows else {}
         box = f'<label><input type=checkbox class=control data-run="{number}" checked> {escape(run.name)}</label>'
+        evaluated = next((each["eval_loss"] for each in reversed(run.evaluations) if "eval_loss" in each), None)
         cells = (
-            state(run), _figure(last.get("loss")), _figure(last.get("samples_per_second")),
+            _figure(last.get("loss")), _figure(evaluated), _figure(last.get("samples_per_second")),
             _text(run.last.begin.get("ranks")), str(len(run.attempts)),
         )  # fmt: skip
-        rows.append(f"<tr><th scope=row>{box}</th>{_cells(cells)}</tr>\n")
-    return _table("Runs", rows, ("run", "state", "loss", "samples/s", "ranks", "attempts"))
+        rows.append(f'<tr data-run="{number}"><th scope=row>{box}</th><td>{_state(run)}</td>{_cells(cells)}</tr>\n')
+    columns = ("run", "state", "loss", "evaluation loss", "samples/s", "ranks", "attempts")
+    return f"<div class=runs>{_table('Runs', rows, columns)}</div>\n"
 
 
-def _findings(found: Sequence[Finding], title: str) -> str:
+def _state(run: RunHistory) -> str:
+    return f"<span{' class=live' * run.is_live}>{escape(state(run))}</span>"
+
+
+def _controls(runs: Sequence[RunHistory]) -> str:
+    """Form that selects the x axis of the charts, the smoothing of the curves and, if there are several, the runs."""
+    if not any(run.rows for run in runs):
+        return ""
+    ways = {"step": "step", "minutes": "running time"} | ({"samples": "samples"} if all(map(_batch, runs)) else {})
+    options = "".join(f"<option value={value}>{text}</option>" for value, text in ways.items())
+    filtering = "<label>filter runs <input type=search id=filter></label>\n" if len(runs) > 1 else ""
+    return (
+        f"<form class=control>{filtering}<label>x axis <select id=axis>{options}</select></label>\n"
+        "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></form>\n"
+    )
+
+
+def _batch(run: RunHistory) -> int | None:
+    """Samples per optimizer step; None if the configuration has no valid number."""
+    found = run.last.begin.get("config", {}).get("global_batch_size")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _findings(found: Sequence[Finding]) -> str:
     items = "".join(f"<li{' class=problem' if each.is_problem else ''}>{escape(each.text)}</li>\n" for each in found)
-    return f"<section><h2>{escape(title)}</h2>\n<ul>{items or '<li>Nothing stands out.</li>'}</ul></section>\n"
+    return f"<ul>{items or '<li>Nothing stands out.</li>'}</ul>\n"
+
+
+def _all_findings(runs: Sequence[RunHistory]) -> str:
+    """HTML table of the problems of each run. A problem that all runs have, with other numbers, is shown once."""
+    problems = [{_kind(each): each for each in findings(run) if each.is_problem} for run in runs]
+    shared = [kind for kind in problems[0] if all(kind in each for each in problems)] if len(runs) > 2 else []
+    rows = [f"<tr><th scope=row>all runs</th><td>{_findings([problems[0][kind] for kind in shared])}</td></tr>\n"]
+    rows = rows if shared else []
+    for number, (run, found) in enumerate(zip(runs, problems, strict=True)):
+        own = [each for kind, each in found.items() if kind not in shared]
+        if own:
+            head = f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>'
+            rows.append(f"{head}<td>{_findings(own)}</td></tr>\n")
+    return _table("Findings", rows, ("run", "findings")) if rows else "<p>Nothing stands out in any run.</p>\n"
+
+
+def _kind(finding: Finding) -> str:
+    return re.sub(r"\d[\d,.]*", "0", finding.text)
 
 
 def _differences(runs: Sequence[RunHistory]) -> str:
-    rows = [f"<tr><th scope=row>{escape(name)}</th>{_cells(values)}</tr>\n" for name, values in differences(runs)]
-    table = _table("Differences", rows, ("setting", *(run.name for run in runs))) if rows else "<p>Nothing.</p>\n"
-    return f"<section><h2>What differs</h2>\n{table}</section>\n"
+    found = differences(runs)
+    if not found:
+        return "<p>Nothing.</p>\n"
+    rows = []
+    for number, run in enumerate(runs):
+        cells = _cells(values[number] for _, values in found)
+        rows.append(f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>{cells}</tr>\n')
+    return _table("Differences", rows, ("run", *(name.removeprefix("config.") for name, _ in found)))
 
 
 def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
@@ -208,7 +298,7 @@ def _allocations(memory: MemorySummary) -> str:
 def _attempts(run: RunHistory) -> str:
     rows = []
     for number, attempt in enumerate(run.attempts, 1):
-        began = datetime.fromtimestamp(attempt.begin["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        began = _utc(attempt.begin["time"])
         codes = sorted({str(end["exit_code"]) for end in attempt.ends})
         cells = (began, f"{attempt.begin['step']:,}", ", ".join(codes) or "none recorded")
         verdict = f"<td>{escape(_verdict(attempt))}{_stacks(attempt)}</td>"
@@ -247,8 +337,8 @@ def _table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
     """An HTML table that can be scrolled on its own if it is wider than the page."""
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
     return (
-        f'<div class=wide tabindex=0 role=group aria-label="{label}"><table><tr>{head}</tr>\n'
-        f"{''.join(rows)}</table></div>\n"
+        f'<div class=wide tabindex=0 role=group aria-label="{label}"><table><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{''.join(rows)}</tbody></table></div>\n"
     )
 
 
@@ -260,12 +350,21 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def _utc(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
 def _figure(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, int | float) else ""
 
 
 def _run_data(run: RunHistory) -> dict[str, Any]:
-    return {"name": run.name, "restarts": [each.begin["step"] for each in run.attempts[1:] if each.begin["step"]]}
+    """The run's name, the steps from which it resumed, and what converts a step to minutes and to samples."""
+    rows = [run.attempts[0].begin, *run.rows[:: max(len(run.rows) // _CLOCK_POINTS, 1)], *run.rows[-1:]]
+    clock = {row["step"]: round(run.running_seconds(row) / 60, 3) for row in sorted(rows, key=lambda row: row["step"])}
+    restarts = [each.begin["step"] for each in run.attempts[1:] if each.begin["step"]]
+    minutes = list(accumulate(clock.values(), max))
+    return {"name": run.name, "restarts": restarts, "steps": list(clock), "minutes": minutes, "batch": _batch(run)}
 
 
 def _chart_data(chart: Chart) -> dict[str, Any]:
@@ -282,7 +381,7 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
 
 def _json(data: object) -> str:
     """Convert data to JSON, escaped so that it cannot close the script element around it."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _asset(name: str) -> str:

@@ -1,16 +1,32 @@
 """Read the record of a run (format: docs/run-record.md). The run may still be in progress."""
 
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_FOLDER, RECORD_ROWS
 from ddp_kit.errors import UsageError
+from ddp_kit.exit_codes import ExitCode
 
 _FORMAT = 1
 _SAMPLES = "samples-*.jsonl"
+_TOO_LARGE = 1e300
+"""Numbers from here on count as not finite: a sum or a change of unit could overflow."""
+
+_QUIET_SECONDS = 30.0
+"""Seconds without a new line after which a run without a recorded end no longer counts as running, if it logs often."""
+_QUIET_ROWS = 5
+"""The same for a run that logs rarely, as a multiple of the time between two rows."""
 
 Line = Mapping[str, Any]
 
@@ -28,6 +44,17 @@ class Attempt:
     """The `done` event; None if `fit` has not ended."""
     ends: tuple[Line, ...]
     """The `end` events, one per node; empty while the attempt is running."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the attempt ended with an exit code other than 0, and not because it saved and stopped (75)."""
+        return any(end["exit_code"] not in (ExitCode.OK, ExitCode.REQUEUE) for end in self.ends)
+
+    def continues(self, before: "Attempt") -> bool:
+        """Whether the launcher itself restarted the workers of attempt `before`, so that both are of one command."""
+        (job, _, restarts), (job_before, _, restarts_before) = (each.name.rpartition(".") for each in (self, before))
+        numbers = (restarts_before, restarts)
+        return job == job_before and all(map(str.isdecimal, numbers)) and int(restarts_before) < int(restarts)
 
 
 @dataclass(frozen=True)
@@ -49,6 +76,8 @@ class RunHistory:
     """Files that list the largest allocations on GPUs."""
     unreadable: int
     """Number of lines that cannot be read, not counting an incomplete last line of a file."""
+    read_at: float
+    """Time at which the record was read."""
 
     @property
     def last(self) -> Attempt:
@@ -57,15 +86,54 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of the first attempt to the last recorded event."""
-        lines = [self.last.begin, *self.last.ends, *self.rows[-1:], *self.evaluations[-1:]]
-        return float(max(line["time"] for line in lines) - self.attempts[0].begin["time"])
+        """Seconds in which the run was running: without the time between two commands."""
+        return sum(end - begin for begin, end in self.periods)
+
+    @cached_property
+    def periods(self) -> list[tuple[float, float]]:
+        """The times at which each attempt began and ended.
+
+        An attempt that its launcher restarted ends when the next one begins. The end of any other attempt is the last
+        line that belongs to it.
+        """
+        rows: dict[str, list[float]] = {}
+        for line in (*self.rows, *self.evaluations):
+            rows.setdefault(line["attempt"], []).append(line["time"])
+        found = []
+        for attempt, after in zip(self.attempts, (*self.attempts[1:], None), strict=True):
+            begin = attempt.begin["time"]
+            latest = math.inf if after is None else after.begin["time"]
+            if after is not None and after.continues(attempt):
+                end = latest
+            else:
+                lines = (*attempt.ends, *attempt.advice, *([attempt.done] if attempt.done else ()))
+                times = [*(line["time"] for line in lines), *rows.get(attempt.name, ())]
+                end = max((each for each in times if each <= latest), default=begin)
+            found.append((begin, max(begin, end)))
+        return found
+
+    def running_seconds(self, line: Line) -> float:
+        """Seconds that the run had been running when a line was written."""
+        past = [(begin, min(end, line["time"])) for begin, end in self.periods if begin <= line["time"]]
+        return float(sum(max(0.0, end - begin) for begin, end in past))
 
     @property
     def steps(self) -> int:
         """The number of optimizer steps that the run has completed."""
-        lines = [self.last.begin, *self.rows[-1:], *([self.last.done] if self.last.done else [])]
+        ends = [end for end in self.last.ends if end.get("step") is not None]
+        lines = [self.last.begin, *self.rows[-1:], *([self.last.done] if self.last.done else []), *ends]
         return max(int(line["step"]) for line in lines)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run is probably still running: it has no recorded end, and its last line is recent."""
+        if self.last.ends or self.last.done is not None:
+            return False
+        lines = [*self.rows, *self.evaluations, *(line for lines in self.samples.values() for line in lines[-1:])]
+        latest = max([self.last.begin["time"], *(line["time"] for line in lines)])
+        intervals = [after["time"] - before["time"] for before, after in pairwise(self.rows[-_QUIET_ROWS:])]
+        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals) if intervals else 0.0)
+        return bool(abs(self.read_at - latest) < quiet)
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
@@ -101,22 +169,82 @@ def _names(records: Sequence[Path]) -> list[str]:
 
 def _read(record: Path, name: str) -> RunHistory:
     reader = _Reader()
-    attempts = _attempts(record, list(reader.lines(record / RECORD_ATTEMPTS)))
-    rows = list(reader.lines(record / RECORD_ROWS))
+    attempts = _attempts(record, list(reader.lines(record / RECORD_ATTEMPTS, _EVENTS)))
+    rows = list(reader.lines(record / RECORD_ROWS, _ROWS))
     samples = {
-        path.stem.removeprefix("samples-"): tuple(line for line in reader.lines(path) if _timed(line))
+        path.stem.removeprefix("samples-"): tuple(reader.lines(path, {None: _Sample}))
         for path in sorted(record.glob(_SAMPLES))
     }
     return RunHistory(
         name,
         attempts,
-        tuple(line for line in rows if line.get("event") == "train" and _placed(line)),
-        tuple(line for line in rows if line.get("event") == "eval" and _placed(line)),
+        tuple(line for line in rows if line["event"] == "train"),
+        tuple(line for line in rows if line["event"] == "eval"),
         samples,
         _recorded(attempts, "rank*_steps*.json.gz"),
         _recorded(attempts, "memory_rank*_steps*.json"),
         reader.unreadable,
+        time.time(),
     )
+
+
+# --- Lines ------------------------------------------------------------------------------------------------------------
+# The fields of a line on whose types the report relies. Lines with other types are left out and counted.
+
+
+_Step = Annotated[int, Field(ge=0, lt=1 << 53)]  # a larger number is not exact in the page's script
+_Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _Timed(BaseModel):
+    model_config = ConfigDict(strict=True)
+    time: Annotated[float, Field(ge=0, lt=4e9)]  # before the year 2096
+
+
+class _Placed(_Timed):
+    attempt: str
+    step: _Step
+
+
+class _Begin(_Placed):
+    folder: str = ""
+    devices: list[str] = []
+    ranks: _Count | None = None
+    nodes: _Count | None = None
+    total_steps: _Step | None = None
+    planned_memory: float | None = None
+    config: dict[str, Any] = {}
+    command: list[str] = []
+
+
+class _Advice(_Placed):
+    text: str
+
+
+class _Done(_Placed):
+    seconds: float | None = None
+
+
+class _End(_Timed):
+    attempt: str
+    exit_code: Annotated[int, Field(ge=0, lt=256)]
+    text: str = ""
+    stacks: dict[str, Any] = {}
+    step: _Step | None = None
+
+
+class _Row(_Placed):
+    rank_seconds: list[float | None] = []
+    rank_memory: list[float] = []
+
+
+class _Sample(_Timed):
+    gpus: list[dict[str, Any]] = []
+
+
+_Kinds = Mapping[str | None, type[_Timed]]
+_EVENTS: _Kinds = {"begin": _Begin, "advice": _Advice, "done": _Done, "end": _End}
+_ROWS: _Kinds = {"train": _Row, "eval": _Placed}
 
 
 class _Reader:
@@ -125,7 +253,8 @@ class _Reader:
     def __init__(self) -> None:
         self.unreadable = 0
 
-    def lines(self, path: Path) -> Iterator[Line]:
+    def lines(self, path: Path, kinds: _Kinds) -> Iterator[Line]:
+        """Yield the valid lines of a file. Lines with an unknown event are skipped. `kinds`: models by event."""
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -137,57 +266,65 @@ class _Reader:
             whole = torn  # the file has only one line, without a newline
         for line in whole.split("\n"):
             try:
-                found = json.loads(line)
-            except ValueError:
-                found = None
-            if isinstance(found, dict):
+                found = json.loads(line, parse_float=_finite, parse_int=_finite_int, parse_constant=lambda _: None)
+                event = found.get("event")
+                if isinstance(event, str | None) and event not in kinds:
+                    continue  # of a later version
+                if event == "begin":
+                    _check_format(path, found)
+                kinds[event].model_validate(found)
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # also pydantic's errors
+                self.unreadable += bool(line)
+            else:
                 yield found
-            elif line:
-                self.unreadable += 1
+
+
+def _finite(text: str) -> float | None:
+    """A number of a JSON file; None if it is too large to calculate with."""
+    value = float(text)
+    return value if abs(value) < _TOO_LARGE else None
+
+
+def _finite_int(text: str) -> int | float | None:
+    return int(text) if len(text) < 19 else _finite(text)
+
+
+def _check_format(path: Path, begin: Line) -> None:
+    version = begin.get("format")
+    if not isinstance(version, int) or version > _FORMAT:
+        raise UsageError(
+            f"the record {path.parent} has format {version}, but this version of ddpkit reads formats up to {_FORMAT}",
+            "pip install --upgrade ddpkit",
+        )
 
 
 def _attempts(record: Path, lines: Sequence[Line]) -> tuple[Attempt, ...]:
-    begins = [line for line in lines if line.get("event") == "begin" and _placed(line) and "attempt" in line]
-    if not begins:
+    """The attempts in the order in which they began. Lines belong to the latest attempt with their name."""
+    found: list[tuple[Line, list[Line]]] = []
+    for line in lines:
+        if line["event"] == "begin":
+            found.append((line, []))
+        else:
+            next((own for begin, own in reversed(found) if begin["attempt"] == line["attempt"]), []).append(line)
+    if not found:
         raise UsageError(
             f"{record / RECORD_ATTEMPTS} is not the record of a run: no line records the beginning of an attempt",
             "give the folder of a run's checkpoints or logs",
         )
-    formats = [line.get("format") for line in begins]
-    newer = [each for each in formats if not isinstance(each, int) or each > _FORMAT]
-    if newer:
-        raise UsageError(
-            f"the record {record} has format {newer[0]}, but this version of ddpkit reads formats up to {_FORMAT}",
-            "pip install --upgrade ddpkit",
-        )
-    return tuple(_attempt(begin, lines) for begin in begins)
+    return tuple(_attempt(begin, own) for begin, own in found)
 
 
-def _attempt(begin: Line, lines: Sequence[Line]) -> Attempt:
-    own = [line for line in lines if line.get("attempt") == begin["attempt"] and _timed(line)]
-    done = [line for line in own if line.get("event") == "done" and _placed(line)]
-    return Attempt(
-        str(begin["attempt"]),
-        begin,
-        tuple(line for line in own if line.get("event") == "advice" and "text" in line),
-        done[-1] if done else None,
-        tuple(line for line in own if line.get("event") == "end" and "exit_code" in line),
-    )
+def _attempt(begin: Line, own: Sequence[Line]) -> Attempt:
+    advice, done, ends = (tuple(line for line in own if line["event"] == name) for name in ("advice", "done", "end"))
+    return Attempt(begin["attempt"], begin, advice, done[-1] if done else None, ends)
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
     """Profile files that exist in the folder of the latest attempt that set `profile.steps`."""
     for attempt in reversed(attempts):
-        profile = attempt.begin.get("config", {}).get("profile", {})
-        if profile.get("steps") is not None:
-            folder = Path(attempt.begin.get("folder", ""), profile.get("dir", ""))
-            return tuple(sorted(folder.glob(pattern)))
+        profile = attempt.begin.get("config", {}).get("profile")
+        if isinstance(profile, dict) and profile.get("steps") is not None:
+            with suppress(OSError, ValueError, TypeError):  # the path is not one that a Trainer has written
+                folder = Path(attempt.begin.get("folder", ""), profile.get("dir", ""))
+                return tuple(sorted(folder.glob(pattern)))
     return ()
-
-
-def _timed(line: Line) -> bool:
-    return isinstance(line.get("time"), int | float)
-
-
-def _placed(line: Line) -> bool:
-    return _timed(line) and isinstance(line.get("step"), int)
