@@ -605,3 +605,12 @@ def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code:
             assert re.search(rf"ddpkit: rank 3 failed first: exit code {code} \(local rank 1, host \S+, pid", said)
             assert said.count("Traceback (most recent call last)") == (code == 1), said
         assert job.alive() == {}
+
+
+def test_a_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) -> None:
+    limited = ("sh", "-c", 'ulimit -n 22 && exec "$@"', "sh", DDPKIT)
+    done = launching.run(*limited, "launch", "--nproc-per-node", 2, script("print('started')"))
+    assert done.returncode == 3, done.stderr
+    assert "Too many open files" in done.stderr
+    assert "hint: the limit of open files is reached: run `ulimit -n 65536`" in done.stderr
+    assert "space" not in done.stderr
