@@ -42,9 +42,10 @@ check: $(STAMP)  ## lint and types
 unit: $(STAMP)   ## the quick tests alone, in JOBS (2) processes: under a minute
 	$(PYTEST) -m "not slow"
 
-docs: $(STAMP)   ## the documentation site, in build/site; a broken link or an undocumented name is an error
+docs: $(STAMP)   ## the generated pages, and the documentation site in build/site; a broken link is an error
 	$(BIN)/python docs/tools/settings.py
 	$(BIN)/python docs/tools/recipes.py
+	$(BIN)/python docs/tools/api.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 placement: $(STAMP) ## every placement against one process, in float64: the table of docs/placement.md

@@ -12,6 +12,7 @@ DdpKitError
 Uncaught exceptions of these classes are printed without a traceback: see uncaught.py.
 """
 
+import errno
 import unicodedata
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -139,6 +140,24 @@ def suggestion(name: str, known: list[str], what: str) -> str:
         return f"there are no {what}"
     close = nearest(name, known)
     return f"did you mean {close!r}?" if close else f"{what}: {some(known)}"
+
+
+_OPEN_FILES = (
+    "the limit of open files is reached: run `ulimit -n 65536` in the shell before you start the command again, or "
+    "close files and sockets that are no longer needed"
+)
+_DISK_FULL = "a disk or a quota is full (`df -h`, `df -i`): free some space, or write somewhere else"
+_ADVICE = {
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: _OPEN_FILES,
+    errno.ENOSPC: _DISK_FULL,
+    errno.EDQUOT: _DISK_FULL,
+}
+
+
+def advice_for(error: Exception, otherwise: str) -> str:
+    """The hint for an error of the operating system. `otherwise`: the hint if its number does not tell the cause."""
+    return _ADVICE.get(getattr(error, "errno", None) or 0, otherwise)
 
 
 def first_line(error: Exception) -> str:

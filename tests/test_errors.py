@@ -1,5 +1,6 @@
 """Every error says what to do now, and stands in the tree of the docstring."""
 
+import errno
 import pickle
 
 import pytest
@@ -23,6 +24,22 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     assert {kind.__name__ for kind in kinds} == {word for word in drawn.split() if word.endswith("Error")} - {
         "ValueError"
     }
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EMFILE, "`ulimit -n 65536`"),
+        (errno.ENFILE, "`ulimit -n 65536`"),
+        (errno.ENOSPC, "`df -i`"),
+        (errno.EDQUOT, "a quota is full"),
+        (errno.EACCES, "choose another folder"),
+        (None, "choose another folder"),
+    ],
+)
+def test_advice_for_an_error_of_the_system_depends_on_its_number(code: int | None, advice: str) -> None:
+    error = ValueError("no folder") if code is None else OSError(code, "")
+    assert advice in errors.advice_for(error, "choose another folder")
 
 
 @pytest.mark.parametrize(("typed", "found"), [("precison", "precision"), ("xyz", None)])

@@ -38,7 +38,7 @@ from ddp_kit.checkpoint.format import (
     part_of,
     tensor_table,
 )
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, advice_for
 
 # --- File operations --------------------------------------------------------------------------------------------------
 # File operations are methods, so that a test can make any of them fail, or kill the process during one.
@@ -89,6 +89,11 @@ class System:
         """The number of bytes that can still be written to the folder's file system."""
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
+
+    def free_inodes(self, folder: Path) -> int | None:
+        """The number of files and folders that its file system can still hold; None if it has no fixed limit."""
+        status = os.statvfs(folder)
+        return status.f_favail if status.f_files else None
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -491,7 +496,9 @@ def cannot_write(error: OSError, folder: Path) -> CheckpointError:
     """The error for a folder that cannot be written to."""
     return CheckpointError(
         f"checkpoints cannot be written to {folder}: {error.strerror or error}",
-        f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests whether it can",
+        advice_for(
+            error, f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests whether it can"
+        ),
     )
 
 
@@ -603,17 +610,27 @@ def _last_written(path: Path) -> float:
 
 
 def _check_space(job: Job, folder: Path, system: System) -> None:
-    needed, free = job.size, system.free(folder)
-    if needed > free:
-        raise _full(job, folder, free)
+    if job.size > system.free(folder):
+        raise _full(job, folder, system)
 
 
-def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
-    needed = job.total or job.size
-    there = "" if free is None else f", {free:,} are free"
+def _full(job: Job, folder: Path, system: System, code: int = errno.ENOSPC) -> CheckpointError:
+    """The error for a disk without space or inodes, or a quota that is used up. `code`: the system's error number."""
+    inodes_needed = len(job.files) * job.writers + 2  # the manifest and the folder
+    free = inodes = None
+    with suppress(OSError):
+        free, inodes = system.free(folder), system.free_inodes(folder)
+    needed, remedy = f"{job.total or job.size:,} bytes are needed", "free some space"
+    if code == errno.EDQUOT:
+        needed, remedy = f"{needed}, and your disk quota is used up", "remove files that count towards the quota"
+    elif inodes is not None and inodes < inodes_needed:
+        needed = f"{inodes_needed:,} inodes (files and folders) are needed, {inodes:,} are free"
+        remedy = f"remove files from this disk (`df -i {folder}` shows its inodes)"
+    elif free is not None:
+        needed += f", {free:,} are free"
     return CheckpointError(
-        f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",
-        "free some space, lower keep_last, or use a folder on another disk; earlier checkpoints are unchanged",
+        f"there is no space for the checkpoint of step {job.step} in {folder}: {needed}",
+        f"{remedy}, lower keep_last, or use a folder on another disk; earlier checkpoints are unchanged",
         transient=True,
     )
 
@@ -624,10 +641,7 @@ def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NO_SPACE:
-            free = None
-            with suppress(OSError):
-                free = system.free(folder)
-            raise _full(job, folder, free) from None
+            raise _full(job, folder, system, error.errno) from None
         raise cannot_write(error, folder) from None
 
 

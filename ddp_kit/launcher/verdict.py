@@ -171,6 +171,8 @@ _PEER_GONE = (
     r"remote process exited or there was a network error",
     r"ncclRemoteError|NCCL communicator was aborted",
 )
+# The nccl2 backend of torch 2.14 raises this for any error of a communicator, and logs the reason before.
+_NCCL_FAILED = r"(?m)NCCL operation failed$"
 
 CAUSES = (
     Cause(
@@ -189,6 +191,18 @@ CAUSES = (
         r"device-side assert",
         "a check inside a GPU kernel failed, often because an index or a label is out of range; run again with "
         "CUDA_LAUNCH_BLOCKING=1 to see the line, or try the same batch on the CPU",
+    ),
+    Cause(
+        r"an illegal (memory access|instruction) was encountered|CUDA error: (misaligned address|unspecified launch)",
+        "a GPU kernel used memory that is not its own. Kernels run asynchronously, so the traceback may show a later "
+        "line: run again with CUDA_LAUNCH_BLOCKING=1 to see the right one. Common causes are an index that is out of "
+        "range, and an extension built for another version of torch; `dmesg -T | grep Xid` shows faults of the GPU",
+    ),
+    Cause(
+        r"CUDA (driver )?error: operation not supported",
+        "the GPU or its driver does not support an operation. Virtual GPUs (vGPU) do not support expandable segments, "
+        "which the launcher enables by default: set PYTORCH_ALLOC_CONF=expandable_segments:False. If that does not "
+        f"help, update the NVIDIA driver; {_RUN_DOCTOR}",
     ),
     Cause(
         r"Torch not compiled with CUDA",
@@ -265,6 +279,7 @@ CAUSES = (
     Cause(r"WorkNCCL\(.*OpType=(?P<operation>\w+).*", "in {operation}, " + _TIMEOUT),
     Cause(
         r"[Ww]atchdog caught collective operation timeout|Timed out waiting \d+ ?ms for (recv|send)|"
+        r"NCCL [Oo]peration [Tt]imed [Oo]ut|Operation timed out after \d+ ms|"
         r"wait timeout after \d+ ?ms|Timed out after \d+ seconds waiting for clients|monitoredBarrier|"
         r"Application timeout caused pair closure",
         _TIMEOUT,
@@ -280,6 +295,11 @@ CAUSES = (
         "torch.distributed.destroy_process_group() at the end of the script",
     ),
     *(Cause(pattern, _OTHER_RANK) for pattern in _PEER_GONE),
+    Cause(
+        _NCCL_FAILED,
+        "NCCL reported an error, usually because another rank ended first: look at the output of that rank. If no "
+        "other rank has an error of its own, read NCCL's lines above this one; NCCL_DEBUG=WARN prints more of them",
+    ),
 )
 
 _BY_SIGNAL = {
@@ -319,7 +339,7 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
 
 def is_secondary(text: str) -> bool:
     """Whether this error only reports that another rank has ended."""
-    return any(re.search(pattern, _last_exception(text)) for pattern in _PEER_GONE)
+    return any(re.search(pattern, _last_exception(text)) for pattern in (*_PEER_GONE, _NCCL_FAILED))
 
 
 def is_timeout(text: str) -> bool:

@@ -156,6 +156,14 @@ class Trainer:
             The function is not called if there is only one rank. None: `config.parallel.strategy` distributes the
             model.
 
+    Attributes:
+        config: The `TrainerConfig` that you passed.
+        world: The rank and device of this process: a `World`.
+        batch_plan: How a global batch is divided: a `BatchPlan`.
+        model: Your own model, not a wrapper.
+        optimizer: Your own optimizer; with `updates`, one that contains all of theirs.
+        scheduler: Your own scheduler; with `warmup_steps` or `scheduler_every="epoch"`, it is `scheduler.scheduler`.
+
     Raises:
         ConfigError: If an argument or a combination of settings is invalid.
         WorldError: If the processes or devices are not as requested, or the ranks make different calls.

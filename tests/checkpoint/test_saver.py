@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -250,7 +250,7 @@ def test_a_write_during_an_overlapped_copy_is_an_error_that_names_it(tmp_path: P
 
 
 DISK = """
-mount -t tmpfs -o size=2m tmpfs "$1" || exit 0
+mount -t tmpfs -o "$2" tmpfs "$1" || exit 0
 echo mounted
 cat
 umount "$1" || { umount --lazy "$1"; exit 1; }
@@ -259,11 +259,11 @@ umount "$1" || { umount --lazy "$1"; exit 1; }
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """2 MB of disk."""
-    folder = tmp_path / "disk"
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB, or with the mount options of an indirect parameter."""
+    folder, options = tmp_path / "disk", getattr(request, "param", "size=2m")
     folder.mkdir()
-    with started("sh", "-c", DISK, "sh", folder, stdin=PIPE, stderr=STDOUT, start_new_session=True) as disk:
+    with started("sh", "-c", DISK, "sh", folder, options, stdin=PIPE, stderr=STDOUT, start_new_session=True) as disk:
         assert disk.stdin is not None
         assert disk.stdout is not None
         if os.geteuid() != 0 or not disk.stdout.readline().startswith("mounted"):
@@ -285,6 +285,39 @@ def test_a_full_disk_is_told_of_with_numbers_and_the_one_before_is_untouched(
         saver.check()  # said once
         saver.save(3, state(3.0))
     assert steps(small_disk) == [3]
+
+
+@pytest.mark.parametrize("small_disk", ["size=2m,nr_inodes=8"], indirect=True)
+def test_saver_without_free_inodes_reports_inodes_instead_of_bytes(small_disk: Path, background: bool) -> None:
+    with Saver(small_disk, keep_last=2, background=background) as saver:
+        saver.save(1, state(1.0))
+        with pytest.raises(CheckpointError, match=r"\d inodes \(files and folders\) are needed, \d are free") as caught:
+            _save_and_wait(saver, 2, state(2.0))
+    assert "bytes" not in str(caught.value)
+    assert f"`df -i {small_disk}`" in caught.value.hint
+    assert caught.value.transient
+    assert steps(small_disk) == [1]
+
+
+def test_saver_without_free_descriptors_advises_a_higher_limit(tmp_path: Path) -> None:
+    with (
+        Path(os.devnull).open() as lowest,  # with the lowest descriptor that is free
+        limit_of_open_files(lowest.fileno()),
+        pytest.raises(CheckpointError, match="Too many open files") as caught,
+    ):
+        Saver(tmp_path / "run", keep_last=1)
+    assert "`ulimit -n 65536`" in caught.value.hint
+    assert "space" not in caught.value.hint
+
+
+@contextmanager
+def limit_of_open_files(number: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def _save_and_wait(saver: Saver, step: int, what: dict[str, Any]) -> None:

@@ -96,6 +96,7 @@ def test_an_error_in_the_writer_process_is_reported_as_what_it_is_and_the_memory
         problem = process._done(requested, memory.fileno(), os.getppid())
     assert problem["transient"] == (code != errno.EIO)
     assert ("cannot be written to" if code == errno.EIO else "there is no space") in str(problem["message"])
+    assert ("quota is used up" in str(problem["message"])) == (code == errno.EDQUOT)
     assert "the-state" not in Path("/proc/self/maps").read_text()
 
 

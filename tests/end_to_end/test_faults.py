@@ -686,3 +686,12 @@ def test_a_job_of_two_nodes_that_was_suspended_as_a_whole_continues(
         told.touch()
         ends = [launcher.communicate()[1] for launcher in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), ends
+
+
+def test_a_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) -> None:
+    limited = ("sh", "-c", 'ulimit -n 22 && exec "$@"', "sh", DDPKIT)
+    done = launching.run(*limited, "launch", "--nproc-per-node", 2, script("print('started')"))
+    assert done.returncode == 3, done.stderr
+    assert "Too many open files" in done.stderr
+    assert "hint: the limit of open files is reached: run `ulimit -n 65536`" in done.stderr
+    assert "space" not in done.stderr

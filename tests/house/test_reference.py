@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
@@ -28,9 +29,38 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-def test_every_public_name_is_in_the_api_reference() -> None:
-    listed = re.findall(r"^::: ddp_kit\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
+def test_api_reference_is_what_its_program_writes() -> None:
+    text = (DOCS / "reference" / "api.md").read_text()
+    assert tool("api").page() == text, "run `make docs`, or docs/tools/api.py, which writes the page"
+
+
+def test_api_reference_lists_every_public_name_and_every_event() -> None:
+    text = (DOCS / "reference" / "api.md").read_text()
+    listed = re.findall(r"^### (\w+)$", text, re.MULTILINE)
     assert sorted(listed) == sorted(set(ddp_kit.__all__) - {"__version__"})
+    events = [name for name in vars(ddp_kit.Callback) if name.startswith("on_")]
+    assert re.findall(r"^#### Callback\.(on_\w+)$", text, re.MULTILINE) == events
+
+
+def test_api_reference_with_a_public_name_without_a_section_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = tool("api")
+    monkeypatch.setitem(api.SECTIONS, "Errors", ())
+    with pytest.raises(ValueError, match="CheckpointError, ConfigError"):
+        api.page()
+
+
+def test_api_reference_of_a_docstring_with_an_unknown_argument_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "ddp_kit", tmp_path / "ddp_kit", ignore=shutil.ignore_patterns("__pycache__", "launcher"))
+    trainer = tmp_path / "ddp_kit" / "trainer" / "trainer.py"
+    trainer.write_text(
+        trainer.read_text().replace("            predict_fn: A function", "            predict: A function")
+    )
+    api = tool("api")
+    monkeypatch.setattr(api, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="Parameter 'predict' does not appear"):
+        api.page()
 
 
 def test_the_tables_of_settings_are_those_of_the_configuration() -> None:

@@ -215,6 +215,14 @@ ABORT = -signal.SIGABRT
         ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously", 1, "micro_batch_size"),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate", 1, "micro_batch_size"),
         ("RuntimeError: CUDA error: device-side assert triggered\nCUDA kernel", 1, "CUDA_LAUNCH_BLOCKING=1"),
+        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered\nSearch for "
+         "`cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda", 1, "CUDA_LAUNCH_BLOCKING=1"),
+        (f"{NCCL}Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was "
+         "encountered", ABORT, "grep Xid"),
+        ("torch.AcceleratorError: CUDA error: misaligned address\nCUDA kernel errors might be", 1, "grep Xid"),
+        ("torch.AcceleratorError: CUDA error: unspecified launch failure\nCUDA kernel errors", 1, "grep Xid"),
+        ("RuntimeError: CUDA driver error: operation not supported", 1, "expandable_segments:False"),
+        ("torch.AcceleratorError: CUDA error: operation not supported\nCUDA kernel", 1, "update the NVIDIA driver"),
         ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors", 1, "cuda:LOCAL_RANK"),
         ("RuntimeError: No CUDA GPUs are available", 1, "ddpkit doctor"),
         ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", 1, "cuda:LOCAL_RANK"),
@@ -227,6 +235,11 @@ ABORT = -signal.SIGABRT
         ("AssertionError: Torch not compiled with CUDA enabled", 1, "for the CPU only"),
         (f"{NCCL}Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, "
          "NumelOut=1, Timeout(ms)=600000) ran for 600061 milliseconds before timing out.", ABORT, "in ALLREDUCE"),
+        ("torch.distributed.DistBackendError: NCCL operation timed out", 1, LATE),
+        ("RuntimeError: NCCL Operation Timed Out", 1, LATE),
+        ("[E1206 18:44:12.755262105 WorkNCCL.cpp:183] [rank 1][default_pg] Operation timed out after 600012 ms\n"
+         "[E1206 18:44:12.755262105 ProcessGroupNCCL.cpp:347] [rank 1] Aborting process due to timeout", ABORT, LATE),
+        ("torch.distributed.DistBackendError: NCCL operation failed", 1, "NCCL_DEBUG=WARN"),
         (f"{NCCL}{GONE}", ABORT, ANOTHER),
         ("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.", 1, ANOTHER),
         ("torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//cpu//0/1", 1, LATE),
@@ -285,10 +298,12 @@ def test_a_rank_with_an_error_of_its_own_is_no_echo() -> None:
     assert not is_secondary(f"ValueError: no such model\n[rank0]:{warning}{warning}")
     assert not is_secondary("ConnectionResetError: [Errno 104] Connection reset by peer")
     assert not is_secondary("BrokenPipeError: [Errno 32] Broken pipe")
+    assert not is_secondary("RuntimeError: NCCL operation failed: the library is too old")
     assert not is_secondary("")
     for text in (
         f"{NCCL}{GONE}",
         "torch.distributed.DistNetworkError: Broken pipe",
+        "[rank0]: torch.distributed.DistBackendError: NCCL operation failed",
         "[rank0]: RuntimeError: [/x/gloo/transport/tcp/pair.cc:537] Read error [::1]:3463: Connection reset by peer.",
         "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 1800000 ms\n Original exception: \n"
         "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16802.",

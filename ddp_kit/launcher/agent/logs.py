@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from ddp_kit.env import OUTPUT_LOG
-from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.errors import LaunchError, UsageError, advice_for
 from ddp_kit.launcher.output import Output, Route, Streams, private_files
 from ddp_kit.launcher.plan import Logs, Plan
 
@@ -30,7 +30,9 @@ def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
                 local_ranks_filter=set(logs.local_ranks_filter) or None,
             )
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise UsageError(f"torch rejects this command line: {error}", "see `ddpkit launch --help`") from None
+        raise UsageError(
+            f"torch rejects this command line: {error}", advice_for(error, "see `ddpkit launch --help`")
+        ) from None
 
 
 def _kind(name: str | None) -> type[LogsSpecs]:
@@ -75,7 +77,7 @@ class RoundLogs:
         except OSError as error:
             raise LaunchError(
                 f"the log folder {specs.root_log_dir} cannot be used: {error.strerror or error}",
-                "choose another folder with --log-dir, or free some space in TMPDIR",
+                advice_for(error, "choose another folder with --log-dir, or another TMPDIR"),
             ) from None
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.errors import LaunchError, UsageError, advice_for
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.workers import note_of
 from ddp_kit.launcher.output import private_files
@@ -33,7 +33,9 @@ def config(plan: Plan, folder: str) -> LaunchConfig:
         with private_files():  # torch creates the folder of --log-dir here
             return torch_versions.launch_config(settings)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise UsageError(f"torch rejects this command line: {error}", "see `ddpkit launch --help`") from None
+        raise UsageError(
+            f"torch rejects this command line: {error}", advice_for(error, "see `ddpkit launch --help`")
+        ) from None
 
 
 def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict[int, ProcessFailure]]:

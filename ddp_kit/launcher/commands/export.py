@@ -35,7 +35,7 @@ from ddp_kit.checkpoint.weight_files import (
     keys_in,
     stored_weights,
 )
-from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.errors import CheckpointError, UsageError, advice_for
 from ddp_kit.launcher.commands import Parser
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -87,7 +87,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         where = f": {error.filename}" if error.filename else ""
         raise CheckpointError(
             f"the weights of {found.path} could not be exported: {error.strerror or error}{where}",
-            "check that path, its permissions and the free space on its disk",
+            advice_for(error, "check that path and its permissions"),
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(

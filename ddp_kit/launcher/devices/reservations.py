@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_kit.errors import UsageError
+from ddp_kit.errors import UsageError, advice_for
 from ddp_kit.launcher.devices.gpus import Gpu, Process, process_info
 from ddp_kit.launcher.plan import Plan
 
@@ -71,7 +71,9 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
     except OSError as error:
         raise UsageError(
             f"GPU {gpu.label} cannot be reserved: {error.strerror or error}",
-            "another launch may have reserved it just now: check with `ddpkit devices`, then launch again",
+            advice_for(
+                error, "another launch may have reserved it just now: check with `ddpkit devices`, then launch again"
+            ),
         ) from None
 
 
