@@ -63,8 +63,10 @@ UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # in sec
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
-# Set by `ddpkit plan` so that the script's Trainer plans instead of training: number of ranks, bytes of each device.
+# Set by `ddpkit plan` so that the script's Trainer plans instead of training: the number of ranks, in total and on each
+# node, and the bytes of each device.
 PLAN_RANKS = "DDPKIT_PLAN_RANKS"
+PLAN_RANKS_PER_NODE = "DDPKIT_PLAN_RANKS_PER_NODE"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
 # 1: precision="fp8" computes its float8 products in float32, on any device; for tests.
 EMULATE_FP8 = "DDPKIT_EMULATE_FP8"
@@ -133,6 +135,9 @@ class PlanRequest:
     """Parameters that `ddpkit plan` passes to the Trainer in the script."""
 
     ranks: int
+    """The number of ranks on all nodes."""
+    per_node: int
+    """The number of ranks on each node."""
     memory: int
     """The memory of each device, in bytes."""
 
@@ -140,7 +145,10 @@ class PlanRequest:
 def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
     """The parameters that `ddpkit plan` has set in the environment; None if the process should train."""
     env = os.environ if env is None else env
-    return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
+    if PLAN_RANKS not in env:
+        return None
+    ranks = _number(env, PLAN_RANKS)
+    return PlanRequest(ranks, _number(env, PLAN_RANKS_PER_NODE, ranks), _number(env, PLAN_MEMORY))
 
 
 def emulates_fp8() -> bool:

@@ -194,3 +194,15 @@ def size_text(number: float, decimals: int = 1) -> str:
             return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.{decimals}f} {unit}"
         number /= 1024
     return f"{number:,.{decimals}f} GiB"
+
+
+def distinct_sizes(first: int, second: int) -> tuple[str, str]:
+    """Two numbers of bytes as text, with as many decimals as show the difference; at least one.
+
+    If the difference is less than a millionth of the largest unit, the texts are the numbers of bytes.
+    """
+    for decimals in range(1, 7):
+        texts = size_text(first, decimals), size_text(second, decimals)
+        if first == second or texts[0] != texts[1]:
+            return texts
+    return f"{first:,} bytes", f"{second:,} bytes"

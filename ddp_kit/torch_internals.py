@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorConverter, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -276,7 +278,16 @@ def _loader_of(kind: type[nn.Module]) -> object:
 # --- Fake tensors -----------------------------------------------------------------------------------------------------
 # For memory plans and FLOPs. Tested with torch 2.13 only.
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+class _WithoutReferences(FakeTensorConverter):
+    """Creates the results of operations on fake tensors, and keeps no references to them.
+
+    `Module.to` swaps fake parameters with what `Tensor.to` returns (`torch.utils.swap_tensors`), and refuses tensors
+    that have weak references. torch's own converter keeps one to each result.
+    """
+
+    def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
+        pass
 
 
 class FakeTensors:
@@ -287,19 +298,14 @@ class FakeTensors:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._prepared: set[tuple[Any, ...]] = set()
-
-    def parameter(self, like: Tensor) -> nn.Parameter:
-        """A fake parameter with the shape, strides, dtype, device and requires_grad of `like`."""
-        place = like.shape, like.stride(), like.device
-        with torch.no_grad():
-            if place not in self._prepared:
-                self._prepared.add(place)
-                self._prepare(like)
-            return nn.Parameter(self._empty(like, like.dtype), requires_grad=like.requires_grad)
+        self._mode.fake_tensor_converter = _WithoutReferences()
 
     def like(self, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A fake copy of a tensor or parameter. `dtype`: ignored unless `tensor` is floating-point."""
+        """A fake copy of a tensor or parameter. `dtype`: ignored unless `tensor` is floating-point.
+
+        `Module.to` can convert and move a module with fake parameters, even to a GPU that does not exist, unless an
+        autograd graph uses the parameters.
+        """
         floats = dtype if tensor.is_floating_point() else None
         with self._mode, torch.no_grad():
             made = torch.empty_strided(
@@ -313,27 +319,47 @@ class FakeTensors:
         """A context in which operations, even on real tensors, compute only shapes and dtypes, and no values."""
         return self._mode
 
-    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        with self._mode:
-            return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
 
-    def _prepare(self, like: Tensor) -> None:
-        """Run the operations that `Module.to` will run, so that `Module.to` gets results from the cache.
-
-        `Module.to` uses `swap_tensors`, which rejects tensors that have weak references. `FakeTensorMode` keeps a weak
-        reference to the first result of each operation, but not to results from its cache.
-        """
-        for dtype in dict.fromkeys((like.dtype, *_FLOATS)):
-            if dtype == like.dtype or like.is_floating_point():
-                empty = self._empty(like, dtype)
-                for each in (empty, nn.Parameter(empty, requires_grad=dtype.is_floating_point)):
-                    each.detach()
-                    each.detach()
+ReadsFakeValue = DataDependentOutputException
+"""The error of an operation that needs the values of a fake tensor, such as `.item()`."""
 
 
 def is_fake(tensor: object) -> bool:
     """Whether a value is a fake tensor."""
     return getattr(tensor, "fake_mode", None) is not None
+
+
+class TensorsOnCpu(TorchFunctionMode):
+    """A context in which all tensors are on the CPU, so that code that puts them on a GPU runs without one.
+
+    model.to("cuda"), tensor.to(0)                    leave the tensors on the CPU
+    torch.zeros(3, device="cuda:1")                   creates the tensor on the CPU, as without `device`
+    tensor.cuda(), tensor.pin_memory()                return the tensor
+    """
+
+    _DEVICE_POSITION: ClassVar = {"to": 1, "_parse_to": 0}  # `Module.to` calls torch._C._nn._parse_to
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.cuda, Tensor.pin_memory):
+            return args[0]
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        position = self._DEVICE_POSITION.get(getattr(func, "__name__", ""))
+        args = [_on_cpu(value, number=index == position) for index, value in enumerate(args)]
+        kwargs = {name: _on_cpu(value, number=name == "device") for name, value in (kwargs or {}).items()}
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        # torch calls the context of its default device, which adds this argument, after this one.
+        if kwargs.get("device") is None and func in _device._device_constructors():
+            kwargs["device"] = _on_cpu(_device.CURRENT_DEVICE, number=False)
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any, *, number: bool) -> Any:
+    """The CPU in place of a GPU; other values unchanged. `number`: whether an integer is the index of a GPU."""
+    kind = value.type if isinstance(value, torch.device) else value
+    is_gpu = isinstance(kind, str) and kind.partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_gpu or (number and type(value) is int) else value
 
 
 # --- FLOPs and live memory --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, rank_for_messages
+from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, plan_request, rank_for_messages
 from ddp_kit.errors import WorldError
 from ddp_kit.state_values import real_number
 from ddp_kit.uncaught import show_without_traceback
@@ -188,8 +188,8 @@ def _current_device() -> torch.device:
 
 
 def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
-    """The GPUs of this process; empty if torch sees none."""
-    if not torch.cuda.is_available():
+    """The GPUs of this process; empty if torch sees none, and under `ddpkit plan`, which puts nothing on a GPU."""
+    if plan_request() is not None or not torch.cuda.is_available():
         return ()
     there = torch.cuda.device_count()
     if share_gpus:

@@ -177,10 +177,10 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
     rendezvous = plan.rendezvous
-    ranks = (rendezvous.nodes or rendezvous.limits.min_nodes) * max(1, len(plan.workers))
+    nodes, per_node = rendezvous.nodes or rendezvous.limits.min_nodes, max(1, len(plan.workers))
     known = [gpu.memory_total for worker in plan.workers for gpu in worker.gpus if gpu.memory_total]
     size = f"{min(known) // _MIB}MiB" if known else "80GiB"
-    command = shlex.join(["ddpkit", "plan", "--gpus", str(ranks), "--memory", size])
+    command = f"ddpkit plan --gpus {per_node}{f' --nodes {nodes}' if nodes > 1 else ''} --memory {size}"
     command += f" {shlex.join(masked_words([plan.script, *plan.script_arguments], {**env, **plan.env}))}"
     return [["memory", f"run `{command}` to estimate it" + ("" if known else " (80 GiB is an example)")]]
 

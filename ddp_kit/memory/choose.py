@@ -23,14 +23,13 @@ from torch.optim import Optimizer
 from ddp_kit.config.settings import AUTO, MemoryConfig, ParallelConfig, StrategyName, TrainerConfig
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.env import PlanRequest
-from ddp_kit.errors import ConfigError, size_text
+from ddp_kit.errors import ConfigError, distinct_sizes, size_text
 from ddp_kit.log import logger
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor_size
 from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
 from ddp_kit.parallel import Strategy
 
 _WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement
-_RANKS_PER_NODE = 8  # an assumption, because `ddpkit plan` does not know the number
 _RECOMPUTED = {"activation_checkpointing": "blocks"}
 
 
@@ -180,23 +179,25 @@ class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
 
 def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
     """The full output of `ddpkit plan`."""
-    plan = planned(model, config, asked.ranks, asked.memory)
-    config, lines = _with_auto(model, config, asked.ranks, asked.memory)
+    plan = planned(model, config, asked.ranks, asked.memory, asked.per_node)
+    config, lines = _with_auto(model, config, asked.ranks, asked.memory, asked.per_node)
     values = sum(row.numel for row in model.rows)
     auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
     title = (
         f"{values:,} parameters, parallel={config.parallel.strategy!r}, "
         f"precision={config.precision!r}, micro-batch {micro_batch}{auto}"
     )
-    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, title=title)])
+    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, asked.per_node, title=title)])
 
 
-def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """Calculate the memory plan of a configuration.
+def planned(
+    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
+) -> MemoryPlan:
+    """Calculate the memory plan of a configuration. `per_node`: the number of ranks on each node.
 
     For ``parallel="auto"``, this is the plan of the placement that "auto" chooses for `device_memory`.
     """
-    chosen, _ = _with_auto(model, config, ranks, device_memory)
+    chosen, _ = _with_auto(model, config, ranks, device_memory, per_node)
     plan = plan_memory(
         model,
         chosen.parallel,
@@ -215,7 +216,7 @@ def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory
 
 
 def _with_auto(
-    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None
+    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
 ) -> tuple[TrainerConfig, list[str]]:
     """Replace ``parallel="auto"`` with the candidate that it chooses, or with the last candidate if none fits.
 
@@ -226,27 +227,28 @@ def _with_auto(
     # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
     rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
     whole = ModelMemory(tuple(rows), model.buffers)
-    chosen, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, _RANKS_PER_NODE))
+    chosen, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
     last = chosen or refused[-1]
     lines = [f"parallel='auto': {chosen or 'no placement fits'}", *(f"  does not fit: {each}" for each in refused)]
     return config.model_copy(update={"parallel": last.parallel, "memory": last.memory}), lines
 
 
-def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, title: str = "") -> str:
+def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, per_node: int, title: str = "") -> str:
     """Describe a plan as text: a table, whether the plan fits in memory, and if not, what to change."""
     devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
     lines = [f"{title}; {devices}" if title else devices, str(plan)]
     lines += [f"  not known: {problem}" for problem in plan.problems]
     least = "at least " if plan.problems else ""
-    needs, has = f"{least}{size_text(plan.total)}", size_text(device_memory)
+    needed, has = distinct_sizes(plan.total, device_memory)
+    needs = f"{least}{needed}"
     if plan.total <= device_memory:
         lines.append(f"fits: {needs} of {has}" + (", as far as is known" if plan.problems else ""))
         return "\n".join(lines)
     lines.append(f"does not fit: needs {needs}, but a device has {has}")
-    if found := advice(model, plan, ranks, device_memory):
+    if found := advice(model, plan, ranks, device_memory, per_node):
         lines += ["settings that fit, cheapest first:", *map(str, found)]
     else:
-        smallest = min(settings(model, ranks, device_memory), key=lambda each: each.plan.total)
+        smallest = min(settings(model, ranks, device_memory, per_node), key=lambda each: each.plan.total)
         least_needed = f"{size_text(smallest.plan.total)} with {smallest.text}"
         lines.append(f"no setting of ddpkit makes it fit; the smallest total is {least_needed}")
         lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
@@ -267,19 +269,24 @@ class Setting:
         return f"  {self.text}: {size_text(self.plan.total)}" + (f" ({self.note})" if self.note else "")
 
 
-def advice(model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int) -> tuple[Setting, ...]:
+def advice(
+    model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int, per_node: int
+) -> tuple[Setting, ...]:
     """Settings that fit and need less memory than the current plan, starting with the fastest."""
     found: list[Setting] = []
     least = current.total
-    for setting in settings(model, ranks, device_memory):
+    for setting in settings(model, ranks, device_memory, per_node):
         if setting.fits and setting.plan.total < least * _WORTH_IT:
             least = setting.plan.total
             found.append(setting)
     return tuple(found)
 
 
-def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Setting]:
-    """Yield possible settings with their memory plans, starting with those that slow down training the least."""
+def settings(model: ModelMemory, ranks: int, device_memory: int, per_node: int) -> Iterator[Setting]:
+    """Yield possible settings with their memory plans, starting with those that slow down training the least.
+
+    `per_node`: the number of ranks on each node.
+    """
 
     def setting(
         parallel: str | dict[str, int], memory: dict[str, Any], note: str = "", used: ModelMemory = model, **more: str
@@ -313,7 +320,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int) -> Iterator[Set
         yield setting(most, offloaded, "activations are copied to host memory and back")
     rounded = "weights are rounded to bfloat16 at each step, which affects training"
     yield setting(most, recomputed, rounded, model.in_half(), precision="bf16-true")
-    in_node = math.gcd(ranks, _RANKS_PER_NODE)
+    in_node = math.gcd(ranks, per_node)
     tensor = tensor_size(model.rows, in_node) if model.splits_known else in_node
     if tensor > 1:
         unknown = "" if model.splits_known else "an estimate; requires a tensor_plan"
@@ -370,8 +377,9 @@ def refuse(plan: MemoryPlan, device_memory: int) -> None:
         return
     parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    needed, has = distinct_sizes(plan.exact, device_memory)
     raise ConfigError(
-        f"the run cannot fit in memory: {shown} per device, but a device has {size_text(device_memory)}",
+        f"the run cannot fit in memory: {shown} per device, in total {needed}, but a device has {has}",
         '`ddpkit plan` shows which settings fit; parallel="fsdp" divides weights, gradients and optimizer state by the '
         "number of ranks",
     )

@@ -28,7 +28,7 @@ from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.shards import settings_of
 from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.precision import Precision
-from ddp_kit.structures import repeated_blocks
+from ddp_kit.structures import repeated_blocks, with_copied_containers
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 
 # --- Measurement on fake tensors --------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 def config_to_plan(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration of the same run in one process, without checkpoints, compilation or micro-batch search.
 
-    fp8 becomes bf16, because the bf16 pass runs without a GPU. The weights need the same memory: fp8 training keeps no
-    8-bit copies of them.
+    fp8 becomes bf16 and tf32 becomes fp32, because these passes run without a GPU. The weights need the same memory:
+    fp8 training keeps no 8-bit copies of them.
     """
     changes: dict[str, Any] = {
         "parallel": ParallelConfig(),
@@ -52,6 +52,8 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
         changes["micro_batch_size"] = 1
     if config.precision == "fp8":
         changes |= {"precision": "bf16", "fp8_layers": "auto"}
+    if config.precision == "tf32":
+        changes["precision"] = "fp32"
     return config.model_copy(update=changes)
 
 
@@ -59,41 +61,52 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
 class TrainingPass:
     """A forward and backward pass of one micro-batch."""
 
-    loss_fn: Callable[[Any, Any], Tensor | Loss]
+    loss_fns: Sequence[Callable[[Any, Any], Tensor | Loss]]
+    """The loss functions of an optimizer step; each has a forward and backward pass of its own."""
     batch: Any
     precision: Precision
     config: TrainerConfig
     """The configuration. Its `parallel` is the placement to plan for; the pass itself runs in one process."""
     device: torch.device
+    prefetched: int = 0
+    """The number of micro-batches that are on the device in advance."""
+    problem: str = ""
+    """Why there is no batch; "" if there is one."""
 
 
 def measured(
-    model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer, training: TrainingPass, *, accumulates: bool
+    model: nn.Module, optimizers: Sequence[tuple[Optimizer, Optimizer]], training: TrainingPass, *, accumulates: bool
 ) -> ModelMemory:
-    """Measure a model, its optimizer and a pass for a plan, without changing them or allocating much memory.
+    """Measure a model, its optimizers and a pass for a plan, without changing them or allocating much memory.
 
-    `device_optimizer`: the optimizer that holds the model's parameters; the same object as `optimizer`, unless
-    `optimizer` holds copies on the host. `accumulates`: whether an optimizer step has several passes.
+    `optimizers`: pairs of an optimizer, and the optimizer that holds the model's parameters; the same object, unless
+    the first one holds copies on the host. `accumulates`: whether an optimizer step has several passes.
     """
+    steps = [optimizer for optimizer, _ in optimizers]
     if not any(map(is_fake, model.parameters())):
-        model, optimizer = _without_memory(model, optimizer, device_optimizer)
+        model, steps = _without_memory(model, optimizers)
     parallel, blocks = training.config.parallel, repeated_blocks(model)
     problems: list[str] = []
     states: dict[nn.Parameter, tuple[int, int]] = {}
     stages: tuple[frozenset[str], ...] = ()
     passed, units = PassMemory(), _units(blocks)
-    try:
-        states = _states(optimizer)
-    except (RuntimeError, TypeError, ValueError) as error:
-        problems.append(f"optimizer state: {type(optimizer).__name__} cannot step on tensors without values: {error}")
-    try:
-        passed = _pass(model, [*blocks.values()], training)
-    except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
-        problems.append(f"activations: the loss function cannot run on tensors without values: {first_line(error)}")
+    for optimizer in steps:
+        try:
+            states |= _states(optimizer)
+        except (RuntimeError, TypeError, ValueError) as error:
+            name = type(optimizer).__name__
+            problems.append(f"optimizer state: {name} cannot step on tensors without values: {first_line(error)}")
+    if training.problem:
+        problems.append(f"activations: {training.problem}")
+    else:
+        try:
+            passed = _largest_pass(model, [*blocks.values()], training)
+        except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+            problems.append(f"activations: the loss function cannot run on tensors without values: {first_line(error)}")
     splits, problem = _splits(model, parallel)
     if parallel.tensor > 1 and problem:
         problems.append(f"layers that tensor parallelism splits: {problem}")
-    if parallel.pipeline > 1:
+    if parallel.pipeline > 1 and not training.problem:
         try:
             stages, units = _stages(model, training)
         except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
@@ -104,7 +117,9 @@ def measured(
         passed=passed,
         # On a GPU, torch updates all parameters of a group in one foreach kernel, unless configured otherwise.
         copies_weights=any(
-            group.get("foreach", False) is not False and not group.get("fused") for group in optimizer.param_groups
+            group.get("foreach", False) is not False and not group.get("fused")
+            for optimizer in steps
+            for group in optimizer.param_groups
         ),
         accumulates=accumulates,
         stages=stages,
@@ -137,16 +152,19 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _without_memory(model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Copies of the model and the optimizer with fake parameters, and without optimizer state."""
+def _without_memory(
+    model: nn.Module, optimizers: Sequence[tuple[Optimizer, Optimizer]]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Copies of the model and the optimizers with fake parameters, and without optimizer state."""
     fakes = FakeTensors()
     # deepcopy takes these from the memo instead of copying.
-    memo: dict[int, Any] = {id(each): fakes.parameter(each) for each in model.parameters()}
-    for held, copies in zip(device_optimizer.param_groups, optimizer.param_groups, strict=True):
-        memo |= {id(copy): memo[id(each)] for each, copy in zip(held["params"], copies["params"], strict=True)}
-    memo[id(optimizer.state)] = defaultdict(dict)
+    memo: dict[int, Any] = {id(each): fakes.like(each) for each in model.parameters()}
+    for optimizer, device_optimizer in optimizers:
+        for held, copies in zip(device_optimizer.param_groups, optimizer.param_groups, strict=True):
+            memo |= {id(copy): memo[id(each)] for each, copy in zip(held["params"], copies["params"], strict=True)}
+        memo[id(optimizer.state)] = defaultdict(dict)
     try:
-        return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+        return copy.deepcopy(model, memo), [copy.deepcopy(optimizer, memo) for optimizer, _ in optimizers]
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"a memory plan needs a copy of the model, but {type(model).__name__} cannot be copied: {error}",
@@ -154,7 +172,18 @@ def _without_memory(model: nn.Module, optimizer: Optimizer, device_optimizer: Op
         ) from None
 
 
-def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass) -> PassMemory:
+def _largest_pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass) -> PassMemory:
+    """Run the pass of each loss function. Returns the memory of the pass that needs the most."""
+    passes = [_pass(model, blocks, training, loss_fn) for loss_fn in training.loss_fns]
+    return max(passes, key=lambda passed: passed.peak)
+
+
+def _pass(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    training: TrainingPass,
+    loss_fn: Callable[[Any, Any], Tensor | Loss],
+) -> PassMemory:
     """Run the pass, and measure how many bytes of tensors are alive during it."""
     # Offloading has no effect on the CPU: `plan_memory` subtracts offloaded activations.
     activations = Activations(model, training.config.memory.model_copy(update={"offload_activations": False}))
@@ -173,7 +202,7 @@ def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass)
     def drop_gradient(parameter: Tensor) -> None:  # as soon as it is computed: gradients are counted elsewhere
         parameter.grad = None
 
-    with _left_as_it_was(model), ExitStack() as hooks:
+    with _left_as_it_was(model, training.device), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(enter))
             hooks.enter_context(block.register_forward_hook(leave))
@@ -182,15 +211,14 @@ def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass)
                 hooks.enter_context(each.register_post_accumulate_grad_hook(drop_gradient))  # type: ignore[no-untyped-call]
         with live:
             with training.precision.forward(), activations.forward_context():
-                value = checked(training.loss_fn(model, training.batch), "the loss function")
+                value = checked(loss_fn(model, with_copied_containers(training.batch)), "the loss function")
             total = value.loss if isinstance(value, Loss) else value
             kept = live.now
             total.sum().backward()  # type: ignore[no-untyped-call]
-    ahead = training.config.data.prefetch_batches if training.device.type == "cuda" else 0
     # autocast makes 16-bit copies of matrices
     casts = {each for block in blocks for each in block.parameters() if each.ndim > 1 and each.dtype == torch.float32}
     return PassMemory(
-        batch=sum(map(bytes_of, arrived)) * (1 + ahead),
+        batch=sum(map(bytes_of, arrived)) * (1 + training.prefetched),
         kept=kept,
         peak=live.peak,
         blocks=tuple(found[block] for block in blocks if block in found),
@@ -199,12 +227,15 @@ def _pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass)
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """A context that sets the model to training mode, and restores random states and each module's mode on exit."""
+def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context that sets the model to training mode, and restores random states and each module's mode on exit.
+
+    `device`: the device on which, besides the CPU, random states are restored.
+    """
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
-        with torch.random.fork_rng():
+        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         for module, mode in modes.items():
@@ -214,6 +245,11 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
     """Measure each parameter's optimizer state by running a step: bytes per value of the parameter, and other bytes."""
     held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if isinstance(optimizer, torch.optim.LBFGS):  # which cannot step without values
+        # Vectors of the size of all weights: the directions and changes of gradients of the last `history_size`
+        # iterations, and the last direction and gradient.
+        vectors = 2 * optimizer.param_groups[0]["history_size"] + 2
+        return {parameter: (vectors * parameter.element_size(), 0) for parameter in held}
     for parameter in held:
         with torch.no_grad():
             parameter.grad = torch.ones_like(parameter)
@@ -264,8 +300,8 @@ def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[s
     from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
 
     parallel = training.config.parallel
-    with _left_as_it_was(model), training.precision.forward():
-        holders = holders_after_first_pass(model, parallel, training.loss_fn, training.batch)
+    with _left_as_it_was(model, training.device), training.precision.forward():
+        holders = holders_after_first_pass(model, parallel, training.loss_fns[0], training.batch)
     names = tuple(
         frozenset(name for name, each in model.named_parameters() if place in holders[each])
         for place in range(parallel.pipeline)

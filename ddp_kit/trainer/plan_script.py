@@ -1,8 +1,8 @@
 """`python -m ddp_kit.trainer.plan_script script.py args`: runs a training script for `ddpkit plan`.
 
 Each parameter is replaced by a fake tensor when its module registers it, so at most one real parameter is in memory at
-a time; other tensors are real. When the script starts to train, the Trainer finds the request for a plan in an
-environment variable, prints the plan, and ends the script.
+a time; other tensors are real, and on the CPU, even if the script puts them on a GPU. When the script starts to train,
+the Trainer finds the request for a plan in an environment variable, prints the plan, and ends the script.
 """
 
 import runpy
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.memory.choose import PlanPrinted
-from ddp_kit.torch_internals import FakeTensors, is_fake
+from ddp_kit.torch_internals import FakeTensors, TensorsOnCpu, is_fake
 from ddp_kit.uncaught import show_without_traceback
 
 
@@ -33,7 +34,7 @@ class _WithoutMemory:
         if parameter is None or is_fake(parameter) or is_lazy(parameter):
             return None
         if parameter not in self._made:
-            self._made[parameter] = self._fakes.parameter(parameter)
+            self._made[parameter] = self._fakes.like(parameter)
         made: nn.Parameter = self._made[parameter]
         return made
 
@@ -44,14 +45,19 @@ def main(words: list[str]) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     show_without_traceback()
     # torch annotates the hook as returning None, but replaces the parameter with what the hook returns.
-    register_module_parameter_registration_hook(_WithoutMemory())  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(_WithoutMemory())  # type: ignore[arg-type]
     try:
-        runpy.run_path(script, run_name="__main__")
+        # Without gradients until the Trainer measures, because `Module.to` cannot swap a fake parameter that an
+        # autograd graph uses: `torch.nn.utils.weight_norm` computes the weight when it is applied, and keeps its graph.
+        with TensorsOnCpu(), torch.no_grad():
+            runpy.run_path(script, run_name="__main__")
     except PlanPrinted:
         return
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
+    finally:
+        hook.remove()
     raise UsageError(
         f"{script} ended without training: there is nothing to plan",
         "the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",

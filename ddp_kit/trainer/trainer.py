@@ -39,7 +39,7 @@ from ddp_kit.data.sampler import BatchPlan, plan_batches
 from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.world import random_states_kept, seed_everything
 from ddp_kit.env import plan_request, rank_for_messages
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, first_line
 from ddp_kit.heartbeat import Phase
 from ddp_kit.memory.choose import (
     PlanPrinted,
@@ -62,6 +62,7 @@ from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA, TRANSFER, step_clock
+from ddp_kit.torch_internals import ReadsFakeValue
 from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
 from ddp_kit.trainer.learning_rates import (
     DecayWatch,
@@ -233,6 +234,9 @@ class Trainer:
         barrier.watch(self.world, self._heartbeat)
         self._checkpoints.resume()
         self._heartbeat.set_step(self.step)
+        if self._plan_request is not None:  # what the script sees; the parts above work in this one process
+            ranks, per_node = self._plan_request.ranks, self._plan_request.per_node
+            self.world = replace(self.world, world_size=ranks, local_world_size=per_node)
 
     def _choose_placement(self, model: nn.Module, parallelize: Parallelize | None) -> tuple[TrainerConfig, Strategy]:
         """Return the strategy, and the settings with "auto" resolved; also set the batch plan. A collective."""
@@ -371,7 +375,7 @@ class Trainer:
     @property
     def data_ranks(self) -> int:
         """The number of parts into which each global batch is divided."""
-        return self._parts.strategy.data_ranks
+        return self.batch_plan.world_size
 
     def model_state(self) -> dict[str, Any]:
         """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` of each sharded one."""
@@ -676,11 +680,11 @@ class Trainer:
                 f"trainer.plan needs the whole model, but parallel={self.config.parallel.strategy!r} has sharded it",
                 "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
             )
-        config, ranks, memory = self._parts.config, self.world.world_size, device_memory(self.world.device)
+        config, memory = self._parts.config, device_memory(self.world.device)
         if self._plan_request is not None:
-            config, ranks, memory = self.config, self._plan_request.ranks, self._plan_request.memory
+            config, memory = self.config, self._plan_request.memory
         model, _ = self._measured(data)
-        plan = planned(model, config, ranks, memory)
+        plan = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
         self._peak_memory.compare_with(plan)
         return plan
 
@@ -688,18 +692,36 @@ class Trainer:
         """The model's memory, measured with fake tensors, and the number of samples per micro-batch."""
         ranks = self._parts.strategy.data_ranks
         size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
-        feeds = self._feed_builder(BatchPlan(size * ranks, size, 1, ranks))
+        feeds = self._feed_builder(BatchPlan(size * ranks, size, 1, ranks), timed=False)
         with random_states_kept(), self._parts.logged.set_aside():
             feed = feeds.train_feed(data, 0, self._epoch_to_train)
-            feed.begin(self._epoch_to_train, 0)
-            feed.next()
+            batch, problem = None, ""
+            try:
+                feed.begin(self._epoch_to_train, 0)
+                feed.next()
+                _, batch = unpacked(size, feed.batch())
+            except ReadsFakeValue as error:
+                problem = f"the data uses values of the model, which has none in a plan: {first_line(error)}"
             parts, config = self._parts, self._parts.config
             if self._plan_request is not None:
                 config = config.model_copy(update={"parallel": self.config.parallel})
-            _, batch = unpacked(size, feed.batch())
-            training = TrainingPass(parts.loss_fn, batch, parts.precision, config, self.world.device)
-            accumulates = self.batch_plan.accumulation > 1
-            model = measured(parts.model, parts.optimizer, parts.device_optimizer, training, accumulates=accumulates)
+            on_gpu = self._plan_request is not None or self.world.device.type == "cuda"
+            training = TrainingPass(
+                [update.loss_fn for update in self._updates] or [parts.loss_fn],
+                batch,
+                parts.precision,
+                config,
+                self.world.device,
+                prefetched=config.data.prefetch_batches if on_gpu else 0,
+                problem=problem,
+            )
+            optimizers = [(update.optimizer, update.optimizer) for update in self._updates]
+            model = measured(
+                parts.model,
+                optimizers or [(parts.optimizer, parts.device_optimizer)],
+                training,
+                accumulates=self.batch_plan.accumulation > 1,
+            )
             return model, size
 
     def _print_plan_instead(self, train_data: Data) -> None:
@@ -890,8 +912,11 @@ class Trainer:
         self._total_steps = self._position.last_step(config, feed.steps_in)
         return feed
 
-    def _feed_builder(self, plan: BatchPlan) -> FeedBuilder:
-        """Create the object that opens data. `plan`: how each step is divided into micro-batches."""
+    def _feed_builder(self, plan: BatchPlan, *, timed: bool = True) -> FeedBuilder:
+        """Create the object that opens data. `plan`: how each step is divided into micro-batches.
+
+        `timed`: whether fetching and moving batches count as time of a step.
+        """
 
         def fetched() -> None:
             self._clock.mark(DATA)
@@ -900,14 +925,14 @@ class Trainer:
         strategy, precision = self._parts.strategy, self._parts.precision
         return FeedBuilder(
             self._parts.config,
-            self.world,
+            self._parts.world,
             DataRank(strategy.data_rank, strategy.data_ranks, strategy.contributes, strategy.equal_passes),
             plan,
             precision.batch_dtype,
             precision.check_batch,
             needs_equal_samples=any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()),
-            fetched=fetched,
-            moved=partial(self._clock.mark, TRANSFER),
+            fetched=fetched if timed else lambda: None,
+            moved=partial(self._clock.mark, TRANSFER) if timed else lambda: None,
         )
 
     @property

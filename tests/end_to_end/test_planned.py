@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, started
+from fake_cuda import with_visible_gpus
+from launching import DDPKIT, ROOT, started
 
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory.estimate import MemoryPlan
@@ -111,6 +112,35 @@ def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, 
     assert 'cheapest first:\n  parallel="zero1": 79.3 GiB\n  parallel="fsdp": ' in told
     assert "trained" not in told
     assert used.ru_maxrss < 4 * 1024**2  # KiB, of the script: the larger of the two processes
+
+
+RECIPES = sorted(each.stem for each in (ROOT / "examples" / "recipes").glob("*.py"))
+PLANNED = ["examples/digits.py", "examples/gpt.py", "examples/imperative.py", "tests/end_to_end/dino.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [*PLANNED, *(f"examples/recipes/{name}.py" for name in RECIPES)])
+def test_example_is_planned_alike_with_and_without_gpus(path: str, ddpkit: Any, tmp_path: Path) -> None:
+    plans = []
+    for env in ({}, with_visible_gpus(tmp_path, 2, memory=1)):
+        run = ddpkit("plan", "--gpus", 2, "--nodes", 2, "--memory", "8GiB", ROOT / path, env=env)
+        assert run.returncode == 0, run.stderr
+        assert "on each of 4 devices:" in run.stdout
+        assert run.stdout.endswith("GiB\n") or path.endswith("reinforcement.py")
+        plans.append(run.stdout)
+    if path.endswith("reinforcement.py"):
+        assert "not known: activations: the data uses values of the model" in plans[0]
+    else:
+        assert "not known" not in plans[0]
+    if not path.endswith("gpt.py"):  # which chooses bf16 on a machine with a GPU
+        assert plans[0] == plans[1]
+
+
+@pytest.mark.slow
+def test_example_without_a_trainer_has_no_plan(ddpkit: Any) -> None:
+    run = ddpkit("plan", "--gpus", 2, "--memory", "8GiB", ROOT / "examples" / "plain_ddp.py")
+    assert run.returncode == 1
+    assert "RANK expected" in run.stderr
 
 
 @pytest.mark.slow

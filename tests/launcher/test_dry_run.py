@@ -188,7 +188,7 @@ def test_the_gpus_of_each_process_are_shown(ddpkit: Command, machine: Callable[.
 
 def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
     nodes = "--nnodes 2 --nproc-per-node 3 --master-addr n0"
-    command = "`ddpkit plan --gpus 6 --memory {} train.py --lr 0.1 --key '****'`"
+    command = "`ddpkit plan --gpus 3 --nodes 2 --memory {} train.py --lr 0.1 --key '****'`"
     text = described(f"{nodes} train.py --lr 0.1 --key sk_abcdefgh")
     assert f"memory      run {command.format('80GiB')} to estimate it (80 GiB is an example)\n" in text
     here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size << 20, memory_used=0) for n, size in enumerate((90, 80)))

@@ -40,6 +40,7 @@ def test_other_words_are_no_sizes(text: str) -> None:
         (["--gpus", "2", "--memory", "1GiB", "nowhere.py"], "there is no file nowhere.py"),
         (["--gpus", "2", __file__], "no GPU that reports its memory"),
         (["--memory", "1GiB", __file__], "this machine has no GPU"),
+        (["--gpus", "2", "--nodes", "0", "--memory", "1GiB", __file__], "--nodes 0 is less than 1"),
         ([], "the following arguments are required: SCRIPT"),
     ],
 )
@@ -65,7 +66,9 @@ def test_the_gpus_of_this_node_are_planned_for_by_default(monkeypatch: pytest.Mo
     script.touch()
     assert run([str(script), "--gpus=7"], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
     assert run(["--gpus", "3", str(script), "x"], {}) == 128 + 9
-    (first, asked), (_, other) = started
+    assert run(["--nodes", "2", str(script)], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
+    (first, asked), (_, other), (_, nodes) = started
     assert first == [str(script), "--gpus=7"]
     assert (asked.ranks, asked.memory) == (2, 80)
     assert (other.ranks, other.memory) == (3, 70)
+    assert (asked.per_node, nodes.ranks, nodes.per_node) == (2, 4, 2)

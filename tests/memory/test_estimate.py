@@ -99,7 +99,7 @@ def test_a_pipeline_shards_its_blocks_alone_and_keeps_them_gathered_where_they_f
 def test_every_setting_can_be_written_in_a_script() -> None:
     rows = tuple(replace(row, split=0) for row in large(400).rows)
     for model in (large(400), replace(large(400), rows=rows)):
-        for setting in settings(model, 16, 80 * GIB):
+        for setting in settings(model, 16, 80 * GIB, 8):
             (given,) = re.findall(r"parallel=(\{.*?\}|\"\w+\")", setting.text)
             TrainerConfig(parallel=json.loads(given))
 
@@ -177,36 +177,36 @@ def large(gib: int) -> ModelMemory:
     ],
 )
 def test_settings_come_in_the_order_of_their_cost(gib: int, text: str) -> None:
-    first = next(each for each in settings(large(gib), 8, 80 * GIB) if each.fits)
+    first = next(each for each in settings(large(gib), 8, 80 * GIB, 8) if each.fits)
     assert first.text == text
     assert first.plan.total <= 80 * GIB
 
 
 def test_where_nothing_fits_the_report_says_so() -> None:
-    text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB)
+    text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB, 8)
     assert "no setting of ddpkit makes it fit; the smallest total is" in text
 
 
 def test_advice_names_settings_that_fit_and_need_less_than_those_before() -> None:
     model = large(20)
-    found = advice(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB)
+    found = advice(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB, 8)
     totals = [setting.plan.total for setting in found]
     assert found[0].text == 'parallel="zero1"'
     assert totals == sorted(totals, reverse=True)
     assert all(setting.fits for setting in found)
     copying = replace(large(17), copies_weights=True, passed=PassMemory(0, 0, 0))
-    first, *_ = advice(copying, plan_memory(copying, ParallelConfig(), 8), 8, 80 * GIB)
+    first, *_ = advice(copying, plan_memory(copying, ParallelConfig(), 8), 8, 80 * GIB, 8)
     assert first.text == 'parallel="ddp", and fused=True for the optimizer'
 
 
 def test_the_report_is_a_table_a_verdict_and_what_to_change() -> None:
     model = large(20)
-    text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB)
+    text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB, 8)
     assert "  weights                 20.0 GiB  exact\n" in text
     assert "  total                   91.0 GiB\n" in text
     assert "does not fit: needs 91.0 GiB, but a device has 80.0 GiB\nsettings that fit, cheapest first:\n" in text
     unknown = replace(large(4), problems=("activations: no",))
-    text = report(unknown, plan_memory(unknown, ParallelConfig(), 8), 8, 80 * GIB)
+    text = report(unknown, plan_memory(unknown, ParallelConfig(), 8), 8, 80 * GIB, 8)
     assert "not known: activations: no" in text
     assert text.endswith("fits: at least 19.0 GiB of 80.0 GiB, as far as is known")
 
@@ -236,6 +236,6 @@ def test_only_what_is_exact_refuses_a_start() -> None:
 
 def test_weights_of_two_bytes_need_no_copies_of_autocast() -> None:
     casting = replace(large(400), passed=replace(large(400).passed, casts=200 * GIB))
-    first = next(each for each in settings(casting, 8, 160 * GIB) if each.fits)
+    first = next(each for each in settings(casting, 8, 160 * GIB, 8) if each.fits)
     assert 'precision="bf16-true"' in first.text
     assert first.plan.exact == 400 * GIB // 8 * 2 + 64 * 4

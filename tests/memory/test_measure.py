@@ -11,7 +11,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig
+from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig, Update
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory import choose, measure
 from ddp_kit.memory.choose import PlanPrinted
@@ -60,8 +60,8 @@ def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
     planner = trainer()
     model = of(planner, data())
     parts, batch = planner._parts, next(iter(DataLoader(data(), 16)))
-    training = TrainingPass(parts.loss_fn, batch, parts.precision, parts.config, parts.world.device)
-    real = measure._pass(planner.model, [planner.model[2], planner.model[3]], training)  # type: ignore[index]
+    training = TrainingPass([parts.loss_fn], batch, parts.precision, parts.config, parts.world.device)
+    real = measure._largest_pass(planner.model, [planner.model[2], planner.model[3]], training)  # type: ignore[index]
     assert model.problems == ()
     assert model.passed == real
     assert real.kept > 2 * 16 * 4 * WIDTH * 4
@@ -103,6 +103,21 @@ def test_a_plan_changes_nothing() -> None:
     states = (planner.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
     for mine, theirs in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_plan_of_several_updates_copies_each_optimizer_without_its_state() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(3, 1), "second": nn.Linear(3, 1)})
+    updates = [
+        Update(name, lambda model, batch, name=name: squares(model[name], batch), torch.optim.Adam(part.parameters()))
+        for name, part in model.items()
+    ]
+    planner = Trainer(model, updates=updates, config=TrainerConfig(global_batch_size=16, max_steps=2))
+    before = planner.plan(data())
+    assert before.problems == ()
+    assert before.optimizer_state == 2 * (4 * 8 + 2 * 4)
+    planner.fit(data())
+    assert planner.plan(data()) == before
+    assert not any(map(is_fake, updates[0].optimizer.param_groups[0]["params"]))
 
 
 class Stream(IterableDataset[Any]):
@@ -162,7 +177,7 @@ def test_checkpointing_is_estimated_as_it_is_measured(precision: str) -> None:
 def test_a_module_without_memory_can_be_converted() -> None:
     fakes = FakeTensors()
     model = nn.Linear(3, 5)
-    model.weight, model.bias = fakes.parameter(model.weight), fakes.parameter(model.bias)
+    model.weight, model.bias = fakes.like(model.weight), fakes.like(model.bias)  # type: ignore[assignment]
     weight = model.weight
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model.to("cpu").to(dtype)

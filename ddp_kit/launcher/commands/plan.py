@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
-from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
+from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.commands import Parser
@@ -20,8 +20,9 @@ _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _POWERS = "BKMGT"
 _EPILOG = """\
-example:
-  ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1
+examples:
+  ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1              8 GPUs on one node
+  ddpkit plan --gpus 8 --nodes 2 --memory 80GiB train.py --lr 0.1    16 GPUs
 
 The script runs in one process up to trainer.fit(...). No memory is allocated for parameters, and nothing is trained.
 The sizes of weights, gradients and optimizer state are exact. All other sizes, such as those of activations, are
@@ -38,7 +39,8 @@ def parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("--gpus", metavar="N", type=int, help="total number of devices (default: the GPUs of this node)")
+    flags.add_argument("--gpus", metavar="N", type=int, help="GPUs on each node (default: those of this node)")
+    flags.add_argument("--nodes", metavar="N", type=int, default=1, help="number of nodes (default: 1)")
     flags.add_argument(
         "--memory",
         metavar="SIZE",
@@ -53,13 +55,15 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
     here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
-    ranks = len(here) if args.gpus is None else args.gpus
+    per_node = len(here) if args.gpus is None else args.gpus
     memory = min((gpu.memory_total for gpu in here), default=0) if args.memory is None else size_of(args.memory)
-    if ranks < 1:
+    if per_node < 1:
         raise UsageError(
             f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
-            "give the number of devices to plan for, such as --gpus 8",
+            "give the number of GPUs on each node, such as --gpus 8",
         )
+    if args.nodes < 1:
+        raise UsageError(f"--nodes {args.nodes} is less than 1", "give the number of nodes, such as --nodes 2")
     if not memory:
         raise UsageError(
             "this machine has no GPU that reports its memory", "give the memory per device, such as --memory 80GiB"
@@ -68,7 +72,12 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise UsageError(f"there is no file {args.script}", "give the path of the training script")
     process = Popen(
         [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
-        env={**env, PLAN_RANKS: str(ranks), PLAN_MEMORY: str(memory)},
+        env={
+            **env,
+            PLAN_RANKS: str(args.nodes * per_node),
+            PLAN_RANKS_PER_NODE: str(per_node),
+            PLAN_MEMORY: str(memory),
+        },
         preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
     )
     code = process.wait()

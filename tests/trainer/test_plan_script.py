@@ -1,0 +1,196 @@
+"""Scripts under `ddpkit plan`, in this process, with and without GPUs; the command: end_to_end/test_planned.py."""
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda import GIB, visible_gpus
+
+from ddp_kit import ConfigError
+from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
+from ddp_kit.trainer import plan_script
+
+Plan = Callable[..., str]
+BEGIN = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from ddp_kit import Trainer, TrainerConfig, Update
+
+def squares(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+def trainer(model, optimizer=None, loss_fn=squares, **settings):
+    config = TrainerConfig(**{"max_steps": 1, "global_batch_size": 8} | settings)
+    return Trainer(model, optimizer or torch.optim.AdamW(model.parameters()), loss_fn, config)
+
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 6))
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Run a script with a request for a plan, and return what it prints. `gpus`: those that torch reports."""
+
+    def run(text: str, gpus: int = 0, ranks: int = 2, memory: int = 8 * GIB, per_node: int | None = None) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(BEGIN + text)
+        for name in ("argv", "path", "excepthook"):
+            monkeypatch.setattr(sys, name, getattr(sys, name) if name != "path" else [*sys.path])
+        monkeypatch.setenv(PLAN_RANKS, str(ranks))
+        monkeypatch.setenv(PLAN_RANKS_PER_NODE, str(per_node or ranks))
+        monkeypatch.setenv(PLAN_MEMORY, str(memory))
+        with visible_gpus(gpus, memory=1) if gpus else nullcontext():
+            plan_script.main([str(path)])
+        return capsys.readouterr().out
+
+    return run
+
+
+MOVED = """\
+model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+weight = model[0].weight
+model{}
+assert model[0].weight is weight
+trainer(model).fit(data)
+"""
+MOVES = (
+    ".to('cuda')",
+    ".to('cuda:1')",
+    ".to(0)",
+    ".to(torch.device('cuda'))",
+    ".cuda()",
+    ".cuda(1).half().cpu().float()",
+)
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("move", ["", *MOVES])
+def test_plan_of_a_model_that_the_script_moves_to_a_gpu_is_that_of_any_machine(
+    plan: Plan, move: str, gpus: int
+) -> None:
+    text = plan(MOVED.format(move), gpus)
+    assert re.search(r"^  weights +224 bytes  exact$", text, re.MULTILINE)  # 42 values and the buffers
+    assert "not known" not in text
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_plan_of_a_script_that_moves_its_tensors_to_a_gpu_runs_its_pass(plan: Plan, gpus: int) -> None:
+    text = """
+def loss_fn(model, batch):
+    batch = [batch[0].cuda(non_blocking=True), batch[1].pin_memory().to("cuda", torch.float32)]
+    noise = torch.randn(6, device=torch.device("cuda", 0)) + torch.zeros(6, device="cuda") + torch.ones(6, device=0)
+    return squares(model, batch) + noise.mean() + table.mean()
+
+table = torch.zeros(6, pin_memory=True).to(device="cuda:0")
+torch.set_default_device("cuda")
+try:
+    model = nn.Linear(4, 6)
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta
+finally:
+    torch.set_default_device(None)
+trainer(model, loss_fn=loss_fn).fit(data)
+"""
+    assert "not known" not in plan(text, gpus)
+
+
+WRAPPED = """\
+import warnings
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+warnings.simplefilter("ignore")
+layer = {}(nn.Linear(4, 6))
+trainer(layer.cuda().bfloat16().float(), precision="bf16-true").fit(data)
+"""
+WRAPPERS = ("weight_norm", "spectral_norm", "parametrizations.weight_norm", "parametrizations.spectral_norm")
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_plan_of_a_normalised_weight_is_complete(plan: Plan, wrapper: str, gpus: int) -> None:
+    text = plan(WRAPPED.format(wrapper), gpus)
+    assert "exact" in text
+    assert "not known" not in text
+
+
+def test_plan_of_a_model_larger_than_the_local_gpu_is_not_refused(plan: Plan) -> None:
+    assert "fits: 1.0 GiB of 8.0 GiB" in plan("trainer(nn.Linear(4, 6)).fit(data)", 1)  # a GPU of one byte
+
+
+def test_plan_that_misses_by_little_shows_the_difference(plan: Plan) -> None:
+    text = plan("trainer(nn.Linear(4, 600)).fit(TensorDataset(torch.ones(32, 4), torch.ones(32, 600)))", memory=GIB)
+    ((needed, has),) = re.findall(r"does not fit: needs ([\d.]+) GiB, but a device has ([\d.]+) GiB", text)
+    assert float(needed) > float(has)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_every_precision_is_planned_with_and_without_a_gpu(plan: Plan, precision: str, gpus: int) -> None:
+    text = plan(f"trainer(nn.Linear(4, 6), precision={precision!r}).fit(data)", gpus)
+    assert f"precision={precision!r}" in text
+    assert "not known" not in text
+
+
+def test_script_sees_the_ranks_and_nodes_that_are_planned_for(plan: Plan) -> None:
+    text = plan(
+        """
+made = trainer(nn.Linear(4, 6))
+print(made.world.world_size, made.world.local_world_size, made.world.rank, made.data_ranks, made.batch_plan.micro_batch)
+made.fit(data)
+""",
+        ranks=4,
+        per_node=2,
+    )
+    assert text.startswith("4 2 0 4 2\n30 parameters")
+
+
+def test_plan_of_several_updates_counts_the_state_of_each_optimizer(plan: Plan) -> None:
+    text = plan("""
+model = nn.ModuleDict({"first": nn.Linear(4, 6), "second": nn.Linear(4, 6)})
+def loss_of(name):
+    return lambda model, batch: squares(model[name], batch)
+updates = [
+    Update("first", loss_of("first"), torch.optim.AdamW(model["first"].parameters())),
+    Update("second", loss_of("second"), torch.optim.SGD(model["second"].parameters(), lr=0.1, momentum=0.9)),
+]
+Trainer(model, updates=updates, config=TrainerConfig(max_steps=1, global_batch_size=8)).fit(data)
+""")
+    assert "not known" not in text
+    size = 30 * 8 + 2 * 4 + 30 * 4  # Adam has a step count for each parameter
+    assert re.search(rf"^  optimizer state +{size} bytes  exact$", text, re.MULTILINE)
+
+
+def test_plan_of_lbfgs_counts_its_history(plan: Plan) -> None:
+    text = plan("""
+model = nn.Linear(4, 6)
+trainer(model, torch.optim.LBFGS(model.parameters(), history_size=10)).fit(data)
+""")
+    assert "not known" not in text
+    assert re.search(rf"^  optimizer state +{30 * 4 * 22 / 1024:.1f} KiB  exact$", text, re.MULTILINE)
+
+
+def test_plan_of_data_that_the_model_makes_says_what_is_unknown(plan: Plan) -> None:
+    text = plan("""
+class Played(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.full((4,), model(torch.ones(4)).sum().item()), torch.ones(6)
+model = nn.Linear(4, 6)
+trainer(model).fit(Played())
+""")
+    assert "not known: activations: the data uses values of the model, which has none in a plan" in text
+    assert "optimizer state" in text
+
+
+def test_parameters_are_real_again_after_the_script(plan: Plan) -> None:
+    plan("trainer(nn.Linear(4, 6)).fit(data)")
+    assert torch.nn.Linear(1, 1).weight.item() is not None
+    assert torch.is_grad_enabled()
+    with pytest.raises(ConfigError):
+        plan("trainer(nn.Linear(4, 6), parallel={'shard': 3}).fit(data)")
+    assert torch.nn.Linear(1, 1).weight.item() is not None
