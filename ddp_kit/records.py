@@ -132,7 +132,7 @@ class FitResult:
     loss: float
     """The mean loss of the last log row, also if an earlier call or a resumed run has logged it; NaN without a row."""
     history: tuple[LogRow, ...]
-    """One row per log point."""
+    """One row per log point; if there are more than 10,000, the newest 10,000. Loggers write all of them."""
     skipped: int
     """Steps skipped because a gradient was not finite: by fp16 loss scaling, or by `non_finite_gradients="skip"`."""
     metrics: dict[str, float]

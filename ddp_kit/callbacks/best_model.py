@@ -174,11 +174,12 @@ class BestModel(Callback):
 
 def _loads_into(trainer: Any) -> Callable[[dict[str, Any]], None]:
     """Return a function that loads a state dict into the model. Frozen weights missing from it keep their values."""
+    strategy = trainer._parts.strategy  # not the Trainer, which refers to its callbacks: it would be a reference cycle
 
     def load(state: dict[str, Any]) -> None:
-        whole = trainer.model_state()
+        whole = strategy.model_state()
         whole.update(state)
-        trainer.load_model_state(whole)
+        strategy.load_model_state(whole)
 
     return load
 

@@ -143,7 +143,8 @@ class EMA(Callback):
 
     def _begin(self, trainer: Any) -> None:
         self._swap_back()
-        self._model, self._state = trainer.model, trainer.model_state
+        # Not trainer.model_state, because the Trainer refers to its callbacks: it would be a reference cycle.
+        self._model, self._state = trainer.model, trainer._parts.strategy.model_state
         self._names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         self._take_weights(trainer)
         self._average = [

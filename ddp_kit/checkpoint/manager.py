@@ -205,12 +205,12 @@ class Checkpoints:
         best: BestPart,
         progress: Progress,
         loop_state: LoopState,
-        check_state: Callable[[], None],
+        check_state: Callable[[int], None],
     ) -> None:
         """`saved_parts`: all parts of the run's state, in the order in which they are loaded.
 
         `random`, `best`: two of these parts, which are also used between saves. `check_state`: a function that raises
-        an error if the state must not be saved; a collective.
+        an error if the state after the given step must not be saved; a collective.
         """
         self._world = world
         self._trainer_config = config
@@ -380,7 +380,7 @@ class Checkpoints:
     def _save(self, folder: Path) -> None:
         self.saved_at, self.save_requested = time.monotonic(), False
         step = self._progress.step
-        self._check_state()
+        self._check_state(step)
         self.restore_random()
         assert self._saver is not None, "there is a folder"
         self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save

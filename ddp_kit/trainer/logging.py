@@ -1,6 +1,7 @@
 """Log points: losses and times measured since the previous log point, log rows, and advice about slow steps."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -623,6 +624,10 @@ def _waits(config: TrainerConfig) -> bool:
 # --- Log schedule -----------------------------------------------------------------------------------------------------
 
 
+LONGEST_HISTORY = 10_000
+"""The number of newest rows to keep for `FitResult.history`: a row needs about a kilobyte. Loggers get every row."""
+
+
 class LogSchedule:
     """Closes the current interval every `log_every_steps` steps, and after the last step."""
 
@@ -632,13 +637,13 @@ class LogSchedule:
         self._every = every
         self._call_callbacks = call_callbacks
         self._step_ended = 0.0
-        self.rows: list[LogRow] = []
-        """The rows of this call of `fit` or `steps`."""
+        self.rows: deque[LogRow] = deque(maxlen=LONGEST_HISTORY)
+        """The newest rows of this call of `fit` or `steps`."""
 
     def begin(self, first_step: int) -> None:
         """Reset at the start of a call of `fit` or `steps`."""
         self._points.begin(first_step)
-        self.rows = []
+        self.rows = deque(maxlen=LONGEST_HISTORY)
 
     def after_step(self, step: Step, *, last: bool) -> LogRow | None:
         """Record that a step is done. Returns the row that is ready, if any. `last`: whether this is the last step."""

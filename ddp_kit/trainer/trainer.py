@@ -4,6 +4,7 @@ import gc
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -300,7 +301,8 @@ class Trainer:
         ]
         self._run_record = RunRecord(self.config, self.world, self._model_described)
         self._log_points = LogPoints(parts, self._clock, self._run_record.advise, self._flops.utilisation)
-        self._log_schedule = LogSchedule(self._log_points, settings.log_every_steps, self._call_callbacks)
+        call_callbacks = weak_method(self._call_callbacks)
+        self._log_schedule = LogSchedule(self._log_points, settings.log_every_steps, call_callbacks)
         random = RandomPart(self.world, settings.seed, parts.strategy.data_rank, self._position)
         best = BestPart(settings.checkpoint, self._position)
         self._checkpoints = Checkpoints(
@@ -313,10 +315,10 @@ class Trainer:
             best,
             self._position,
             self._state,
-            lambda: self._log_points.check_before_save(self.step),
+            self._log_points.check_before_save,
         )
         self._evaluator = Evaluator(
-            parts, self._metrics, self._checkpoints, self._position, self._state, self._call_callbacks
+            parts, self._metrics, self._checkpoints, self._position, self._state, call_callbacks
         )
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
         self._sample_comparison = SampleComparison(self.world, settings.data, settings.seed)
@@ -917,10 +919,11 @@ class Trainer:
 
         `timed`: whether fetching and moving batches count as time of a step.
         """
+        clock, heartbeat = self._clock, self._heartbeat  # not self, which holds the builder
 
         def fetched() -> None:
-            self._clock.mark(DATA)
-            self._heartbeat.mark(Phase.TRANSFER)
+            clock.mark(DATA)
+            heartbeat.mark(Phase.TRANSFER)
 
         strategy, precision = self._parts.strategy, self._parts.precision
         return FeedBuilder(
@@ -932,7 +935,7 @@ class Trainer:
             precision.check_batch,
             needs_equal_samples=any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()),
             fetched=fetched if timed else lambda: None,
-            moved=partial(self._clock.mark, TRANSFER) if timed else lambda: None,
+            moved=partial(clock.mark, TRANSFER) if timed else lambda: None,
         )
 
     @property
@@ -1031,6 +1034,22 @@ class Trainer:
         self._sample_comparison.compare(data)
 
 
+def weak_method(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method, but does not keep its object alive.
+
+    The parts of a Trainer call it with this: a reference to the Trainer itself would be a reference cycle, and its
+    memory would be freed only by a full garbage collection.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*values: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*values)
+
+    return call
+
+
 class DeferredGarbageCollection:
     """Collects garbage about once a second, between steps, instead of automatically during a step.
 
@@ -1039,10 +1058,10 @@ class DeferredGarbageCollection:
 
     _SECONDS = 1.0
     _LONGEST_SHARE = 0.02
+    _due = 0.0  # shared by all Trainers of the process, because a collection covers all objects; 0: no run has begun
 
     def __init__(self) -> None:
         self._on = False
-        self._due = 0.0
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -1053,7 +1072,11 @@ class DeferredGarbageCollection:
         if not gc.isenabled():
             yield
             return
-        self._on, self._due = True, time.perf_counter() + self._SECONDS
+        self._on = True
+        if self._due:
+            self.collect_if_due()  # the garbage of earlier runs, which is frozen from here on
+        else:
+            DeferredGarbageCollection._due = time.perf_counter() + self._SECONDS
         gc.disable()
         freezes = gc.get_freeze_count() == 0  # otherwise gc.unfreeze would undo what the warm server or the user froze
         if freezes:
@@ -1072,4 +1095,4 @@ class DeferredGarbageCollection:
         if self._on and began > self._due:
             gc.collect()
             ended = time.perf_counter()
-            self._due = ended + max(self._SECONDS, (ended - began) / self._LONGEST_SHARE)
+            DeferredGarbageCollection._due = ended + max(self._SECONDS, (ended - began) / self._LONGEST_SHARE)

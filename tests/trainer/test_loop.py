@@ -1,8 +1,10 @@
 """How a loop is left, what several Trainers of a process share, and what a Trainer leaves behind."""
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from ddp_kit import BestModel, Callback, CSVLogger, LossError, Trainer, TrainerConfig
+from ddp_kit import EMA, BestModel, Callback, CSVLogger, EarlyStopping, LogRow, LossError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.trainer.trainer import DeferredGarbageCollection
 
@@ -134,6 +136,7 @@ def test_garbage_that_takes_long_to_collect_is_collected_rarely(monkeypatch: pyt
     monkeypatch.setattr("ddp_kit.trainer.trainer.gc.collect", collect)
     monkeypatch.setattr("ddp_kit.trainer.trainer.gc.isenabled", lambda: True)
     monkeypatch.setattr("ddp_kit.trainer.trainer.gc.enable", lambda: None)  # tests run without collections
+    monkeypatch.setattr(DeferredGarbageCollection, "_due", 0.0)
     garbage = DeferredGarbageCollection()
     with garbage.deferred():
         while now[0] < 160:
@@ -143,7 +146,98 @@ def test_garbage_that_takes_long_to_collect_is_collected_rarely(monkeypatch: pyt
     assert min(later - earlier for earlier, later in pairwise(collected)) > 25
 
 
+class InACycle:
+    """An object in a reference cycle, as a model may be."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_of_one_run_is_collected_when_the_next_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("ddp_kit.trainer.trainer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(DeferredGarbageCollection, "_due", 0.0)
+    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.isenabled", lambda: True)
+    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.enable", lambda: None)  # tests run without collections
+    model = InACycle()
+    freed = weakref.ref(model)
+    with DeferredGarbageCollection().deferred():
+        now[0] += 2
+    del model
+    with DeferredGarbageCollection().deferred():
+        assert freed() is None
+
+
 # What is left behind -------------------------------------------------------------------------------------------------
+
+
+ENDINGS: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "warm-up": {"warmup_steps": 2},
+    "zero1": {"parallel": {"strategy": "zero1"}},
+    "fsdp": {"parallel": {"strategy": "fsdp"}},
+    "offload": {"memory": {"offload_optimizer": True}},
+    "checkpoints": {"checkpoint": {"every_steps": 2, "best_metric": "loss"}},
+    "overlapped checkpoints": {"checkpoint": {"every_steps": 2, "overlap": True}, "background": True},
+    "callbacks": {},
+}
+
+
+@pytest.mark.parametrize("settings", ENDINGS.values(), ids=ENDINGS)
+def test_a_trainer_that_is_no_longer_used_is_freed_without_a_garbage_collection(
+    tmp_path: Path, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    callbacks: list[Callback] = []
+    if "callbacks" in request.node.callspec.id:
+        callbacks = [EMA(0.9), EarlyStopping("loss"), BestModel("loss"), CSVLogger(tmp_path / "rows.csv")]
+    trainer = trainer_for(
+        tmp_path if "checkpoint" in settings else None, *callbacks, max_steps=4, log_every_steps=1, **settings
+    )
+    trainer.fit(data(), data())
+    references = [weakref.ref(each) for each in (trainer, trainer.model, trainer.optimizer)]
+    collected_automatically = gc.isenabled()
+    gc.disable()
+    try:
+        callbacks.clear()
+        del trainer
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        if collected_automatically:
+            gc.enable()
+
+
+@pytest.mark.slow
+def test_fifty_runs_in_one_process_need_no_more_memory_than_one() -> None:
+    samples = [torch.ones(512)] * 8
+
+    def run() -> None:
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.Adam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+        config = TrainerConfig(global_batch_size=4, max_steps=4)
+        Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config, scheduler=scheduler).fit(samples)
+
+    process = psutil.Process()
+    for _ in range(5):
+        run()
+    before = process.memory_info().rss
+    for _ in range(50):
+        run()
+    assert (process.memory_info().rss - before) / 50 < 1 << 19  # a model and its optimizer have 3 MB
+
+
+def test_history_of_a_long_run_has_the_newest_rows_and_callbacks_get_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_kit.trainer.logging.LONGEST_HISTORY", 3)
+    rows: list[LogRow] = []
+
+    class Rows(Callback):
+        def on_log(self, trainer: Trainer, row: LogRow) -> None:
+            rows.append(row)
+
+    result = trainer_for(None, Rows(), max_steps=8, log_every_steps=1).fit(data())
+    assert [row.step for row in rows] == [*range(1, 9)]
+    assert result.history == tuple(rows[-3:])
+    assert result.loss == rows[-1].loss
 
 
 @pytest.mark.slow
