@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit import log
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.callback import check_metric
+from ddp_kit.callbacks.callback import Gradients, check_metric
 from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart, SchedulerPart
 from ddp_kit.checkpoint.state import (
@@ -214,6 +214,7 @@ class Trainer:
             self.world,
             settings,
             logged,
+            on_gradients=self._call_on_gradients if any(map(_changes_gradients, self._callbacks)) else None,
         )
         counted = check_fits(model, strategy, self.optimizer, device_optimizer)
         self._prepare_loop(settings, schedulers, counted)
@@ -950,6 +951,11 @@ class Trainer:
             for callback in (*self._callbacks, self._run_record):
                 getattr(callback, event)(self, *values)
 
+    def _call_on_gradients(self, gradients: Gradients) -> None:
+        with self._state.callbacks:
+            for callback in filter(_changes_gradients, self._callbacks):
+                callback.on_gradients(self, gradients)
+
     def _wait_for_all(self, call: str) -> None:
         """Before collectives, wait at a monitored barrier until all ranks have made the same call."""
         barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
@@ -980,6 +986,11 @@ class Trainer:
             }
             consistency.check_agreement(self.world, progress)
         self._sample_comparison.compare(data)
+
+
+def _changes_gradients(callback: Callback) -> bool:
+    """Whether a callback overrides `on_gradients`, in its class or on the object."""
+    return getattr(callback.on_gradients, "__func__", None) is not Callback.on_gradients
 
 
 class DeferredGarbageCollection:
