@@ -23,6 +23,7 @@ _HOME = {
     "EarlyStopping": "callbacks",
     "EMA": "callbacks",
     "FitResult": "records",
+    "Gradients": "callbacks",
     "JSONLinesLogger": "callbacks",
     "LaunchError": "errors",
     "LearningRateSearch": "records",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from ddp_kit.callbacks import Callback as Callback
     from ddp_kit.callbacks import CSVLogger as CSVLogger
     from ddp_kit.callbacks import EarlyStopping as EarlyStopping
+    from ddp_kit.callbacks import Gradients as Gradients
     from ddp_kit.callbacks import JSONLinesLogger as JSONLinesLogger
     from ddp_kit.callbacks import MLflowLogger as MLflowLogger
     from ddp_kit.callbacks import RowLogger as RowLogger

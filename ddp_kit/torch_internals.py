@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorConverter, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
@@ -153,6 +154,12 @@ def profiler_runs() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that run before and after `optimizer.step()`, except those of torch and ddpkit."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(("torch.", "ddp_kit."))]
+
+
 def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
     """The schedulers inside a SequentialLR or a ChainedScheduler."""
     return list(scheduler._schedulers)  # type: ignore[attr-defined]
@@ -251,6 +258,17 @@ def version_of(tensor: Tensor) -> int:
 
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
+
+
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that are in the model's state_dict, each once, in the order of `model.buffers()`."""
+    found = {
+        buffer: None
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return [*found]
 
 
 def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:

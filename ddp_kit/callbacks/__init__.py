@@ -1,7 +1,7 @@
 """Callbacks: the base class `Callback`, loggers, and ready-made callbacks."""
 
 from ddp_kit.callbacks.best_model import BestModel
-from ddp_kit.callbacks.callback import Callback
+from ddp_kit.callbacks.callback import Callback, Gradients
 from ddp_kit.callbacks.csv_logger import CSVLogger
 from ddp_kit.callbacks.early_stopping import EarlyStopping
 from ddp_kit.callbacks.ema import EMA
@@ -18,6 +18,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "Gradients",
     "JSONLinesLogger",
     "MLflowLogger",
     "RowLogger",

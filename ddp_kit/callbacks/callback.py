@@ -1,8 +1,10 @@
-"""The base class of callbacks with all events, and helpers to track the best value of a metric."""
+"""The base class of callbacks with all events, the gradients of a step, and helpers to track the best metric value."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
+
+from torch import Tensor, nn
 
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.log import logger
@@ -10,10 +12,65 @@ from ddp_kit.records import FitResult, LogRow
 from ddp_kit.state_values import real_number
 
 
+class Gradients(MutableMapping[str, Tensor]):
+    """The gradients that an optimizer step is about to use, by parameter name: the argument of `Callback.on_gradients`.
+
+        gradients["head.weight"].clamp_(-1.0, 1.0)      # a change in place
+        gradients["head.weight"] = other                # another tensor of the same shape
+        gradients["head.weight"] = None                 # the optimizer skips the parameter in this step
+        for name, norm in gradients.norms().items(): ...
+
+    Only parameters that have a gradient in this step are included. Each value is the part of the gradient that this
+    rank's optimizer uses:
+
+    - one rank, ddp, device_map: the whole gradient, the same on all ranks
+    - zero1: this rank's range of the flattened gradient, possibly empty; gradients of scalars are whole
+    - fsdp, tensor: a plain tensor with this rank's part, possibly empty, of the DTensor in the model parameter's `grad`
+    - pipeline: as with fsdp, but only of the weights that this rank holds, so names differ between ranks
+
+    With `memory.offload_optimizer` the gradients are still on the device, and with `memory.offload_parameters` in host
+    memory. Apply the same change on all ranks. Changes to single values are then exact at every placement; for a value
+    computed from a whole gradient, such as a norm, use `norms`.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], norms: Callable[[], dict[str, Tensor]]) -> None:
+        """`parameters`: the parameters that the optimizer updates, by name. `norms`: computes the result of `norms`."""
+        self._parameters = parameters
+        self._norms = norms
+
+    def __getitem__(self, name: str) -> Tensor:
+        gradient = self._parameters[name].grad
+        if gradient is None:
+            raise KeyError(name)
+        return gradient
+
+    def __setitem__(self, name: str, gradient: Tensor | None) -> None:
+        self._parameters[name].grad = gradient
+
+    def __delitem__(self, name: str) -> None:
+        self._parameters[name].grad = None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, parameter in self._parameters.items() if parameter.grad is not None)
+
+    def __len__(self) -> int:
+        return sum(parameter.grad is not None for parameter in self._parameters.values())
+
+    def norms(self) -> dict[str, Tensor]:
+        """Compute the 2-norm of each whole gradient. A collective with strategies that shard: all ranks call it.
+
+        Returns:
+            Name -> a scalar on the device, for the same parameters as this mapping. The host does not wait for it.
+        """
+        return {name: norm for name, norm in self._norms().items() if name in self}
+
+
 class Callback:
     """The base class of callbacks: override the events that you need. Every rank calls all events, in the same order.
 
-        on_fit_start -> (on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])* -> on_fit_end
+        on_fit_start
+        -> (on_gradients -> on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])*
+        -> on_fit_end
 
     `trainer` is the `Trainer` that calls the event. To end the run after the current step, call `trainer.stop()` on all
     ranks.
@@ -41,6 +98,22 @@ class Callback:
 
         Args:
             trainer: The `Trainer` that calls the event.
+        """
+
+    def on_gradients(self, trainer: Any, gradients: Gradients) -> None:
+        """Called in each optimizer step, between the last backward pass and the update; may change the gradients.
+
+        The gradients are reduced over all ranks and passes, divided by the weights of `Loss` and by the loss scale of
+        fp16, and not yet clipped by `max_grad_norm` and `max_grad_value`. They may be non-finite if the step will be
+        skipped. `trainer.step` is still the number of the previous step. With several `updates`, it is called once for
+        each of them, with the gradients of its parameters; with a closure, such as LBFGS uses, for each of its calls.
+        Trial steps of `find_learning_rate` call it too.
+
+        Changes take effect at every placement. To change weights after the update, use `on_step`.
+
+        Args:
+            trainer: The `Trainer` that calls the event.
+            gradients: Name -> this rank's part of the gradient; see `Gradients`.
         """
 
     def on_step(self, trainer: Any) -> None:

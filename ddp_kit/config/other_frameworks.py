@@ -63,6 +63,7 @@ _PER_NODE = (
 )
 _GLOBAL = "not needed: `global_batch_size` counts the samples of all ranks"
 _LOGS = "`TensorBoardLogger(dir)`, in the Trainer's callbacks"
+_ON_GRADIENTS = "`Callback.on_gradients`, which may change the reduced gradients at every placement"
 _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
@@ -188,6 +189,9 @@ _HUGGING_FACE = _table(
         _DATA: "train_dataset eval_dataset",
         "not needed: apply it in the dataset, or in `data.collate_fn`": "processing_class tokenizer",
         "not needed: create the model, and pass it to the Trainer": "model_init",
+        # Events of callbacks:
+        _ON_GRADIENTS: "on_pre_optimizer_step",
+        "`Callback.on_step`, which is called after the update": "on_optimizer_step",
     }
 )
 
@@ -245,6 +249,8 @@ _LIGHTNING = _table(
         "`checkpoint.every_steps`": "every_n_train_steps",
         "`checkpoint.every_steps`, in optimizer steps": "every_n_epochs",
         "`checkpoint.every_seconds`": "train_time_interval",
+        # Events of callbacks:
+        _ON_GRADIENTS: "on_before_optimizer_step on_after_backward",
     }
 )
 

@@ -498,6 +498,18 @@ class FsdpStrategy(Strategy):
             dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
         return squares.sum().sqrt()
 
+    def grad_norms(self) -> Tensor:
+        squares = super().grad_norms().square()
+        if self.sizes.shard > 1:
+            dist.all_reduce(squares, group=self._mesh.get_group("shard"))
+        if self.sizes.tensor > 1:
+            split = set(map(id, self._split))
+            rows = [number for number, each in enumerate(self._held) if id(each) in split]
+            sums = squares[rows]
+            dist.all_reduce(sums, group=self._mesh.get_group("tensor"))
+            squares[rows] = sums
+        return squares.sqrt()
+
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:

@@ -662,6 +662,12 @@ class PipelineStrategy(Strategy):
         dist.all_reduce(square, group=self._replica_group)
         return square.sqrt()
 
+    def grad_norms(self) -> Tensor:
+        counted = torch.tensor([self._is_first_holder(each) for each in self.parameters]).to(self.world.device)
+        squares = super().grad_norms().square() * counted
+        dist.all_reduce(squares, group=self._replica_group)
+        return squares.sqrt()
+
     def _is_first_holder(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the first one in its replica that holds this part of the parameter."""
         return (

@@ -419,6 +419,14 @@ class Strategy(ABC):
         norm = nn.utils.get_total_norm([_values(each.grad) for each in self.updated if each.grad is not None])
         return norm.to(self.world.device)  # torch returns it on the device of the first gradient
 
+    def grad_norms(self) -> Tensor:
+        """The 2-norm of the whole gradient of each parameter in `updated`, the same on all ranks; 0 for no gradient."""
+        # Also on ranks that hold no float64 weights, because the ranks add up these tensors.
+        exact = torch.float64 if any(each.dtype == torch.float64 for each in self.updated) else torch.float32
+        gradients = [each.grad for each in self.updated]
+        zero = torch.zeros((), dtype=exact, device=self.world.device)
+        return torch.stack([zero if each is None else _norm(each).to(zero) for each in gradients])
+
     def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients down to the norm `limit`. `norm`: the result of `grad_norm`."""
         nn.utils.clip_grads_with_norm_(self.updated, limit, norm)
@@ -492,6 +500,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     for (device, dtype), group in by_kind.items():
         # In at least float32: a factor rounded to bfloat16 would be wrong by up to 0.4 %, equally in every gradient.
         multiply_all(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    values = _values(gradient)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    return norm
 
 
 def _values(gradient: Tensor) -> Tensor:

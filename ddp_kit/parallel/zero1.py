@@ -108,6 +108,11 @@ class Zero1Strategy(DdpStrategy):
         scalars = [each.grad for each in self._scalars if each.grad is not None]  # the same on all ranks
         return nn.utils.get_total_norm([norm, *scalars]) if scalars else norm
 
+    def grad_norms(self) -> Tensor:
+        squares = super().grad_norms().square()
+        dist.all_reduce(squares[: len(self._shards.trained)])  # scalars, which follow, are whole on all ranks
+        return squares.sqrt()
+
     def end_step(self) -> None:
         super().end_step()
         for flat in self._flat:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed.world import World, gathered_bytes, host_group
 from ddp_kit.errors import ConfigError, kind_of
@@ -205,3 +206,5 @@ class Parts:
     config: TrainerConfig
     logged: LoggedValues
     heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)
+    on_gradients: Callable[[Gradients], None] | None = None
+    """Calls `Callback.on_gradients` of the callbacks that override it; None if there are none."""

@@ -267,10 +267,14 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
 
 def _check_events(callback: Callback) -> None:
-    """Raise `ConfigError` if a method has almost the same name as an event: the method would never be called."""
+    """Raise `ConfigError` for a method named almost like an event, or like one elsewhere: it would never be called."""
     events = [name for name in vars(Callback) if name.startswith("on_")]
     unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in events]
     for name in unknown:
+        from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
+
+        if (answer := equivalent(name)) is not None:
+            raise ConfigError(f"{type(callback).__name__} has a method {name}, but there is no such event", answer)
         if (likely := nearest(name, events)) is not None:
             raise ConfigError(
                 f"{type(callback).__name__} has a method {name}, but there is no such event",

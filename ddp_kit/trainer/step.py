@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.data.collate import Partial, unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
@@ -21,7 +22,7 @@ from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
-from ddp_kit.torch_internals import pytree
+from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
@@ -233,6 +234,27 @@ def _token_counts(batch: object) -> tuple[int, int] | None:
     return None
 
 
+def check_step_hooks(parts: Parts) -> None:
+    """Raise `ConfigError` if an optimizer with hooks of its step does not hold the model's own, whole parameters.
+
+    Such a hook would have no effect on the model, or compute with this rank's part of a tensor as if it were whole.
+    """
+    offloaded = parts.device_optimizer is not parts.optimizer
+    if not parts.strategy.shards and not offloaded:
+        return
+    hooks = [getattr(each, "__qualname__", type(each).__name__) for each in step_hooks(parts.optimizer)]
+    if hooks:
+        where = "copies of the weights in host memory" if offloaded else "parts of the weights"
+        offload = "memory.offload_optimizer" if parts.config.memory.offload_optimizer else "memory.offload_parameters"
+        setting = offload if offloaded else f"parallel.strategy={parts.config.parallel.strategy!r}"
+        raise ConfigError(
+            f"the optimizer {type(parts.optimizer).__name__} has hooks around its step ({some(hooks)}), but with "
+            f"{setting} it updates {where}, so hooks cannot read or change whole gradients and weights of the model",
+            "write a Callback instead, which works at every placement: on_gradients(trainer, gradients) before the "
+            "step, on_step(trainer) after it; or use parallel='ddp' without offload",
+        )
+
+
 # --- The optimizer step -----------------------------------------------------------------------------------------------
 
 
@@ -259,7 +281,7 @@ class OptimizerStep:
     set gradients to None, broadcast rank 0's buffers
     for each of this rank's passes:
         loss_fn(model, batch), times its share of the global batch, backward     # the strategy reduces the gradients
-    unscale (fp16), divide by the step's weight (Loss), clip
+    unscale (fp16), divide by the step's weight (Loss); Callback.on_gradients; clip
     optimizer.step(), scheduler.step()      # or, if the step is skipped, restore the buffers
 
     At the end of an epoch, `end_epoch` steps the scheduler if `scheduler_every="epoch"`.
@@ -273,6 +295,7 @@ class OptimizerStep:
         self._clock = clock
         self._parameters = RunParameters(parts.model, parts.optimizer, parts.device_optimizer)
         self._losses = LossCalls(parts, self._parameters)
+        self._gradients: Gradients | None = None  # for callbacks, once a step has run
         may_skip = parts.config.non_finite_gradients == "skip" or parts.precision.scales
         self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
         # The host waits to know whether a step was skipped, but only if something on the host depends on it.
@@ -313,7 +336,7 @@ class OptimizerStep:
         parts, strategy = self._parts, self._strategy
         self._run_passes(passes)
         if measure_norm:  # only at log points, because it walks over all modules
-            self._parameters.check()
+            self.check_parameters()
         else:
             self._parameters.check_frozen()
         parts.heartbeat.mark(Phase.OPTIMIZER)
@@ -321,6 +344,27 @@ class OptimizerStep:
         parts.precision.unscale(parts.device_optimizer)
         if passes.weighs and (self._losses.weighted or passes.left_out()):
             strategy.scale_gradients(_ratio(passes.samples, passes.weight()).to(parts.world.device))
+        if parts.on_gradients is not None:
+            self._call_on_gradients(parts.on_gradients)
+
+    def _call_on_gradients(self, call: Callable[[Gradients], None]) -> None:
+        """Let callbacks change the gradients. Raises `ConfigError` if they replaced gradients that are not used."""
+        strategy = self._strategy
+        if self._gradients is None:
+            names = strategy.held_names()
+            updated = {names[id(parameter)]: parameter for parameter in strategy.updated}
+            self._gradients = Gradients(updated, lambda: dict(zip(updated, strategy.grad_norms(), strict=True)))
+        before = [parameter.grad for parameter in strategy.parameters] if strategy.shards else []
+        call(self._gradients)
+        used = set(map(id, strategy.updated)) if before else set()
+        for parameter, gradient in zip(strategy.parameters, before, strict=False):
+            if parameter.grad is not gradient and id(parameter) not in used:
+                name, kind = strategy.held_names()[id(parameter)], strategy.config.strategy
+                raise ConfigError(
+                    f"on_gradients replaced `grad` of {name}, but with parallel.strategy={kind!r} the optimizer uses a "
+                    "part of each gradient, so this has no effect",
+                    "change the argument of on_gradients instead: gradients[name] = other, or None to skip a parameter",
+                )
 
     def _run_passes(self, passes: "StepPasses") -> None:
         passes.prepare()
@@ -351,8 +395,9 @@ class OptimizerStep:
         self._parameters.clear_gradients()
 
     def check_parameters(self) -> None:
-        """Raise `ConfigError` if parameters were added, replaced, frozen or unfrozen since the Trainer was created."""
+        """Raise `ConfigError` for parameters that changed since the Trainer was created, and for unsupported hooks."""
         self._parameters.check()
+        check_step_hooks(self._parts)
 
     def _clip(self, interval: StepRecord, measure_norm: bool) -> bool:
         """Clip by the global norm, then by value. Returns False if the step must be skipped."""

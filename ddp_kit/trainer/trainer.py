@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit import log
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.callback import check_metric
+from ddp_kit.callbacks.callback import Gradients, check_metric
 from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
 from ddp_kit.checkpoint.state import (
@@ -229,6 +229,7 @@ class Trainer:
             self.world,
             settings,
             logged,
+            on_gradients=self._call_on_gradients if any(map(_changes_gradients, self._callbacks)) else None,
         )
         counted = check_fits(model, strategy, self.optimizer, device_optimizer)
         self._prepare_loop(settings, schedulers, counted)
@@ -1002,6 +1003,11 @@ class Trainer:
             for callback in (*self._callbacks, self._run_record):
                 getattr(callback, event)(self, *values)
 
+    def _call_on_gradients(self, gradients: Gradients) -> None:
+        with self._state.callbacks:
+            for callback in filter(_changes_gradients, self._callbacks):
+                callback.on_gradients(self, gradients)
+
     def _wait_for_all(self, call: str) -> None:
         """Before collectives, wait at a monitored barrier until all ranks have made the same call."""
         barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
@@ -1048,6 +1054,11 @@ def weak_method(method: Callable[..., None]) -> Callable[..., None]:
             bound(*values)
 
     return call
+
+
+def _changes_gradients(callback: Callback) -> bool:
+    """Whether a callback overrides `on_gradients`, in its class or on the object."""
+    return getattr(callback.on_gradients, "__func__", None) is not Callback.on_gradients
 
 
 class DeferredGarbageCollection:

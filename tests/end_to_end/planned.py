@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Trainer, TrainerConfig
+from ddp_kit import Callback, Gradients, Trainer, TrainerConfig
 from ddp_kit.memory import choose
 
 
@@ -34,11 +34,22 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def made(parallel: str) -> tuple[Trainer, TensorDataset]:
+class GradientBytes(Callback):
+    found = 0
+
+    def on_gradients(self, trainer: Trainer, gradients: Gradients) -> None:
+        tensors: Any = gradients.values()
+        if not trainer._parts.strategy.replaces_parameters:  # DDP reduces whole gradients
+            tensors = [each.grad for each in trainer.model.parameters() if each.grad is not None]
+        self.found = held(tensors)
+
+
+def made(parallel: str, *callbacks: Callback) -> tuple[Trainer, TensorDataset]:
     torch.manual_seed(0)
     config = TrainerConfig(max_steps=2, global_batch_size=12, parallel=json.loads(parallel))
     trained = lambda parameters: torch.optim.AdamW([each for each in parameters if each.requires_grad])  # noqa: E731
-    return Trainer(network(), trained, squares, config), TensorDataset(torch.randn(24, 5), torch.randn(24, 1))
+    trainer = Trainer(network(), trained, squares, config, callbacks=callbacks)
+    return trainer, TensorDataset(torch.randn(24, 5), torch.randn(24, 1))
 
 
 def held(tensors: Any) -> int:
@@ -48,16 +59,9 @@ def held(tensors: Any) -> int:
 if __name__ == "__main__":
     if len(sys.argv) > 2:  # bytes of each rank's memory, for "auto"
         choose.device_memory = lambda _device: int(sys.argv[2])  # type: ignore[assignment]
-    trainer, data = made(sys.argv[1])
-    strategy, gradients = trainer._parts.strategy, [0]
-
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        if not strategy.replaces_parameters:  # DDP reduces whole gradients; elsewhere the optimizer has shards
-            found = [each.grad for each in trainer.model.parameters() if each.grad is not None]
-        gradients[0] = held(found)
-
-    trainer.optimizer.register_step_pre_hook(note)
+    gradients = GradientBytes()
+    trainer, data = made(sys.argv[1], gradients)
+    strategy = trainer._parts.strategy
     trainer.fit(data)
     local = strategy.local_parameters()
     if strategy.config.pipeline > 1:
@@ -66,5 +70,5 @@ if __name__ == "__main__":
     storages = [each.untyped_storage() for each in local if each.untyped_storage().nbytes() >= each.nbytes]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     state = [leaf for each in trainer.optimizer.state.values() for leaf in each.values()]
-    found = {"weights": sum(weights.values()), "gradients": gradients[0], "optimizer_state": held(state)}
+    found = {"weights": sum(weights.values()), "gradients": gradients.found, "optimizer_state": held(state)}
     os.write(1, f"{json.dumps(found)}\n".encode())

@@ -128,7 +128,9 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # without them a plan of the memory would need the memory. Two for what took the memory of a GPU, by source line.
     # One to compile in place, with the user's settings, what the user has passed as torch.compile(model).
     # Two to see whether a module has its own code for loading, which may take buffers of other shapes.
-    "torch_internals": 24,
+    # Two to find the hooks of an optimizer's step, which torch has no function to list.
+    # Two to find the buffers that are in the state_dict, in each step.
+    "torch_internals": 28,
     "launcher.agent.torch_versions": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }

@@ -23,6 +23,7 @@ PUBLIC = {
     "EarlyStopping",
     "EMA",
     "FitResult",
+    "Gradients",
     "JSONLinesLogger",
     "LaunchError",
     "LearningRateSearch",

@@ -1,0 +1,54 @@
+"""Changes of gradients and weights around the optimizer step have the same effect at every placement; see hooks.py.
+
+Or it is refused in words: hooks of an optimizer that does not hold the model's own, whole parameters.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.config.settings import STRATEGIES
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+SCRIPT = Path(__file__).with_name("hooks.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_changes_around_the_step_are_those_of_one_process_or_refused_in_words(start: Start, ranks: int) -> None:
+    spec = importlib.util.spec_from_file_location("hooks", SCRIPT)
+    assert spec
+    assert spec.loader
+    hooks = sys.modules["hooks"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    assert hooks.PARALLEL.keys() == STRATEGIES.keys(), "the table has all placements"
+    expected = {name: hooks.reference(*changes[:2]) for name, changes in {**hooks.CALLBACKS, **hooks.HOOKS}.items()}
+    run = start("ddpkit", ranks, SCRIPT)
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('["')]
+    placements = [
+        (strategy, offload) for strategy, offload, name, found in rows if not name and isinstance(found, list)
+    ]
+    if ranks > 1:
+        assert {strategy for strategy, _ in placements} == {*(hooks.PARALLEL if ranks == 2 else hooks.COMBINED)}
+        assert {"offload_optimizer", "offload_parameters"} <= {offload for _, offload in placements}
+    changed = {(strategy, offload, name): found for strategy, offload, name, found in rows if name}
+    assert {*changed} == {(*placement, name) for placement in placements for name in hooks.names(ranks)}
+    problems = {}
+    for (strategy, offload, name), found in changed.items():
+        whole = not offload and (ranks == 1 or strategy in ("ddp", "device_map"))
+        if name in hooks.HOOKS and not whole:
+            assert "has hooks around its step (trained.<locals>.<lambda>)" in found
+            assert "on_gradients(trainer, gradients)" in found
+            assert ranks == 4 or (offload or strategy) in found
+        elif name == "skipped on the model" and "on_gradients replaced `grad` of blocks." in found:
+            assert not whole, "the optimizer holds the model's own parameters"
+            assert "gradients[name] = other" in found
+        elif isinstance(found, str) or found != [pytest.approx(row) for row in expected[name]]:
+            problems[strategy, offload, name] = found
+    assert not problems
