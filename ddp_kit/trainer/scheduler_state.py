@@ -56,6 +56,8 @@ class SchedulerPart(SavedPart):
             return f"the checkpoint's scheduler is {saved}, but this run uses {own}"
         for name, scheduler in self._schedulers.items():
             _check_values(self._of(state["state"], name), scheduler)
+            if "start" in state:  # fails here if damaged, before anything is loaded
+                _ = [*_changes(scheduler, self._of(state["start"], name), self._starts[name])]
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002

@@ -1,7 +1,8 @@
 """Every optimizer of torch.optim and every sampler of torch.utils.data: stopped in an epoch, and resumed.
 
 As a script, `every_resume.py FOLDER PLACEMENT` runs all cases under a placement, and prints a line for each: `NAME:
-same`, `NAME: other`, or the message of the error that refuses it.
+same`, `NAME: other`, or the message of the error that refuses it. `other settings: same` says that a run resumed by a
+script with another schedule and other options has them.
 """
 
 import os
@@ -135,7 +136,30 @@ def resumed(folder: Path, name: str, settings: dict[str, Any]) -> str:
     return "same" if all(map(torch.equal, whole, ended)) else "other"
 
 
+def other_settings(folder: Path, settings: dict[str, Any]) -> str:
+    """Whether a finished run continues with the schedule and options of the script: "same" or "other"."""
+
+    def options(folder: Path | None, steps: int, length: int, **others: float) -> list[Any]:
+        torch.manual_seed(0)
+        trainer = Trainer(
+            Net(),
+            lambda parameters: torch.optim.AdamW(parameters, **others),
+            loss_fn,
+            TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint={"dir": folder}, **settings),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=length),
+        )
+        trainer.fit(DATA)
+        (group,) = trainer.optimizer.param_groups
+        return [group[name] for name in ("lr", "betas", "weight_decay", "max_lr", "eps")]
+
+    half = options(folder, STOP, STOP, weight_decay=0.1)
+    whole, ended = (options(each, STEPS, 2 * STEPS, weight_decay=0.2, eps=1e-6) for each in (None, folder))
+    return "same" if whole == ended != half else f"other: {whole}, {ended}"
+
+
 if __name__ == "__main__":
     for case in (*OPTIMIZERS, *SAMPLERS):
         line = resumed(Path(sys.argv[1]), case, PLACEMENTS[sys.argv[2]])
         os.write(1, f"{case}: {line}\n".encode())
+    line = other_settings(Path(sys.argv[1]) / "settings", PLACEMENTS[sys.argv[2]])
+    os.write(1, f"other settings: {line}\n".encode())

@@ -54,7 +54,8 @@ def test_resumed_run_on_two_ranks_ends_bitwise_identical_or_is_refused_in_words(
     run = launch("--nproc-per-node", 2, PROGRAM, tmp_path / "runs", placement, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     refused = REFUSED.get(placement, {})
-    for name in (*OPTIMIZERS, *SAMPLERS):
+    assert run.stderr.count("weight_decay 0.2 (checkpoint: 0.1)") == 1  # on one rank
+    for name in (*OPTIMIZERS, *SAMPLERS, "other settings"):
         lines = re.findall(rf"^{re.escape(name)}: (.*)$", run.stdout, re.MULTILINE)
         assert len(lines) == 2, run.stdout
         for line in lines:
