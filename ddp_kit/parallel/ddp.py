@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
-from ddp_kit.parallel.strategy import Passes, Strategy, broadcast
+from ddp_kit.parallel.strategy import Passes, SharedBuffers, Strategy, broadcast
 from ddp_kit.torch_internals import DdpReducer
 
 _POWERSGD_FROM_STEP = 1000  # gradients are not compressed before this step, as advised by Vogels et al. 2019
@@ -31,6 +31,7 @@ class DdpStrategy(Strategy):
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
         self._wrapper: DdpReducer | None = None
+        self._buffers: SharedBuffers
         self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, if recoverable
         self._complete = False  # every parameter has received a gradient
         self._order: list[int] | None = None  # the order of the parameters in reductions, once it is fixed
@@ -58,6 +59,7 @@ class DdpStrategy(Strategy):
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
         broadcast([each.detach() for each in (*model.parameters(), *model.buffers())])
+        self._buffers = SharedBuffers(self.world, model)
         self._wrap()
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
@@ -131,7 +133,7 @@ class DdpStrategy(Strategy):
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
-        broadcast(self.model.buffers())
+        broadcast(self._buffers.checked())
 
     def run_passes(self, passes: Passes) -> None:
         if self._rehearses_after:

@@ -23,7 +23,15 @@ from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
-from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, broadcast, sizes_of, whole_gradients_fit
+from ddp_kit.parallel.strategy import (
+    Parallelize,
+    Passes,
+    SharedBuffers,
+    Strategy,
+    broadcast,
+    sizes_of,
+    whole_gradients_fit,
+)
 from ddp_kit.parallel.tensor import is_divided, is_dtensor, piece_of_dtensor, reduced_part, split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
@@ -263,6 +271,7 @@ class FsdpStrategy(Strategy):
         _, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
         self._mesh: DeviceMesh
         self._sharded: list[FSDPModule] = []
+        self._buffers: SharedBuffers
         self._units: FsdpUnits
         self._shards: Shards
         self._named_units: dict[str, Any] = {}
@@ -338,6 +347,7 @@ class FsdpStrategy(Strategy):
             self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
             self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._buffers = SharedBuffers(self.world, model)
         fit = fit_whole_on_all_ranks(self.parameters, self.world)
         self._units = FsdpUnits(self._sharded, whole_gradients=fit, replicated=sizes.replicate > 1)
         sharded: list[Any] = self._sharded
@@ -450,7 +460,7 @@ class FsdpStrategy(Strategy):
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
-        broadcast(self.model.buffers())
+        broadcast(self._buffers.checked())
 
     def run_passes(self, passes: Passes) -> None:
         ran: set[str] = set()

@@ -50,7 +50,15 @@ from ddp_kit.parallel.stages import (
     places_of_stages,
     sharded_parameters,
 )
-from ddp_kit.parallel.strategy import Passes, StageBoundary, Strategy, broadcast, sizes_of
+from ddp_kit.parallel.strategy import (
+    BUFFERS_HINT,
+    Passes,
+    StageBoundary,
+    Strategy,
+    broadcast,
+    shared_buffers,
+    sizes_of,
+)
 from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
@@ -131,6 +139,7 @@ class PipelineStrategy(Strategy):
         """Parameter -> pipeline coordinates of the ranks that hold it. The first one writes it to a checkpoint."""
         self._outer: list[nn.Parameter] = []  # trained weights whose users the first pass finds
         self._known: set[nn.Parameter] = set()  # the weights in `_outer` whose users are known
+        self._buffer_kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # as they were at the start
         self._owners: dict[str, int] = {}  # buffer that passes change -> the place with the valid value
         self._block_buffers: dict[str, int] = {}  # buffer in a block -> the place of the block
         self._constant: dict[str, tuple[Tensor, int]] = {}  # buffers that no pass may change: (buffer, version)
@@ -290,6 +299,7 @@ class PipelineStrategy(Strategy):
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.world.device)
         broadcast(model.buffers())
+        self._buffer_kinds = {name: (each.shape, each.dtype) for name, each in model.named_buffers()}
         if sizes.shard > 1:
             self._unite_stages(blocks, unsharded)
 
@@ -374,7 +384,14 @@ class PipelineStrategy(Strategy):
 
     def sync_buffers(self) -> None:
         for name, stage in self._owners.items():
-            dist.broadcast(self.model.get_buffer(name), src=self.sizes.rank(stage, 0, 0, 0))
+            buffer, (shape, dtype) = self.model.get_buffer(name), self._buffer_kinds[name]
+            if (buffer.shape, buffer.dtype) != (shape, dtype):
+                raise LossError(
+                    f"the shape of the buffer {name} changed from {tuple(shape)} {dtype} to {tuple(buffer.shape)} "
+                    f"{buffer.dtype} on rank {self.world.rank}, but a pipeline broadcasts it before each step",
+                    BUFFERS_HINT,
+                )
+            dist.broadcast(buffer, src=self.sizes.rank(stage, 0, 0, 0))
 
     def run_passes(self, passes: Passes) -> None:
         self._passes, first = passes, 0
@@ -405,7 +422,7 @@ class PipelineStrategy(Strategy):
 
         In this pass, the ranks compare what the loss function returns, and learn which weights each stage uses.
         """
-        before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
+        before = {name: (each, version_of(each)) for name, each in shared_buffers(self.model).items()}
         stages = self._new_stages()
         for stage in stages:
             try:
@@ -416,7 +433,7 @@ class PipelineStrategy(Strategy):
                 raise
             self._needed |= leaves_of(stage.forward_one_chunk(0))
             move(stage.get_fwd_send_ops(0))
-        for name, each in self.model.named_buffers():
+        for name, each in shared_buffers(self.model).items():
             buffer, version = before.get(name, (None, 0))
             if each is not buffer or version_of(each) != version:
                 self._changed.add(name)
@@ -543,7 +560,7 @@ class PipelineStrategy(Strategy):
 
         A collective.
         """
-        buffers = [name for name, _ in self.model.named_buffers()]
+        buffers = [*shared_buffers(self.model)]
         own = [each in self._needed for each in self._outer] + [name in self._changed for name in buffers]
         table = torch.zeros(self.sizes.pipeline, len(own), dtype=torch.int32)
         table[self._place] = torch.tensor(own, dtype=torch.int32)
@@ -558,7 +575,7 @@ class PipelineStrategy(Strategy):
         alone = self._block_buffers if self.data_ranks == 1 else {}  # no other rank's value could differ
         self._constant = {
             name: (each, version_of(each))
-            for name, each in self.model.named_buffers()
+            for name, each in shared_buffers(self.model).items()
             if name not in self._owners and name not in alone
         }
         self._forget_state()

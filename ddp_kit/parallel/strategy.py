@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, some
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import broadcast_coalesced, multiply_all
+from ddp_kit.torch_internals import broadcast_coalesced, multiply_all, persistent_buffers
 
 _WHOLE_GRADIENTS_SHARE = 8  # whole gradients take at most 1/8 of a device's memory
 
@@ -120,6 +121,65 @@ def stored(tensor: Tensor) -> Tensor:
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+# --- Buffers ----------------------------------------------------------------------------------------------------------
+# Buffers that are in the state_dict are broadcast from rank 0 before each step. Other buffers are derived from
+# something else, such as a table that grows with the longest sequence, and may differ between ranks.
+
+
+BUFFERS_HINT = (
+    "before each step, rank 0's buffers are broadcast, so they need the same shapes and dtypes on all ranks: register "
+    "a buffer that is computed from a batch with register_buffer(..., persistent=False), which is not broadcast; or "
+    "create it in its largest size"
+)
+
+
+def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that the ranks share, by name."""
+    shared = set(map(id, persistent_buffers(model)))
+    return {name: each for name, each in model.named_buffers() if id(each) in shared}
+
+
+class SharedBuffers:
+    """The buffers of a model that the ranks share, with the shapes and dtypes that they have on all ranks.
+
+    A broadcast of buffers with other shapes would hang, abort, or put numbers into the wrong buffers.
+    `model`: the model on this rank; its buffers have the same shapes and dtypes on all ranks.
+    """
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world = world
+        self._model = model
+        self._kinds = [_kind(each) for each in persistent_buffers(model)]
+        self._named = self._names()
+
+    def checked(self) -> list[Tensor]:
+        """The buffers to broadcast. Raises `WorldError` if their shapes or dtypes differ between ranks.
+
+        All ranks call it in the same order. They communicate only if buffers have changed since the last call.
+        """
+        buffers = persistent_buffers(self._model)
+        kinds = [_kind(each) for each in buffers]
+        if kinds != self._kinds:
+            named = self._names()
+            both = {name: (self._named.get(name, "none"), named.get(name, "none")) for name in self._named | named}
+            changes = [f"{name} from {before} to {now}" for name, (before, now) in both.items() if before != now]
+            place = f"a comparison of buffers, because they changed: {some(changes)}"
+            wait_for_all(self._world, place, hint=BUFFERS_HINT)
+            self._kinds, self._named = kinds, named
+        return buffers
+
+    def _names(self) -> dict[str, str]:
+        """The shape and dtype of each buffer as text, by name."""
+        return {
+            name: f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}"
+            for name, each in shared_buffers(self._model).items()
+        }
+
+
+def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return buffer.shape, buffer.dtype
 
 
 # --- Strategy ---------------------------------------------------------------------------------------------------------

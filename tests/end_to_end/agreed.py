@@ -261,6 +261,32 @@ def odd_buffers() -> list[float]:
     return trained(Odd, config=config(accumulation_steps=2))
 
 
+class Grows(nn.Module):
+    """With a table that each rank computes for its longest sequence so far, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 1).double(), nn.Linear(1, 1).double()
+        self.register_buffer("table", torch.zeros(0, dtype=torch.float64), persistent=False)
+        self.register_buffer("offset", torch.ones(7, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros(0, dtype=torch.int64))  # grows on all ranks alike
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int(x[:, 0].abs().max() * 100) + 1
+        if longest > len(self.table):
+            self.table = torch.linspace(0.0, 1.0, longest, dtype=torch.float64) * 0 + 0.5
+        return self.norm(self.layer(x) * self.table[0] + self.offset.mean())
+
+
+class StepsGrow(Callback):
+    def on_step(self, trainer: Trainer) -> None:
+        trainer.model.steps = torch.arange(trainer.step)
+
+
+def a_table_that_grows() -> list[float]:
+    return trained(Grows, callbacks=[StepsGrow()])
+
+
 def weights_in_low_precision() -> list[float]:
     """More than 256 passes with a weight of 1 come to 256 in bfloat16."""
 
@@ -323,6 +349,7 @@ EXACT = (
     complex_parameters,
     complex_parameters_with_weights,
     odd_buffers,
+    a_table_that_grows,
     weights_in_low_precision,
     a_step_that_is_left_out,
     the_compiler_sees_the_wrapper,
