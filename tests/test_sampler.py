@@ -12,6 +12,8 @@ from torch import Generator
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ddp_kit.data.sampler import (
+    BatchPlan,
+    DividedTrainBatches,
     EvalBatches,
     ExactDistributedSampler,
     TrainBatches,
@@ -286,3 +288,19 @@ def test_evaluation_takes_each_of_the_user_s_own_batches_once(world_size: int) -
     ranks = [UserEvalBatches(BUCKETS, rank, world_size, seed=0) for rank in range(world_size)]
     assert [batch for batches in ranks for batch in batches] == BUCKETS
     assert [size for batches in ranks for size in batches.sizes()] == list(map(len, BUCKETS))
+
+
+def test_each_of_the_configurations_batches_is_one_step_divided_among_the_ranks() -> None:
+    def ranks(world_size: int, micro_batch: int = 100) -> list[DividedTrainBatches]:
+        plan = BatchPlan(1, micro_batch, 1, world_size)
+        return [DividedTrainBatches(BUCKETS, rank, plan, seed=0) for rank in range(world_size)]
+
+    assert [list(batches) for batches in ranks(1)] == [BUCKETS]
+    assert [list(batches) for batches in ranks(2)] == [[[1], [2], [4, 5], [7], [8], [10]], [[3], [6], [9]]]
+    assert [batches.passes(2) for batches in ranks(3)] == [(1,), (1,), (1,)]
+    assert [batches.passes(2) for batches in ranks(2, micro_batch=1)] == [(1, 1), (1,)]
+    assert [batches.passes(0) for batches in ranks(2)] == [(1,), ()]
+    for batches in (*ranks(2), *ranks(3)):
+        assert [batches.samples(step) for step in range(batches.steps)] == [*map(len, BUCKETS)]
+        assert [batches.max_passes(step) for step in range(batches.steps)] == [1] * len(BUCKETS)
+    assert len({batches.fingerprint() for batches in (*ranks(1), *ranks(3))}) == 1

@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, Self, TypeVar, Unpack
@@ -20,6 +20,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    InstanceOf,
     ValidationError,
     field_validator,
     model_validator,
@@ -79,6 +80,8 @@ Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
 Function = SkipJsonSchema[Callable[[Any], Any]]
 """Type of a setting that can only be set in Python; its value is not saved, and not compared between ranks."""
+Samples = SkipJsonSchema[InstanceOf[Iterable[Any]]]
+"""Type of a sampler, which can only be set in Python; its class is compared between ranks with the data."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, le=1)]
 
@@ -172,6 +175,19 @@ class DataConfig(_Part):
     shuffle: bool = Field(
         default=True, description="Shuffle the samples in each epoch. The order depends only on (seed, epoch)."
     )
+    sampler: Samples | None = Field(
+        default=None,
+        exclude=True,
+        description="Sampler of the training data: an iterable with a length that yields the indices of an epoch over "
+        "the whole dataset, as in one process. Each global batch takes the next indices, and is divided among the "
+        "ranks. Replaces shuffle. Cannot be set in a configuration file.",
+    )
+    batch_sampler: Samples | None = Field(
+        default=None,
+        exclude=True,
+        description="Batch sampler of the training data: each of its lists of indices is one global batch, which is "
+        "divided among the ranks. Excludes global_batch_size. Cannot be set in a configuration file.",
+    )
     drop_last: bool = Field(
         default=False,
         description="Skip the last global batch of an epoch if it is incomplete. False: train on it, and average over "
@@ -206,6 +222,12 @@ class DataConfig(_Part):
         exclude=True,
         description="Like device_transform, but for evaluation and prediction batches.",
     )
+
+    @model_validator(mode="after")
+    def _one_sampler(self) -> Self:
+        if self.sampler is not None and self.batch_sampler is not None:
+            raise ValueError("sampler and batch_sampler are both set: set only one of the two")
+        return self
 
 
 class CheckpointConfig(_Part):
@@ -606,6 +628,17 @@ class TrainerConfig(_Part):
                 f"learning_rate_scaling = {self.learning_rate_scaling!r} and reference_batch_size = "
                 f"{self.reference_batch_size!r}: set both or neither"
             )
+        if self.data.batch_sampler is not None:
+            for setting, found in {
+                "global_batch_size": self.global_batch_size,
+                "reference_batch_size": self.reference_batch_size,
+                "micro_batch_size": self.micro_batch_size if self.micro_batch_size == "auto" else None,
+            }.items():
+                if found is not None:
+                    raise ValueError(
+                        f"{setting} = {found!r} and data.batch_sampler, which determines the samples of each step: "
+                        f"set only one of the two"
+                    )
         if self.eval_every_steps is not None and self.eval_every_epochs is not None:
             raise ValueError(
                 f"eval_every_steps = {self.eval_every_steps} and eval_every_epochs = {self.eval_every_epochs}: set "

@@ -3,7 +3,7 @@
 from ddp_kit.data.collate import DeviceTransform
 from ddp_kit.data.device import on_device
 from ddp_kit.data.loading import build_loader
-from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data
+from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data, train_batching
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "check_batch_size",
     "on_device",
     "open_data",
+    "train_batching",
 ]

@@ -1,7 +1,8 @@
 """Batches on the device, for training (divided into optimizer steps), evaluation and prediction."""
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ from ddp_kit.data.device import on_device
 from ddp_kit.data.loading import build_loader, may_leave_out_samples
 from ddp_kit.data.sampler import (
     BatchPlan,
+    DividedTrainBatches,
     EvalBatches,
     ExactDistributedSampler,
     TrainBatches,
@@ -25,7 +27,7 @@ from ddp_kit.data.sampler import (
     UserTrainBatches,
     split,
 )
-from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data
+from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data, train_batching
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
 from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed
@@ -442,7 +444,8 @@ class FeedBuilder:
         `ConfigError` or `DataError` for data that does not fit the configuration.
         """
         dataset, template = open_data(data, "train_data")
-        own, config, world = batching(template), self.config, self.world
+        config, world = self.config, self.world
+        own = train_batching(dataset, template, config.data)
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
         check_batch_size(own, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
@@ -458,7 +461,7 @@ class FeedBuilder:
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, own, epoch)
-        if asked and self.plan.global_batch > len(dataset) and world.is_main:
+        if asked and isinstance(batches, TrainBatches) and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
                 "the global batch is {} samples, but train_data has only {}: each step uses all samples",
                 self.plan.global_batch,
@@ -488,7 +491,8 @@ class FeedBuilder:
             "drop_last": config.data.drop_last or bool(own and own.drop_last),
         }
         if order := batches.fingerprint():
-            facts["the order of the DataLoader's own sampler"] = order
+            configured = own is not None and (own.divided or (own.size is None and own.sampler is not None))
+            facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
         chosen = subset_indices(dataset)
         if chosen:
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
@@ -595,6 +599,11 @@ class FeedBuilder:
         drop_last, seed = config.data.drop_last or bool(own and own.drop_last), config.seed
         if own is not None and own.batches is not None:
             passes = config.accumulation_steps or 1
+            if own.divided:
+                micro_batch = config.micro_batch_size
+                largest = micro_batch if isinstance(micro_batch, int) else sys.maxsize
+                plan = BatchPlan(1, largest, passes, self.part.ranks)
+                return DividedTrainBatches(own.batches, self.part.rank, plan, seed=seed, epoch=epoch)
             return UserTrainBatches(
                 own.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
             )
@@ -635,7 +644,10 @@ class FeedBuilder:
         `batches`: None for a stream, whose length is unknown.
         """
         ranks = self.part.ranks
-        uneven = batches is None or any(batches.samples(step) % ranks for step in (0, batches.steps - 1))
+        steps: Sequence[int] = ()
+        if batches is not None:
+            steps = range(batches.steps) if isinstance(batches, DividedTrainBatches) else (0, batches.steps - 1)
+        uneven = batches is None or any(batches.samples(step) % ranks for step in steps)
         if self.needs_equal_samples and ranks > 1 and uneven:
             raise ConfigError(
                 f"the model has SyncBatchNorm, but some global batches cannot be divided equally among {ranks} ranks",

@@ -414,8 +414,7 @@ class UserTrainBatches(_Steps):
         assert self._own is not None
         batches = _drawn_batches(self._own, self.seed, epoch)
         steps = [batches[start : start + self.per_step] for start in range(0, len(batches), self.per_step)]
-        shares = [split(len(step), self._world_size, self._rank) for step in steps]
-        own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
+        own = [self._share(step) for step in steps]
         return _EpochBatches(
             epoch,
             len(batches),
@@ -425,6 +424,30 @@ class UserTrainBatches(_Steps):
             blake2b(repr(batches).encode()).hexdigest(),
             batches[:1],
         )
+
+    def _share(self, step: list[list[Any]]) -> list[list[Any]]:
+        """This rank's micro-batches of a step. `step`: the batches of the step."""
+        share = split(len(step), self._world_size, self._rank)
+        return step[share.start : share.stop]
+
+
+class DividedTrainBatches(UserTrainBatches):
+    """A batch sampler that yields this rank's share of each of the user's own batches, each of which is one step.
+
+    `plan`: the division of a batch among the ranks and into micro-batches.
+    """
+
+    def __init__(self, own: Iterable[Any], rank: int, plan: BatchPlan, *, seed: int, epoch: int = 0) -> None:
+        self._plan, self._own_rank = plan, rank
+        super().__init__(own, 0, 1, 1, drop_last=False, seed=seed, epoch=epoch)
+        self.division = f"a step = a batch of {type(own).__name__}, divided among {plan.world_size} ranks"
+
+    def max_passes(self, step: int) -> int:
+        return len(self._plan.micro_batches(0, self.samples(step)))
+
+    def _share(self, step: list[list[Any]]) -> list[list[Any]]:
+        (batch,) = step
+        return [batch[part.start : part.stop] for part in self._plan.micro_batches(self._own_rank, len(batch))]
 
 
 @dataclass(frozen=True)
@@ -504,7 +527,7 @@ def _length(own: Iterable[Any], what: str) -> int:
         return len(cast(Sized, own))
     except TypeError:
         raise DataError(
-            f"the DataLoader's {what} ({type(own).__name__}) has no length",
+            f"the {what} ({type(own).__name__}) has no length",
             "add a __len__ that returns the number of items per epoch, which determines the number of steps",
         ) from None
 
@@ -550,7 +573,7 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
             length = len(drawn)
     if len(drawn) != length:
         raise DataError(
-            f"the DataLoader's {what} ({type(own).__name__}) has length {length}, "
+            f"the {what} ({type(own).__name__}) has length {length}, "
             f"but yields {len(drawn)} items in epoch {epoch + 1}",
             "make its __len__ return the number of items in each epoch, which determines the number of steps",
         )
@@ -561,7 +584,7 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
     batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
     if [] in batches:
         raise DataError(
-            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch at index {batches.index([])}",
+            f"the batch sampler ({type(own).__name__}) yields an empty batch at index {batches.index([])}",
             "skip empty batches, and do not count them in __len__",
         )
     return batches

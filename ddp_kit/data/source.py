@@ -10,8 +10,9 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ddp_kit.config.settings import DataConfig
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
-from ddp_kit.errors import DataError, kind_of
+from ddp_kit.errors import ConfigError, DataError, kind_of
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
@@ -172,13 +173,15 @@ class Batching:
     """The batching options of the user's own DataLoader."""
 
     size: int | None
-    """Samples per batch; None if the user's own code makes the batches."""
+    """Samples per batch; None if the user's own code makes the batches, or if only the configuration determines it."""
     shuffle: bool
     drop_last: bool
     sampler: Iterable[Any] | None = None
     """The user's own sampler over all samples."""
     batches: Iterable[Any] | None = None
     """The user's own batch sampler."""
+    divided: bool = False
+    """Whether each batch of `batches` is a global batch, which is divided among the ranks."""
 
 
 def batching(loader: "DataLoader[Any] | None") -> Batching | None:
@@ -198,6 +201,35 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
     return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
 
 
+def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: DataConfig) -> Batching | None:
+    """The batching options of training data: those of the DataLoader, or data.sampler or data.batch_sampler.
+
+    Raises `ConfigError` if the data has no indices or a sampler of its own, `DataError` for a DistributedSampler.
+    """
+    sampler, batches = config.sampler, config.batch_sampler
+    if sampler is None and batches is None:
+        return batching(loader)
+    name = "data.sampler" if batches is None else "data.batch_sampler"
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{name} is set, but train_data is a {type(dataset).__name__}, whose samples have no index",
+            f"leave out {name}, and choose the samples in __iter__; or use a dataset with __getitem__ and __len__",
+        )
+    if loader is not None:
+        raise ConfigError(
+            f"{name} is set, but train_data is a DataLoader, which has a sampler itself",
+            f"pass the dataset itself, with settings such as num_workers and collate_fn in data={{...}}; or leave out "
+            f"{name}",
+        )
+    for part in _samplers(sampler if batches is None else batches):
+        if hasattr(part, "num_replicas"):
+            raise DataError(
+                f"{name} contains a {type(part).__name__}, which yields only this rank's samples",
+                "leave out this sampler, or use one over all samples: the Trainer divides the samples among the ranks",
+            )
+    return Batching(None, shuffle=False, drop_last=False, sampler=sampler, batches=batches, divided=batches is not None)
+
+
 def _is_default_order(sampler: Any, dataset: object) -> bool:
     """Whether the sampler is one that DataLoader(shuffle=...) creates: each sample once, in order or shuffled."""
     known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
@@ -211,7 +243,7 @@ def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False
     """
     if own is None:
         return
-    if own.size is None and asked:
+    if own.size is None and asked and own.sampler is None and not own.divided:
         maker = "the DataLoader has batch_size=None, so the dataset" if own.batches is None else "the batch sampler"
         raise DataError(
             f"{maker} decides the batch size, but the configuration sets one too",

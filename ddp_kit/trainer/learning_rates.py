@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.checkpoint.state import SettingChange, log_setting_changes
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
-from ddp_kit.data import Data, DatasetEpoch, batching, open_data
+from ddp_kit.data import Data, DatasetEpoch, open_data, train_batching
 from ddp_kit.data.feed import loader_batch_size
 from ddp_kit.data.sampler import lengths_in, plan_batches
 from ddp_kit.env import from_env
@@ -449,13 +449,15 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
             f"the number of steps in an epoch of a {type(dataset).__name__} is not known before the epoch ends",
             "set max_steps in the TrainerConfig, and leave out epochs",
         )
-    own = batching(template)
+    own = train_batching(dataset, template, config.data)
     ranks = sizes_of(config.parallel, from_env().world_size).data
     drop_last = config.data.drop_last or bool(own and own.drop_last)
     if own is not None and own.batches is not None:
         passes = config.accumulation_steps or 1
         plan = plan_batches(passes * ranks, None, passes, ranks)  # of batches instead of samples
         lengths = lengths_in(own.batches, "batch sampler", config.seed, epochs)
+        if own.divided:
+            return sum(lengths)
         return sum(plan.steps(length, drop_last) for length in lengths)
     given = None if config.micro_batch_size == "auto" else config.micro_batch_size
     size = loader_batch_size(train_data, config) or given

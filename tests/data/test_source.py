@@ -18,8 +18,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_kit.data import Batching, batching, check_batch_size, open_data
-from ddp_kit.errors import DataError
+from ddp_kit import DataConfig, TrainerConfig
+from ddp_kit.data import Batching, batching, check_batch_size, open_data, train_batching
+from ddp_kit.errors import ConfigError, DataError
 
 DATA = TensorDataset(torch.arange(10.0))
 
@@ -143,3 +144,56 @@ def test_a_batch_size_in_conflict_with_the_configuration_is_an_error_that_says_s
     with pytest.raises(DataError, match="batch_size=4, but the configuration makes micro-batches of 8") as caught:
         check_batch_size(Batching(4, shuffle=False, drop_last=False), 8)
     assert "micro_batch_size=4" in caught.value.hint
+
+
+class InOrder:
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Stream(), "is set, but train_data is a Stream, whose samples have no index"),
+        (DataLoader(DATA, batch_size=2), "is set, but train_data is a DataLoader, which has a sampler itself"),
+    ],
+    ids=["stream", "DataLoader"],
+)
+def test_a_sampler_in_the_configuration_needs_a_dataset(name: str, data: Any, said: str) -> None:
+    dataset, loader = open_data(data, "train_data")
+    with pytest.raises(ConfigError, match=f"data.{name} {said}"):
+        train_batching(dataset, loader, DataConfig(**{name: InOrder()}))  # type: ignore[arg-type]
+
+
+def test_a_sampler_of_one_ranks_samples_in_the_configuration_is_refused() -> None:
+    own = divided()
+    with pytest.raises(DataError, match=r"data.sampler contains a DistributedSampler, which yields only this rank's"):
+        train_batching(DATA, None, DataConfig(sampler=own))
+    with pytest.raises(DataError, match=r"data.batch_sampler contains a DistributedSampler"):
+        train_batching(DATA, None, DataConfig(batch_sampler=BatchSampler(own, 2, drop_last=False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data": {"sampler": [0], "batch_sampler": [[0]]}}, "sampler and batch_sampler are both set"),
+        ({"data": {"sampler": 3}}, r"data\.sampler"),
+        ({"data": {"batch_sampler": [[0]]}, "global_batch_size": 4}, "global_batch_size = 4 and data.batch_sampler"),
+        (
+            {"data": {"batch_sampler": [[0]]}, "micro_batch_size": "auto"},
+            "micro_batch_size = 'auto' and data.batch_sampler",
+        ),
+    ],
+)
+def test_settings_that_contradict_a_sampler_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainerConfig(**settings)
+
+
+def test_a_sampler_is_no_part_of_what_is_saved() -> None:
+    config = TrainerConfig(data={"sampler": [0, 1]})
+    assert "sampler" not in config.model_dump()["data"]
