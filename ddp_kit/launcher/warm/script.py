@@ -17,7 +17,15 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES, LOCAL_RANK, NOTE_AT_START, THREADS
+from ddp_kit.env import (
+    ALLOCATOR,
+    ALLOCATOR_OLDER,
+    IMPORT_TIME_VARIABLES,
+    LOCAL_RANK,
+    NOTE_AT_START,
+    READ_BY_TORCH,
+    THREADS,
+)
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.warm.messages import Program
@@ -199,12 +207,6 @@ def _later_imports(text: str) -> tuple[str, ...]:
 
 # Files of the frames that call the script: the `python -c` code of client.py, server.py, and this file.
 _BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
-_THREADS = (THREADS, "MKL_NUM_THREADS")
-# Prefixes of the variables that torch itself reads when it is imported. Libraries set others for themselves.
-_READ_BY_TORCH = (
-    *_THREADS, "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP", "TORCH_LOGS", "PYTORCH_JIT",
-    ALLOCATOR, *ALLOCATOR_OLDER,
-)  # fmt: skip
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
@@ -274,7 +276,7 @@ def run_as_main(program: Program) -> None:
 
 
 def _read_by_torch() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_TORCH)}
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_TORCH)}
 
 
 def _report_ineffective_variables(before: Mapping[str, str]) -> None:
@@ -285,7 +287,7 @@ def _report_ineffective_variables(before: Mapping[str, str]) -> None:
     late = {name: value for name, value in _read_by_torch().items() if value != before.get(name)}
     if late and os.environ.get(LOCAL_RANK) == "0":
         threads = str(sys.modules["torch"].get_num_threads())
-        names = [name for name in sorted(late) if name not in _THREADS or late[name] != threads]
+        names = [name for name in sorted(late) if name != THREADS or late[name] != threads]
         if names:
             sys.stderr.write(
                 f"ddpkit: the script set {', '.join(names)} too late: torch was imported before this process was "
