@@ -135,10 +135,9 @@ def _job(launcher: int, record: RoundRecord, cards: Sequence[GpuUsage]) -> JobRe
 def _run_folder(record: RoundRecord) -> str:
     """The folder that contains the run's record, if a Trainer has begun one; otherwise an empty string."""
     for worker in record.workers[:1]:
-        with suppress(OSError):
-            noted = Path(worker.error_file).parents[1] / RECORD_NOTE
-            folder = Path(noted.read_text())
-            return str(folder.parent) if folder.is_dir() else ""
+        with suppress(OSError, IndexError):  # there is no such file, or no error file
+            noted = (Path(worker.error_file).parents[1] / RECORD_NOTE).read_text()
+            return str(Path(noted).parent) if noted and Path(noted).is_dir() else ""
     return ""
 
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ def _duration(seconds: float) -> str:
 #     on_log()         a line in rows.jsonl per log point; on_evaluate(): one per evaluation
 #     advise()         a line in attempts.jsonl per line of advice
 #     on_fit_end()     a line in attempts.jsonl with the result
+#     noting_a_stop()  a line in attempts.jsonl if the run stops before its end
 #
 # The launcher adds how each attempt ended, and samples of the machine's utilisation (launcher/record.py).
 
@@ -265,6 +267,15 @@ class RunRecord(Callback):
         self._add(
             "done", result.steps, seconds=time.monotonic() - self._began, loss=result.loss, metrics=result.metrics
         )
+
+    @contextmanager
+    def noting_a_stop(self, step: Callable[[], int]) -> Iterator[None]:
+        """Context manager that records after which step a stop request, or the script, has ended the process."""
+        try:
+            yield
+        except SystemExit:
+            self._add("stop", step())
+            raise
 
     def _open(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

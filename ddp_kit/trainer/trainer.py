@@ -817,6 +817,7 @@ class Trainer:
             self._checkpoints.in_loop(),
             self._state.in_loop(),
             self._preemption,
+            self._run_record.noting_a_stop(lambda: self.step),
         ):
             self._preemption.begin()
             yield

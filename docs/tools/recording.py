@@ -42,7 +42,7 @@ STYLES = {
     r"INFO": "dim",
 }
 SLOW = """
-import time, torch
+import sys, time, torch
 from torch.utils.data import TensorDataset
 from ddp_kit import Trainer, TrainerConfig
 
@@ -51,8 +51,8 @@ def loss_fn(model, batch):
     return model(batch[0]).square().mean()
 
 model = torch.nn.Linear(8, 1)
-config = TrainerConfig(global_batch_size=32, log_every_steps=20, max_steps=10**6)
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
+config = TrainerConfig(global_batch_size=32, log_every_steps=20, max_steps=20_000)
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=float(sys.argv[2])), loss_fn, config)
 trainer.fit(TensorDataset(torch.ones(1024, 8)))
 """
 
@@ -112,7 +112,7 @@ def training(folder: Path, columns: int) -> list[Text]:
 def top(folder: Path, columns: Sequence[int]) -> list[list[Text]]:
     """`ddpkit top` in terminals of so many columns, while a job runs."""
     (folder / "train.py").write_text(SLOW, encoding="utf-8")
-    words = command("ddpkit launch --nproc-per-node 2 train.py")
+    words = command("ddpkit launch --nproc-per-node 2 train.py --lr 0.0001")
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
         try:
             shown = [in_terminal("ddpkit top", each, folder, names_slow_rank) for each in columns]
@@ -123,7 +123,9 @@ def top(folder: Path, columns: Sequence[int]) -> list[list[Text]]:
 
 def table(lines: Sequence[Text]) -> list[Text]:
     """The lines on this job, whatever else runs on the machine."""
-    at = next((number for number, line in enumerate(lines) if line.plain.startswith("train.py  2 ranks")), len(lines))
+    at = next(
+        (number for number, line in enumerate(lines) if line.plain.startswith("train.py --lr 0.0001")), len(lines)
+    )
     ends = next((number for number in range(at, len(lines)) if not lines[number].plain.strip()), len(lines))
     return [*lines[at:ends]]
 

@@ -110,9 +110,12 @@ def test_a_second_job_that_is_refused_leaves_the_record_of_the_first_alone(
         first.send_signal(signal.SIGTERM)
         (tmp_path / "go").touch()
         assert first.wait(seconds(120)) == 75
-    begun, *others = _lines(tmp_path / "run" / "record" / "attempts.jsonl")
-    assert [(each["event"], each["attempt"]) for each in others] == [("end", begun["attempt"])]
-    stopped_at = others[0]["step"]
+    begun, stop, end = _lines(tmp_path / "run" / "record" / "attempts.jsonl")
+    assert [(each["event"], each["attempt"]) for each in (stop, end)] == [
+        (e, begun["attempt"]) for e in ("stop", "end")
+    ]
+    stopped_at = end["step"]
+    assert stop["step"] == stopped_at
     assert 7 <= stopped_at < 10
     told = run(DDPKIT, "report", "run", cwd=tmp_path)
     assert f"exit code 75, {stopped_at} of 20 steps in " in told.stdout, "the last row is of step 5"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 RECORDING = ROOT / "docs" / "tools" / "recording.py"
 LAUNCH = (DDPKIT, "launch", "--nproc-per-node", "2", "spirals.py")
-TOP = ("$ ddpkit top", "train.py  2 ranks", "waits for", "rank 1", "s/step")
+TOP = ("$ ddpkit top", "train.py --lr 0.0001  2 ranks", " of 20,000", "loss", " left", "waits for", "rank 1", "s/step")
 TRAINING = ("spirals.py run", "evaluation at step 400", "/600━", " left", "lr 0.005")
 SHOWN = {
     "launch.svg": ("$ ddpkit launch", "killed by SIGKILL", "restart 1 of 3", "resumed from run/step-", "accuracy"),

@@ -15,9 +15,20 @@ import pytest
 from launching import DDPKIT, seconds, started, wait_until
 from rich.console import Console
 
+from ddp_kit.env import RECORD_NOTE
 from ddp_kit.launcher.commands.top import render
 from ddp_kit.launcher.devices.gpus import GpuUsage
-from ddp_kit.launcher.readings import HostReadings, JobReading, RankReading, as_json, from_json, merged, straggler
+from ddp_kit.launcher.readings import (
+    HostReadings,
+    JobReading,
+    RankReading,
+    as_json,
+    from_json,
+    merged,
+    readings,
+    straggler,
+)
+from ddp_kit.launcher.record import RoundFile, RoundRecord, WorkerRecord
 
 SCRIPT = """
 import sys, time, torch
@@ -302,3 +313,19 @@ def test_escape_sequences_of_a_job_do_not_reach_the_terminal() -> None:
 def test_a_reading_with_values_of_wrong_types_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="valid"):
         from_json(wrong)
+
+
+@pytest.mark.parametrize("noted", ["", "run/record", "nothing/record"])
+def test_the_folder_of_a_run_is_known_once_its_record_exists(
+    noted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "record").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    (tmp_path / "attempt_0" / RECORD_NOTE).write_text(noted)
+    file = RoundFile(tmp_path)
+    worker = WorkerRecord(0, 0, os.getpid(), str(tmp_path / "attempt_0" / "0" / "error.json"))
+    file.write(RoundRecord("mine", "train.py", "here", 0, 1, 1, 0, 0.0, (worker,), ("--lr", "0.1")))
+    (job,) = (each for each in readings() if each.run_id == "mine")
+    file.close()
+    assert (job.folder, job.arguments) == ("run" if noted == "run/record" else "", ("--lr", "0.1"))

@@ -1,6 +1,8 @@
 """The record of a run in one process: what disturbs it, and that it disturbs nothing."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from torch import nn
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.env import ERROR_FILE, RECORD_NOTE
+from ddp_kit.launcher.report.findings import state
+from ddp_kit.launcher.report.run_history import read_runs
 
 
 def _trained(folder: Path, steps: int) -> Trainer:
@@ -31,6 +35,24 @@ def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
         rows.write('{"event": "train", "step": 8, "loss": 1.0}\n{"event": "tra')
     _trained(tmp_path, 10)
     assert _steps(tmp_path) == [2, 4, 6, 8, 10]
+
+
+def test_a_run_that_is_stopped_between_two_log_points_has_its_last_step_in_the_record(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    config = TrainerConfig(max_steps=20, global_batch_size=4, log_every_steps=5, checkpoint={"dir": tmp_path})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config)
+    steps = trainer.steps(torch.ones(80, 2))
+    while next(steps).number < 7:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match="75"):
+        list(steps)
+    *_, last = map(json.loads, (tmp_path / "record" / "attempts.jsonl").read_text().splitlines())
+    assert last["event"] == "stop"
+    assert 7 <= last["step"] < 10
+    (run,) = read_runs([tmp_path])
+    assert (run.steps, state(run).partition(",")[0]) == (last["step"], "stopped")
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, said: list[str]) -> None:

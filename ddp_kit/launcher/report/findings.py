@@ -123,7 +123,8 @@ def state(run: RunHistory) -> str:
     if run.is_live:
         return f"running, {steps}"
     if not run.last.ends:
-        return f"finished, {steps}" if run.last.done else f"no end recorded, {steps}"
+        stopped = "stopped" if run.last.stop else "no end recorded"
+        return f"{'finished' if run.last.done else stopped}, {steps}"
     if all(end["exit_code"] == 0 for end in run.last.ends):
         return f"finished, {steps}"
     return f"exit code {run.last.ends[0]['exit_code']}, {steps}"
@@ -155,7 +156,7 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
             f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True
         )
     last = run.last
-    if not last.ends and last.done is None and not run.is_live:
+    if not last.ends and last.done is None and last.stop is None and not run.is_live:
         yield Finding(
             "The last attempt has no recorded end: it is still running, was killed, or was started without the "
             f"launcher; last step: {run.steps:,}",

@@ -42,6 +42,8 @@ class Attempt:
     advice: tuple[Line, ...]
     done: Line | None
     """The `done` event; None if `fit` has not ended."""
+    stop: Line | None
+    """The `stop` event; None if the run was not stopped before its end."""
     ends: tuple[Line, ...]
     """The `end` events, one per node; empty while the attempt is running."""
 
@@ -106,7 +108,7 @@ class RunHistory:
             if after is not None and after.continues(attempt):
                 end = latest
             else:
-                lines = (*attempt.ends, *attempt.advice, *([attempt.done] if attempt.done else ()))
+                lines = (*attempt.ends, *attempt.advice, *filter(None, (attempt.done, attempt.stop)))
                 times = [*(line["time"] for line in lines), *rows.get(attempt.name, ())]
                 end = max((each for each in times if each <= latest), default=begin)
             found.append((begin, max(begin, end)))
@@ -121,13 +123,13 @@ class RunHistory:
     def steps(self) -> int:
         """The number of optimizer steps that the run has completed."""
         ends = [end for end in self.last.ends if end.get("step") is not None]
-        lines = [self.last.begin, *self.rows[-1:], *([self.last.done] if self.last.done else []), *ends]
+        lines = [self.last.begin, *self.rows[-1:], *filter(None, (self.last.done, self.last.stop)), *ends]
         return max(int(line["step"]) for line in lines)
 
     @property
     def is_live(self) -> bool:
         """Whether the run is probably still running: it has no recorded end, and its last line is recent."""
-        if self.last.ends or self.last.done is not None:
+        if self.last.ends or self.last.done is not None or self.last.stop is not None:
             return False
         lines = [*self.rows, *self.evaluations, *(line for lines in self.samples.values() for line in lines[-1:])]
         latest = max([self.last.begin["time"], *(line["time"] for line in lines)])
@@ -243,7 +245,7 @@ class _Sample(_Timed):
 
 
 _Kinds = Mapping[str | None, type[_Timed]]
-_EVENTS: _Kinds = {"begin": _Begin, "advice": _Advice, "done": _Done, "end": _End}
+_EVENTS: _Kinds = {"begin": _Begin, "advice": _Advice, "done": _Done, "stop": _Placed, "end": _End}
 _ROWS: _Kinds = {"train": _Row, "eval": _Placed}
 
 
@@ -315,8 +317,9 @@ def _attempts(record: Path, lines: Sequence[Line]) -> tuple[Attempt, ...]:
 
 
 def _attempt(begin: Line, own: Sequence[Line]) -> Attempt:
-    advice, done, ends = (tuple(line for line in own if line["event"] == name) for name in ("advice", "done", "end"))
-    return Attempt(begin["attempt"], begin, advice, done[-1] if done else None, ends)
+    events = ("advice", "done", "stop", "end")
+    advice, done, stops, ends = (tuple(line for line in own if line["event"] == name) for name in events)
+    return Attempt(begin["attempt"], begin, advice, done[-1] if done else None, stops[-1] if stops else None, ends)
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
