@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ddp_kit.callbacks.callback import BestValue, Callback
 from ddp_kit.checkpoint.weight_files import plain_name
 from ddp_kit.config.settings import absolute
+from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.pieces import Piece
@@ -105,8 +106,10 @@ class BestModel(Callback):
                 "BestModel(path=...) writes a whole model, but the weights of this run are sharded",
                 "leave out path, set checkpoint.best_metric, and run `ddpkit export` on the best checkpoint",
             )
-        if self._path is not None and trainer.world.is_main:
-            _write(trainer.model, self._path)
+        if self._path is not None:
+            if trainer.world.is_main:
+                _write(trainer.model, self._path)
+            wait_for_all(trainer.world, f"BestModel after step {self.step}")  # before any rank reads the file
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
         """Restore the best weights if `restore_at_end` is set and there has been a best evaluation."""

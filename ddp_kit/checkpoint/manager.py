@@ -79,20 +79,32 @@ class FolderUse:
         self._lock.note_save()
 
     def _acquire(self, resuming: bool) -> None:
-        found: CheckpointError | None = None
         try:
-            if self._lock is not None:
-                self._lock.acquire(resuming=resuming)
-        except CheckpointError as error:
-            found = error
-        said = gathered_bytes(b"" if found is None else f"{found.message}\n{found.hint}".encode(), self._world)
-        if any(said):
+            with raised_on_all_ranks(self._world):
+                if self._lock is not None:
+                    self._lock.acquire(resuming=resuming)
+        except CheckpointError:
             if self._lock is not None:
                 self._lock.release()
-            source_rank = next(rank for rank, text in enumerate(said) if text)
-            problem = CheckpointError(*said[source_rank].decode().rsplit("\n", 1))
-            problem.reported_elsewhere = self._world.rank != source_rank
-            raise problem
+            raise
+
+
+@contextmanager
+def raised_on_all_ranks(world: World) -> Iterator[None]:
+    """Context manager that raises a `CheckpointError` of any rank on all ranks. Leaving it is a collective."""
+    found: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        found = error
+    own = [] if found is None else [found.message, found.hint, found.transient]
+    errors = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), world)]
+    source_rank = next((rank for rank, error in enumerate(errors) if error), None)
+    if source_rank is not None:
+        message, hint, transient = errors[source_rank]
+        problem = CheckpointError(message, hint, transient=transient)
+        problem.reported_elsewhere = world.rank != source_rank
+        raise problem
 
 
 # --- Saver that tolerates transient errors ----------------------------------------------------------------------------
@@ -233,6 +245,7 @@ class Checkpoints:
         self.save_seconds: float | None = None
         """Seconds that the last completed save took until it was on disk, accurate to one step; None before that."""
         self._saving, self._save_began = False, 0.0
+        self._unsettled = False  # whether a save was started since all ranks last waited for one; equal on all ranks
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
         self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
@@ -307,10 +320,17 @@ class Checkpoints:
             self.save()
 
     def finish(self) -> None:
-        """Save the final state, wait until it is on disk, and release the writer process and its memory."""
+        """Save the final state, wait until it is on disk on all ranks, and release the writer process and its memory.
+
+        If the save failed on any rank, raises `CheckpointError` on all ranks.
+        """
         self.save_if_requested()
-        if self._folder is not None:
-            self.save_once()
+        if self._folder is not None and not self.is_saved:
+            self.save(wait=True)
+        elif self._unsettled and self._saver is not None:
+            with raised_on_all_ranks(self._world):
+                self._saver.settle()
+            self._unsettled = False
         self.settle()
 
     def finish_copy(self) -> None:
@@ -319,7 +339,7 @@ class Checkpoints:
             self._saver.finish_copy()
 
     def settle(self) -> None:
-        """Wait until pending saves are on disk, and release the writer process and its memory. Not a collective."""
+        """Wait until this rank's saves are on disk, and release the writer process and its memory. Not a collective."""
         if self._saver is not None:
             self._saver.settle()
             self._saver.release()
@@ -364,36 +384,41 @@ class Checkpoints:
         except OSError as error:
             logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
 
-    def save(self) -> None:
+    def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; in a loop, a transient one is logged as a warning.
 
-        In a loop, the checkpoint is written in the background. Outside of one, this waits until it is on disk, because
-        the script may end or read it next.
+        In a loop, the checkpoint is written in the background, unless `wait` is set. Outside of one, this waits until
+        it is on disk on all ranks, because the script may end or read it next; all ranks raise the error of any rank.
         """
-        if self._folder is None:
+        if self._folder is None or self._saver is None:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
+        wait = wait or self._loop_state.may_save
         with self._folder_use.exclusive():
-            self._save(self._folder)
-            if self._loop_state.may_save and self._saver is not None:
+            self.saved_at, self.save_requested = time.monotonic(), False
+            self._check_state(self._progress.step)
+            self.restore_random()
+            self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
+            self._save_began = time.monotonic()
+            own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved_parts)]
+            everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._world)]
+            self._unsettled = True
+            if not wait:
+                self._start(self._folder, self._saver, everyone)
+                return
+            with raised_on_all_ranks(self._world):
+                self._start(self._folder, self._saver, everyone)
                 self._saver.settle()
+            self._unsettled = False
 
-    def _save(self, folder: Path) -> None:
-        self.saved_at, self.save_requested = time.monotonic(), False
-        step = self._progress.step
-        self._check_state(step)
-        self.restore_random()
-        assert self._saver is not None, "there is a folder"
-        self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
-        self._save_began = time.monotonic()
-        own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved_parts)]
-        everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._world)]
-        first = self._writers[0]
+    def _start(self, folder: Path, saver: Saver, everyone: Sequence[Sequence[Any]]) -> None:
+        """Start writing a checkpoint. `everyone`: for each rank, a token and the `rank_state` of every part."""
+        step, first = self._progress.step, self._writers[0]
         parts = [part for part in self._saved_parts if part.replicated]
         if first == self._world.rank:
             self._folder_use.note_save()
             self._set_aside(folder)
             parts = self._saved_parts
-        self._saver.save(
+        saver.save(
             step,
             self._state(parts, [states for _, *states in everyone]),
             best=self._best.is_best,

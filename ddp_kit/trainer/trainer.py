@@ -487,9 +487,12 @@ class Trainer:
             skipped=self._optimizer_step.skipped,
         )
         self._call_callbacks("on_fit_end", result)
-        self._checkpoints.finish()  # the last evaluation or a callback may have requested a save
+        with self._heartbeat.during(Phase.CHECKPOINT):
+            self._checkpoints.finish()  # the last evaluation or a callback may have requested a save
         seconds, best = time.perf_counter() - began_at, self._checkpoints.best
         conclude(result, began, seconds, best, self._checkpoints.newest, self._log_points.advised)
+        # The callbacks of other ranks may still be writing files.
+        barrier.wait_for_all(self.world, f"the end of trainer.fit() after step {self.step}")
         return result
 
     @named_arguments
@@ -529,7 +532,8 @@ class Trainer:
         if self._plan_request is not None:
             return
         self._wait_for_all("save()")
-        self._checkpoints.save_or_postpone()
+        with self._heartbeat.during(Phase.CHECKPOINT):
+            self._checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
         """Load the whole state of a run from a checkpoint: weights, optimizer, random states, position, callbacks.

@@ -6,20 +6,26 @@ Each scenario is a function; all run one after the other in the same processes. 
 import gc
 import os
 import random
+import resource
+import shutil
 import signal
 import sys
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_kit import DataError, LossError, Trainer, TrainerConfig
+from ddp_kit import BestModel, Callback, CheckpointError, DataError, LossError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -35,7 +41,7 @@ class Output:
 
 def trainer_for(folder: Path | None = None, optimizer: Any = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    metrics = settings.pop("metrics", None)
+    metrics, callbacks = settings.pop("metrics", None), settings.pop("callbacks", ())
     checkpoint = {"dir": folder} | settings.pop("checkpoint", {})
     config = TrainerConfig(**({"global_batch_size": 6} | settings), checkpoint=checkpoint)
     return Trainer(
@@ -44,6 +50,7 @@ def trainer_for(folder: Path | None = None, optimizer: Any = None, **settings: A
         lambda model, batch: model(batch).square().mean(),
         config,
         metrics=metrics,
+        callbacks=callbacks,
     )
 
 
@@ -222,6 +229,61 @@ def finished_trainers_hold_nothing(folder: Path) -> None:
         assert [each.step for each in checkpoints(folder / f"held{number}", hashes=True)] == [2, 1]
 
 
+class InSave(Callback):
+    """Calls `function` while rank 0 saves, after all other ranks have done their part."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def state_dict(self) -> dict[str, Any]:
+        self._function()
+        return {}
+
+
+def all_ranks_return_when_the_checkpoint_is_complete(folder: Path) -> None:
+    for background in (True, False):
+        place = folder / f"complete-{background}"
+        slow = InSave(lambda: time.sleep(0.5))
+        trainer = trainer_for(place, max_steps=2, callbacks=[slow], checkpoint={"background": background})
+        trainer.fit(Rows(0))
+        assert [found.step for found in checkpoints(place) if found.whole] == [2]
+        torch.distributed.barrier()
+        if RANK == 0:
+            shutil.rmtree(place / "step-2", ignore_errors=True)
+        torch.distributed.barrier()
+        trainer.save()
+        assert [found.step for found in checkpoints(place) if found.whole] == [2]
+
+
+def all_ranks_raise_the_error_of_a_failed_save(folder: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit_files() -> None:
+        for process in (os.getpid(), *(child.pid for child in psutil.Process().children())):
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (1, before[1]))
+
+    for background in (True, False):
+        place = folder / f"failed-{background}"
+        trainer = trainer_for(
+            place, max_steps=2, callbacks=[InSave(limit_files)], checkpoint={"background": background}
+        )
+        for call in (partial(trainer.fit, Rows(0)), trainer.save):
+            refused(call, CheckpointError, "cannot be written")
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert checkpoints(place) == ()
+
+
+def all_ranks_find_the_file_of_the_best_model(folder: Path) -> None:
+    path = folder / "best" / "model.safetensors"
+    trainer = trainer_for(max_steps=2, callbacks=[BestModel("loss", path=path)])
+    if RANK == 0:
+        trainer.model.register_state_dict_pre_hook(lambda *_: time.sleep(0.3))  # writing takes long
+    trainer.evaluate(Rows(0))
+    assert path.exists()
+    trainer.fit(Rows(0), Rows(0))
+    assert torch.equal(load_file(path)["weight"], trainer.model.weight)
+
+
 SCENARIOS = (
     other_rows_are_refused,
     samples_with_random_numbers_are_not,
@@ -234,6 +296,9 @@ SCENARIOS = (
     a_loop_left_at_a_due_step_saves_it,
     a_stop_saves_all_trainers,
     finished_trainers_hold_nothing,
+    all_ranks_return_when_the_checkpoint_is_complete,
+    all_ranks_raise_the_error_of_a_failed_save,
+    all_ranks_find_the_file_of_the_best_model,
 )
 
 if __name__ == "__main__":
