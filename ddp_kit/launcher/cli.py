@@ -263,13 +263,6 @@ def _torch_version() -> str:
     return version("torch")
 
 
-def _torch_version() -> str:
-    """The version of the installed torch, without an import of torch."""
-    from importlib.metadata import version  # takes 50 ms
-
-    return version("torch")
-
-
 def _open_standard_streams() -> None:
     """Reopen closed standard streams on /dev/null, so that no socket gets descriptor 0, 1 or 2."""
     for descriptor in range(3):
