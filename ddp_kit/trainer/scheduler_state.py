@@ -121,8 +121,9 @@ def _changes(scheduler: LRScheduler, saved: Mapping[str, Any], own: Mapping[str,
     public = [change for change in found if hasattr(scheduler, change.name.rpartition(".")[2])]
     yield from public or found  # OneCycleLR's _schedule_phases, for example, follow from its total_steps
     for name, schedulers in inner.items():
-        for one, there, here in zip(schedulers, _several(saved[name]), _several(own[name]), strict=True):
-            yield from _changes(one, there, here)
+        if name in saved and name in own:  # a class of the user's may save them in another way
+            for one, there, here in zip(schedulers, _several(saved[name]), _several(own[name]), strict=True):
+                yield from _changes(one, there, here)
 
 
 def _changed_functions(scheduler: LRScheduler) -> Iterator[SettingChange]:

@@ -218,6 +218,31 @@ def test_schedule_that_cannot_be_repeated_keeps_the_settings_of_the_checkpoint(t
     assert any("settings of the Halving are ignored" in line and "Halving.factor" in line for line in said)
 
 
+class Wrapped(LRScheduler):
+    """Keeps another scheduler, whose state it does not save."""
+
+    def __init__(self, optimizer: Optimizer, steps: int) -> None:
+        self.inner = CosineAnnealingLR(optimizer, steps)
+        self.steps = steps
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [rate / (1 + self.last_epoch / self.steps) for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "inner"}
+
+
+def test_schedule_of_the_user_s_own_class_continues_with_the_one_of_the_script(tmp_path: Path) -> None:
+    def wrapped(steps: int) -> Any:
+        return lambda optimizer: Wrapped(optimizer, steps)
+
+    whole = rates(None, 6, wrapped(8))
+    rates(tmp_path, 3, wrapped(4))
+    assert rates(tmp_path, 5, wrapped(8)) == whole[3:5]
+    assert rates(tmp_path, 6, wrapped(8)) == whole[5:]
+
+
 # Options of the optimizer --------------------------------------------------------------------------------------------
 
 
