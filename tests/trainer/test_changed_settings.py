@@ -157,7 +157,7 @@ def test_longer_warm_up_counts_from_the_start_of_the_run(tmp_path: Path, said: l
     rates(tmp_path, 3, None, warmup_steps=2)
     assert rates(tmp_path, 8, None, warmup_steps=6) == whole[3:]
     assert replaced(said) == [
-        "WarmUp.steps 6 (checkpoint: 2); the schedule continues after step 3 as if it had begun with them"
+        "warmup_steps 6 (checkpoint: 2); the schedule continues after step 3 as if it had begun with them"
     ]
 
 
@@ -170,7 +170,7 @@ def test_length_of_a_finished_warm_up_does_not_reset_a_rate_that_a_callback_has_
             trainer.optimizer.param_groups[0]["lr"] = 0.025
     assert rates(tmp_path, 8, None, warmup_steps=3) == [0.025, 0.025]
     assert replaced(said) == [
-        "WarmUp.steps 3 (checkpoint: 2); the warm-up has ended, so the learning rates stay as they are"
+        "warmup_steps 3 (checkpoint: 2); the warm-up has ended, so the learning rates stay as they are"
     ]
 
 
