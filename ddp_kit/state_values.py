@@ -81,10 +81,13 @@ def copied(value: Any) -> Any:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copies of the options of each parameter group, such as `lr`."""
-    left_out = ("params", "param_names")
+    """Copies of the options of each parameter group, such as `lr`. Tensors with several values are not options."""
+
+    def is_option(name: str, value: Any) -> bool:
+        return name not in ("params", "param_names") and not (isinstance(value, Tensor) and value.numel() > 1)
+
     return [
-        {name: copied(value) for name, value in group.items() if name not in left_out}
+        {name: copied(value) for name, value in group.items() if is_option(name, value)}
         for group in optimizer.param_groups
     ]
 

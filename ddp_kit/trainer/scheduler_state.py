@@ -76,7 +76,7 @@ class SchedulerPart(SavedPart):
     def _use_schedule_of_script(self, name: str, state: Mapping[str, Any], changes: list[SettingChange]) -> None:
         """Continue at the checkpoint's step with the script's schedule. `state`: the scheduler's in the checkpoint."""
         scheduler, start = self._schedulers[name], self._starts[name]
-        told = [change for change in changes if change.name.rpartition(".")[2] not in _RATES]
+        told = [change for change in changes if change.name not in _RATES]
         if (steps := _steps_done(state, start)) is None:
             logger.warning(
                 "the script's settings of the {} are ignored, and those of the checkpoint are used ({}), because its "
@@ -112,17 +112,27 @@ class SchedulerPart(SavedPart):
 
 def _changes(scheduler: LRScheduler, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[SettingChange]:
     """The settings that differ between two states of a scheduler that has not been stepped."""
-    kind, inner = type(scheduler).__name__, _inner(scheduler)
-    found = [
-        SettingChange(f"{kind}.{name.lstrip('_')}" if name not in _RATES else name, saved[name], value)
+    inner = _inner(scheduler)
+    found = {
+        name: SettingChange(_label(scheduler, name), saved[name], value)
         for name, value in own.items()
         if name in saved and name not in _PROGRESS and name not in inner and not same_value(saved[name], value)
-    ]
-    public = [change for change in found if hasattr(scheduler, change.name.rpartition(".")[2])]
-    yield from public or found  # OneCycleLR's _schedule_phases, for example, follow from its total_steps
+    }
+    public = [change for name, change in found.items() if not name.startswith("_")]
+    yield from public or found.values()  # OneCycleLR's _schedule_phases, for example, follow from its total_steps
     for name, schedulers in inner.items():
-        for one, there, here in zip(schedulers, _several(saved[name]), _several(own[name]), strict=True):
-            yield from _changes(one, there, here)
+        if name in saved and name in own:  # a class of the user's may save them in another way
+            for one, there, here in zip(schedulers, _several(saved[name]), _several(own[name]), strict=True):
+                yield from _changes(one, there, here)
+
+
+def _label(scheduler: LRScheduler, name: str) -> str:
+    """The name of a scheduler's setting for messages."""
+    if name in _RATES:
+        return name
+    if isinstance(scheduler, WarmUp) and name == "steps":
+        return "warmup_steps"
+    return f"{type(scheduler).__name__}.{name.lstrip('_')}"
 
 
 def _changed_functions(scheduler: LRScheduler) -> Iterator[SettingChange]:

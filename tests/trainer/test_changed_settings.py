@@ -157,7 +157,7 @@ def test_longer_warm_up_counts_from_the_start_of_the_run(tmp_path: Path, said: l
     rates(tmp_path, 3, None, warmup_steps=2)
     assert rates(tmp_path, 8, None, warmup_steps=6) == whole[3:]
     assert replaced(said) == [
-        "WarmUp.steps 6 (checkpoint: 2); the schedule continues after step 3 as if it had begun with them"
+        "warmup_steps 6 (checkpoint: 2); the schedule continues after step 3 as if it had begun with them"
     ]
 
 
@@ -170,7 +170,7 @@ def test_length_of_a_finished_warm_up_does_not_reset_a_rate_that_a_callback_has_
             trainer.optimizer.param_groups[0]["lr"] = 0.025
     assert rates(tmp_path, 8, None, warmup_steps=3) == [0.025, 0.025]
     assert replaced(said) == [
-        "WarmUp.steps 3 (checkpoint: 2); the warm-up has ended, so the learning rates stay as they are"
+        "warmup_steps 3 (checkpoint: 2); the warm-up has ended, so the learning rates stay as they are"
     ]
 
 
@@ -216,6 +216,31 @@ def test_schedule_that_cannot_be_repeated_keeps_the_settings_of_the_checkpoint(t
     trainer = trainer_for(tmp_path, 4, lambda optimizer: Halving(optimizer, 0.9))
     assert trainer.scheduler.factor == 0.5  # type: ignore[union-attr]
     assert any("settings of the Halving are ignored" in line and "Halving.factor" in line for line in said)
+
+
+class Wrapped(LRScheduler):
+    """Keeps another scheduler, whose state it does not save."""
+
+    def __init__(self, optimizer: Optimizer, steps: int) -> None:
+        self.inner = CosineAnnealingLR(optimizer, steps)
+        self.steps = steps
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [rate / (1 + self.last_epoch / self.steps) for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "inner"}
+
+
+def test_schedule_of_the_user_s_own_class_continues_with_the_one_of_the_script(tmp_path: Path) -> None:
+    def wrapped(steps: int) -> Any:
+        return lambda optimizer: Wrapped(optimizer, steps)
+
+    whole = rates(None, 6, wrapped(8))
+    rates(tmp_path, 3, wrapped(4))
+    assert rates(tmp_path, 5, wrapped(8)) == whole[3:5]
+    assert rates(tmp_path, 6, wrapped(8)) == whole[5:]
 
 
 # Options of the optimizer --------------------------------------------------------------------------------------------
