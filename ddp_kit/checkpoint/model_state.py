@@ -19,7 +19,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind
-from ddp_kit.torch_internals import loaded_by_own_code
+from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
 # `checkpoint.trainable_only` leaves frozen weights out of checkpoints, which then hold only their fingerprints.
@@ -162,6 +162,7 @@ class ModelPart(SavedPart):
             and name in compared
             and name not in left_out
             and isinstance(own[name], Tensor)
+            and not is_extra_state(name)
             and whole_shape(state[name]) != tuple(own[name].shape)
         ]
         if left_out and not problems:
