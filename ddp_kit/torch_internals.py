@@ -271,6 +271,11 @@ def persistent_buffers(model: nn.Module) -> list[Tensor]:
     return [*found]
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state_dict is what `get_extra_state` returned, which may have another shape at each save."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
     """Return a function that tells whether custom code loads the value of a given name in the state_dict.
 

@@ -281,3 +281,43 @@ def test_a_run_has_one_best(tmp_path: Path) -> None:
         train(tmp_path / "one", BestModel("loss", "min"))
     train(tmp_path / "two", best := BestModel("loss", "min"), best_mode="min")
     assert best.step == 6
+
+
+class Recorded(nn.Module):
+    """With extra state in a tensor that is longer at each save, as Transformer Engine's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.history = nn.Linear(4, 4), torch.zeros(0, dtype=torch.uint8)
+
+    def forward(self, x: Tensor) -> Any:
+        self.history = torch.cat((self.history, torch.tensor([len(self.history) % 256], dtype=torch.uint8)))
+        return self.layer(x)
+
+    def get_extra_state(self) -> Tensor:
+        return self.history
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.history = state.clone()
+
+
+def test_extra_state_may_have_another_length_than_in_the_model(tmp_path: Path) -> None:
+    def trainer(steps: int) -> Trainer:
+        torch.manual_seed(0)
+        config = TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint={"dir": tmp_path, "every_steps": 2})
+        return Trainer(
+            Recorded(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            lambda model, batch: model(batch).square().mean(),
+            config,
+        )
+
+    data = torch.randn(64, 4)
+    trainer(4).fit(data)
+    resumed = trainer(6)
+    assert resumed.step == 4
+    assert resumed.model.history.tolist() == [0, 1, 2, 3]
+    resumed.fit(data)
+    loaded = Recorded()
+    assert load_model(tmp_path, loaded).matches
+    assert loaded.history.tolist() == [0, 1, 2, 3, 4, 5]

@@ -19,7 +19,7 @@ from ddp_kit.errors import CheckpointError, ConfigError, some
 from ddp_kit.log import logger
 from ddp_kit.pieces import Piece
 from ddp_kit.records import LoadedWeights
-from ddp_kit.torch_internals import is_fake, loaded_by_own_code
+from ddp_kit.torch_internals import is_extra_state, is_fake, loaded_by_own_code
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
 # Fingerprints identify frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints. A fingerprint is
@@ -285,6 +285,7 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
         if isinstance(value, Tensor)
         and isinstance(own.get(name), Tensor)
         and not is_lazy(own[name])
+        and not is_extra_state(name)
         and value.shape != own[name].shape
     }
     reshaped = {

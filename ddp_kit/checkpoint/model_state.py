@@ -27,7 +27,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.shards import settings_of
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value
-from ddp_kit.torch_internals import loaded_by_own_code
+from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
 # `checkpoint.trainable_only` leaves frozen weights out of checkpoints, which then hold only their fingerprints.
@@ -170,6 +170,7 @@ class ModelPart(SavedPart):
             and name in compared
             and name not in left_out
             and isinstance(own[name], Tensor)
+            and not is_extra_state(name)
             and whole_shape(state[name]) != tuple(own[name].shape)
         ]
         if left_out and not problems:

@@ -226,7 +226,13 @@ CAUSES = (
         f"(--gpus all), use cuda:LOCAL_RANK, and check CUDA_VISIBLE_DEVICES; {_RUN_DOCTOR}",
     ),
     Cause(
-        r"Expected to have finished reduction in the prior iteration|Expected to mark a variable ready only once",
+        r"Expected to mark a variable ready only once",
+        "DDP got a second gradient of the same parameter in one backward pass: pass use_reentrant=False to "
+        "torch.utils.checkpoint.checkpoint (in transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), "
+        "or use memory.activation_checkpointing of a TrainerConfig",
+    ),
+    Cause(
+        r"Expected to have finished reduction in the prior iteration",
         "DDP waits for gradients that this step did not compute: use every parameter in the loss, or set "
         "find_unused_parameters=True (parallel.find_unused_parameters in a TrainerConfig)",
     ),

@@ -599,7 +599,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """A context that re-raises FSDP's errors about weights used outside of the model's forward pass as `LossError`."""
+    """A context that re-raises FSDP's errors about weights that it has sharded or freed as `LossError`."""
     try:
         yield
     except RuntimeError as error:
@@ -609,5 +609,11 @@ def _explained() -> Iterator[None]:
                 f"the loss function uses weights outside of the model's forward pass, where they are sharded: {text}",
                 "call model(...) in the loss function, and use weights only inside the model's forward; or use "
                 "parallel='ddp', which does not shard weights",
+            ) from error
+        if "setStorage" in text and "storage of size 0" in text:
+            raise LossError(
+                "a backward pass needs weights that FSDP has freed after an earlier backward pass through the same "
+                f"modules, as second derivatives do (torch.autograd.grad(..., create_graph=True)): {text}",
+                "use parallel='zero1' or 'ddp', which keep the weights and support second derivatives",
             ) from error
         raise

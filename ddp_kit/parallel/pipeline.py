@@ -62,7 +62,7 @@ from ddp_kit.parallel.strategy import (
 from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import memory_of, version_of
+from ddp_kit.torch_internals import is_extra_state, memory_of, version_of
 
 T = TypeVar("T")
 
@@ -749,7 +749,7 @@ class PipelineStrategy(Strategy):
         own = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             held = own.get(name)
-            if not isinstance(held, Tensor):
+            if not isinstance(held, Tensor) or is_extra_state(name):
                 continue
             if isinstance(held, nn.Parameter):
                 counts = self._place in self._holders[held]
@@ -759,7 +759,11 @@ class PipelineStrategy(Strategy):
                 part = piece_of_dtensor(held)
                 saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
                 local_part(held).copy_(saved)
-        others = {name: value for name, value in state.items() if not isinstance(own.get(name), Tensor)}
+        others = {
+            name: value
+            for name, value in state.items()
+            if not isinstance(own.get(name), Tensor) or is_extra_state(name)
+        }
         self.model.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:

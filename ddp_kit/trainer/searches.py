@@ -148,7 +148,7 @@ def _pass(parts: Parts, batch: Any) -> None:
     with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
         value = checked(parts.loss_fn(parts.model, batch), "the loss function")
     total = value.loss if isinstance(value, Loss) else value
-    if total.requires_grad:  # otherwise the first step of training raises the error
+    if total.requires_grad and not total.is_complex():  # otherwise the first step of training raises the error
         total.sum().backward()  # type: ignore[no-untyped-call]
 
 

@@ -180,6 +180,11 @@ class LossCalls:
             value = self._called(batch, step)
             if self._parameters.any_gradient and not before:
                 raise backward_called()
+            if (value.loss if isinstance(value, Loss) else value).is_complex():
+                raise LossError(
+                    "the loss function returned a complex number, which cannot be minimised",
+                    "return a real one, such as .abs() or .real of it",
+                )
             self._check_finite(value)
             self._advise(value, batch, passes)
         except LossError as error:

@@ -191,6 +191,7 @@ LOSSES: Mistakes = {
     "no return": lambda: losing(lambda loss: None),
     "a dict with the loss": lambda: losing(lambda loss: {"loss": loss}),
     "the loss of each sample": lambda: losing(lambda loss: torch.stack([loss] * 4)),
+    "a complex loss": lambda: losing(lambda loss: loss * 1j),
     "a loss that is NaN": lambda: losing(lambda loss: loss * torch.nan),
     "a weight below zero": lambda: losing(lambda loss: Loss(loss, weight=-1)),
 }

@@ -211,6 +211,7 @@ ABORT = -signal.SIGABRT
 @pytest.mark.parametrize(
     ("text", "exit_code", "said"),
     [
+        ("RuntimeError: Expected to mark a variable ready only once. This error is caused", 1, "use_reentrant=False"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 1, "micro_batch_size"),
         ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously", 1, "micro_batch_size"),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate", 1, "micro_batch_size"),

@@ -293,3 +293,37 @@ def test_a_micro_batch_that_is_found_by_trial_is_refused_with_what_to_do() -> No
     with pytest.raises(ConfigError, match="the other ranks hang in the collectives of the pass") as raised:
         strategy.check_recoverable()
     assert "set micro_batch_size to a number; `ddpkit plan" in raised.value.hint
+
+
+PENALTY = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from ddp_kit import LossError, Trainer, TrainerConfig
+
+def loss_fn(model, batch):
+    x = batch[0].requires_grad_()
+    found = model(x)
+    gradient, = torch.autograd.grad(found.sum(), x, create_graph=True)
+    return found.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+for parallel in ("fsdp", "zero1"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    config = TrainerConfig(max_steps=2, global_batch_size=8, parallel=parallel)
+    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    try:
+        say(parallel, trainer.fit(TensorDataset(torch.randn(64, 4))).steps)
+    except LossError as error:
+        say(parallel, str(error).replace("\\n", " "))
+"""
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_refused_in_words(start: Start, script: Callable[[str], Path]) -> None:
+    run = start("ddpkit", 2, script(PENALTY))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("fsdp a backward pass needs weights that FSDP has freed after an earlier") == 2
+    assert run.stdout.count("use parallel='zero1' or 'ddp'") == 2
+    assert run.stdout.count("zero1 2") == 2

@@ -248,3 +248,41 @@ def test_an_optimizer_with_a_state_of_its_own_kind_is_saved_and_resumed(tmp_path
     run(3)
     assert all(map(torch.equal, run(4).values(), load(tmp_path / name_of(4))["model"].values()))
     assert load(tmp_path / name_of(4))["optimizer"]["state"]["count"] == 4
+
+
+class Hidden(Callback):
+    """As docs/training.md says: the state of a recurrent network, carried from batch to batch."""
+
+    state_per_rank = True
+    value: Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_state_carried_from_batch_to_batch_is_resumed(tmp_path: Path) -> None:
+    def weights_after(steps: int, folder: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model, hidden = nn.GRU(3, 4, batch_first=True), Hidden()
+
+        def loss_fn(model: Any, batch: Any) -> Tensor:
+            output, last = model(batch[0].unsqueeze(1), hidden.value)
+            if model.training:
+                hidden.value = last.detach()
+            return F.mse_loss(output.sum(dim=2), batch[1])
+
+        checkpoint = {"dir": tmp_path / folder, "every_steps": 3}
+        config = TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint=checkpoint)
+        trainer = Trainer(
+            model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config, callbacks=[hidden]
+        )
+        trainer.fit(data(), data())
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    whole = weights_after(6, "whole")
+    weights_after(3, "parts")
+    resumed = weights_after(6, "parts")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -115,3 +116,43 @@ def test_the_learning_rate_of_one_optimizer_is_searched_for() -> None:
     model = pair()
     with pytest.raises(ConfigError, match="one optimizer"):
         Trainer(model, updates=[Update("a", both, sgd(model))]).find_learning_rate(DATA)
+
+
+class Gan(nn.ModuleDict):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        super().__init__({"generator": generator, "critic": nn.Linear(1, 1)})
+
+
+def test_two_updates_may_share_one_batch_of_fakes_as_in_a_loop_by_hand() -> None:
+    """As docs/several-models.md says; noise depends on the batch, so that both loops use the same."""
+    fakes: list[Tensor] = []
+
+    def critic_loss(model: Any, batch: tuple[Tensor]) -> Tensor:
+        fakes.append(model["generator"](torch.cat((batch[0], batch[0].sin()), dim=1)))
+        critic = model["critic"]
+        return (F.softplus(-critic(batch[0])) + F.softplus(critic(fakes[-1].detach()))).mean()
+
+    def generator_loss(model: Any, _batch: Any) -> Tensor:
+        return F.softplus(-model["critic"](fakes.pop(0))).mean()
+
+    model, by_hand = Gan(), Gan()
+    updates = [
+        Update("critic", critic_loss, sgd(model["critic"])),
+        Update("generator", generator_loss, sgd(model["generator"])),
+    ]
+    config = TrainerConfig(epochs=3, global_batch_size=4, data=DataConfig(shuffle=False))
+    Trainer(model, updates=updates, config=config).fit(DATA, DATA)
+    optimizers = [sgd(by_hand[name]) for name in ("critic", "generator")]
+    for _ in range(3):
+        for batch in DATA.tensors[0].split(4):
+            for optimizer, loss_fn in zip(optimizers, (critic_loss, generator_loss), strict=True):
+                loss = loss_fn(by_hand, (batch,))
+                by_hand.zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert not fakes
+    assert model["generator"][1].num_batches_tracked == 6
+    for name, value in by_hand.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
