@@ -175,6 +175,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 _SHOWN = 4  # differing samples in a message
+_NONE = "NoneType"  # the description of a part that is None
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,9 @@ class Uncollated:
     said: str
     """torch's error message."""
     where: str
-    """The path of the first part that differs between samples, such as `['image']`; "" for the whole sample."""
+    """The path of the first part that is None or differs, such as `['image']`; "" for the whole sample."""
     kinds: tuple[str, ...]
-    """The shape, length, keys or type of the differing part in each sample; () if the samples do not differ."""
+    """The shape, length, keys or type of this part in each sample; () if there is none."""
 
 
 def checked_collate(samples: Any) -> Any:
@@ -235,6 +236,20 @@ def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
 
 
 def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[str, str]:
+    if _NONE in found.kinds:
+        number = found.kinds.index(_NONE)
+        sample = f"sample {keys[number]}" if keys else f"item {number} of the batch"
+        if not found.where:
+            return (
+                f"data: the dataset returned None for {sample}",
+                "is a `return` missing in its __getitem__? To leave out samples on purpose, remove the None values in "
+                'a function data={"collate_fn": ...}',
+            )
+        return (
+            f"data: {sample} contains None at {found.where}, which cannot be collated into a tensor",
+            "return a tensor or a number instead, leave this part out of all samples, or set "
+            'data={"collate_fn": ...} to a function that creates the batch',
+        )
     if not found.kinds:
         return (
             f"data: the samples cannot be collated into a batch: {found.said}",
@@ -255,11 +270,14 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
 
 
 def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """The path of the first part that differs between samples, and its description in each; ("", ()) if none does."""
+    """The path of the first part that is None or differs between samples, and its description in each.
+
+    ("", ()) if there is none.
+    """
     by_part = [dict(_parts(sample)) for sample in samples]
     for where in by_part[0]:
         kinds = tuple(parts.get(where, "nothing") for parts in by_part)
-        if len(set(kinds)) > 1:
+        if len(set(kinds)) > 1 or _NONE in kinds:
             return where, kinds
     return "", ()
 

@@ -3,6 +3,8 @@
 import os
 import pickle
 import shutil
+import sys
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -281,16 +283,36 @@ class ExposeUserDataset:
             self._then(number)
 
 
-# --- Transfer without shared memory -----------------------------------------------------------------------------------
+# --- Transfer through pipes -------------------------------------------------------------------------------------------
+# Where torch's own way cannot work: it needs shared memory, and Unix sockets in the folder for temporary files.
 
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's DataLoader workers put their batches
 _LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
+_SOCKET_PATH_BYTES = 108 if sys.platform == "linux" else 104  # the size of sun_path, with a final zero byte
 
 
 def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """Return `collate`. If there is too little shared memory, wrap it so that workers send batches through pipes."""
-    return _by_value(collate) if workers and _little_shared_memory() else collate
+    """Return `collate`. With too little shared memory, or a long TMPDIR, workers then send batches through pipes."""
+    return _by_value(collate) if workers and (_little_shared_memory() or _long_temporary_folder()) else collate
+
+
+@cache
+def _long_temporary_folder() -> bool:
+    """Whether a socket of multiprocessing in the folder for temporary files would have too long a path; warns once.
+
+    A DataLoader worker that cannot create this socket sends no batch, and raises no error: the run would wait forever.
+    """
+    folder = tempfile.gettempdir()
+    too_long = len(os.fsencode(folder)) + len("/pymp-12345678/listener-12345678") >= _SOCKET_PATH_BYTES
+    if too_long:
+        logger.warning(
+            "the folder for temporary files, {}, has too long a path for the sockets of DataLoader workers: they send "
+            "batches through pipes instead, which is slower; set TMPDIR to a folder with a path of at most {} bytes",
+            folder,
+            _SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678") - 1,
+        )
+    return too_long
 
 
 @cache
@@ -312,7 +334,7 @@ def _little_shared_memory() -> bool:
 
 @dataclass(frozen=True)
 class _ByValue:
-    """A batch that a DataLoader worker sends as bytes, because /dev/shm has too little free space.
+    """A batch that a DataLoader worker sends as bytes, because torch's own way does not work here.
 
     `finish`: a function that the receiving process applies to the batch. torch's sharing strategy `file_system` would
     not help, because it uses /dev/shm as well.

@@ -122,6 +122,7 @@ def build_stream(
         dataset,
         None if whole else tuple(sizes),
         sendable(collate, options["num_workers"]),
+        sendable(identity_collate, options["num_workers"]),
         drop_last=template is not None and template.drop_last,
         epoch=epoch,
         seed=mixed_seed(seed, world.rank),
@@ -141,6 +142,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
         dataset: "IterableDataset[Any]",
         sizes: tuple[int, ...] | None,
         collate: Callable[[Any], Any],
+        sent: Callable[[Any], Any],
         *,
         drop_last: bool,
         epoch: Tensor,
@@ -155,6 +157,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
         """Position to resume from: the epoch, the state of each reader, and the reader whose turn it is."""
         self._sizes = sizes
         self._collate = collate
+        self._sent = sent  # applied to each state, which contains tensors
         self._drop_last = drop_last
         self._epoch = epoch
 
@@ -195,7 +198,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
                 batch = self._collate(samples[0] if self._sizes is None else samples)
                 dataset_state = copy.deepcopy(dataset.state_dict()) if self._record_states else None
             after = ReaderState(reader, number + turns, own.states, dataset_state) if self._record_states else None
-            yield None if self._sizes is None else len(samples), batch, after
+            yield None if self._sizes is None else len(samples), batch, after if after is None else self._sent(after)
 
 
 def _count(batch: Any) -> int:

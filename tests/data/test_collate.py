@@ -55,7 +55,11 @@ MISTAKES = {
     ),
     "lengths": ([[1, 2]] * 2 + [[1, 2, 3]], "differ: length 3 in sample 2, length 2 in sample 1"),
     "names": ([{"a": 1}] * 2 + [{"b": 1}], "differ: keys 'b' in sample 2, keys 'a' in sample 1"),
-    "kinds": ([torch.zeros(2)] * 2 + [None], "differ: NoneType in sample 2|differ: .*NoneType"),
+    "None": ([torch.zeros(2)] * 2 + [None], r"the dataset returned None for sample 2(?s:.*)is a `return` missing"),
+    "None for all": ([None] * 3, r"the dataset returned None for sample 0(?s:.*)is a `return` missing"),
+    "None in a part": ([{"x": 1, "y": None}] * 2, r"sample 0 contains None at \['y'\]"),
+    "None in a part of one": ([(1, 2)] * 2 + [(1, None)], r"sample 2 contains None at \[1\]"),
+    "kinds": ([torch.zeros(2)] * 2 + [object()], "differ: object in sample 2|differ: .*object"),
     "a kind that torch does not know": ([1] + [object()] * 3, "cannot be collated into a batch: default_collate.*"),
 }
 

@@ -107,6 +107,11 @@ class Objects(Dataset[object]):
         return Accuracy()
 
 
+class WithoutReturn(Objects):
+    def __getitem__(self, index: int) -> None:
+        """Returns nothing."""
+
+
 def set_later() -> None:
     TrainerConfig().epochs = 3  # type: ignore[misc]
 
@@ -209,6 +214,10 @@ DATA: Mistakes = {
     "in_order=False": lambda: fit(DataLoader(PAIRS, batch_size=4, num_workers=2, in_order=False)),
     "samples of several lengths": lambda: fit([torch.ones(1 + number % 2) for number in range(12)]),
     "samples that cannot be collated": lambda: fit(Objects()),
+    "no return in __getitem__": lambda: fit(WithoutReturn()),
+    "data.sampler with a DataLoader": lambda: fit(
+        DataLoader(PAIRS, batch_size=4), config={"data": {"sampler": range(12)}}
+    ),
 }
 
 REST: Mistakes = {
