@@ -298,8 +298,9 @@ def test_arguments_are_compared_by_name_and_the_own_folder_of_each_run_is_left_o
         config = {"checkpoint": {"dir": f"runs/{name}"}}
         return write_record(tmp_path / name, [begin(command=["train.py", *arguments], config=config)])
 
-    runs = [recorded("a", "--lr", "0.1", "--out=/data/a", "one"), recorded("b", "--fast", "--out=/data/b", "--lr=0.2")]
-    assert differences(read_runs(runs)) == [
+    first = recorded("0.1", "--lr", "0.1", "--out=/data/0.1", "one")
+    second = recorded("0.2", "--fast", "--out=/data/0.2", "--lr=0.2")
+    assert differences(read_runs([first, second])) == [
         ("--lr", ("0.1", "0.2")), ("argument 4", ("one", "")), ("--fast", ("", "yes")),
     ]  # fmt: skip
 

@@ -82,6 +82,12 @@ def _read(manifest: str) -> _Job:
     return {"JobSet": _job_set, "TrainJob": _train_job}[last["kind"]](last["metadata"]["name"], last["spec"])
 
 
+def _expanded(word: str) -> str:
+    """A word of a command without escapes; Kubernetes would also replace `$(NAME)`."""
+    assert "$(" not in word.replace("$$", ""), "a variable: the manifest does not mean one"
+    return word.replace("$$", "$")
+
+
 class Kubelet:
     """Runs the pods of one Job, each index on a host of its own."""
 
@@ -157,7 +163,9 @@ class Kubelet:
             env[each["name"]] = each["value"] if "value" in each else self._label(each["valueFrom"])
         if self._job.env:
             env |= self._job.env | {"PET_NODE_RANK": str(index)}
-        self.pods[index] = self._hosts[index].start("env", "-C", self._folder, *self._container["command"], env=env)
+        self.pods[index] = self._hosts[index].start(
+            "env", "-C", self._folder, *map(_expanded, self._container["command"]), env=env
+        )
 
     def _label(self, source: Mapping[str, Any]) -> str:
         """The value of the one label that is asked for, the name of the JobSet."""

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ddp_kit.env import NO_COLOR
+from ddp_kit.errors import printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.doctor import checks
@@ -123,7 +124,7 @@ def _line(result: CheckResult, colour: bool) -> str:
     if colour:
         status = f"\033[{_COLOURS[result.status]}m{status}\033[0m"
     fix = f"\n      -> {result.fix}" if result.fix else ""
-    return f"{status}  {result.found}{fix}"
+    return f"{status}  " + printable(f"{result.found}{fix}", keep="\n")
 
 
 def _print(text: str) -> None:

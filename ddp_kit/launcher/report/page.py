@@ -73,13 +73,10 @@ def _arguments(command: Sequence[str]) -> dict[str, str]:
 
 
 def _names_the_folders(values: Sequence[str], runs: Sequence[RunHistory]) -> bool:
-    """Whether each run has the path of its own folder as value, which says nothing about the run."""
-
-    def parts(text: str, count: int) -> tuple[str, ...]:
-        return PurePath(text).parts[-count:]
-
+    """Whether the value of each run is a path that ends like its own folder, which says nothing about the run."""
     named = [(PurePath(run.name).parts, value) for run, value in zip(runs, values, strict=True)]
-    return all(parts(value, len(name)) == name for name, value in named)
+    # Without a slash, the value may be what the folder is named after: runs/0.1 for --lr 0.1.
+    return all("/" in value and PurePath(value).parts[-len(name) :] == name for name, value in named)
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:
@@ -355,7 +352,9 @@ def _utc(time: float) -> str:
 
 
 def _figure(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, int | float) else ""
+    if not isinstance(value, int | float):
+        return ""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _run_data(run: RunHistory) -> dict[str, Any]:
