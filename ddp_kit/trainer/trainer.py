@@ -469,7 +469,7 @@ class Trainer:
         self._call_callbacks("on_fit_end", result)
         self._checkpoints.finish()  # the last evaluation or a callback may have requested a save
         seconds, best = time.perf_counter() - began_at, self._checkpoints.best
-        conclude(result, began, seconds, best, self._checkpoints.newest, self._log_points.advised)
+        conclude(result, began, seconds, best, self._checkpoints.newest)
         return result
 
     @named_arguments
