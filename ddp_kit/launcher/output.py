@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import select
 import termios
 import threading
@@ -105,6 +106,7 @@ _FIRST_OUTPUT_SECONDS = 0.05  # wait for other ranks at the first output: with s
 _HELD_SECONDS = 0.7  # if the rank writes something after this time
 _SILENT_SECONDS = 5.0  # if it writes nothing
 _JOIN_SECONDS = 0.1
+_CONTROL = re.compile(rb"(\x1b\[[0-9;?]*[A-Za-z])+")  # sequences that show nothing, such as the end of a progress bar
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
@@ -138,6 +140,8 @@ class _Source:
     partial: bytes = b""
     """An unfinished line."""
     partial_since: float = 0.0
+    in_line: bool = False
+    """Whether the latest text that was shown is the beginning of a line."""
     held: bytes = b""
     """A traceback that may be the rank's final output, and all output after it."""
     held_since: float = 0.0
@@ -285,6 +289,8 @@ class Output:
             source.held += lines
         elif marks := [mark for mark in map(lines.find, _MARKS) if mark >= 0]:
             start = lines.rfind(b"\n", 0, min(marks)) + 1
+            if control := _CONTROL.match(lines, start):
+                start = control.end()
             if start:
                 self._show(source, lines[:start])
             source.held, source.held_since = lines[start:], time.monotonic()
@@ -332,8 +338,16 @@ class Output:
     def _show(self, source: _Source, text: bytes) -> None:
         """Write text to the source's console. If lines get labels, each line starts with the label."""
         console, consoles = source.console, self._consoles
+        if _CONTROL.fullmatch(text):
+            self._write_to(console, text)
+            return
+        if source.in_line and consoles.open_line.get(console) is not source:
+            text = text.removeprefix(b"\n")  # another rank's output has ended the line
+        source.in_line = bool(text) and not text.endswith(b"\n")
+        if not text:
+            return
         unfinished = consoles.open_line.pop(console, None)
-        if not text.endswith(b"\n"):
+        if source.in_line:
             consoles.open_line[console] = source
         if source.always_labelled or len(self._ranks_on[console]) > 1:
             last = text.endswith(b"\n")
@@ -346,11 +360,14 @@ class Output:
         if unfinished is not None and unfinished is not source:
             text = b"\n" + text
         consoles.latest_trace = -1
-        if console not in consoles.closed:
+        self._write_to(console, text)
+
+    def _write_to(self, console: int, text: bytes) -> None:
+        if console not in self._consoles.closed:
             try:
                 _write(console, text)
             except OSError:  # the console was closed; the worker gets an error when it writes its next line
-                consoles.closed.add(console)
+                self._consoles.closed.add(console)
 
     def _close(self, source: _Source) -> None:
         self._show_partial(source)

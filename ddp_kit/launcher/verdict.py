@@ -15,7 +15,7 @@ from ddp_kit.exit_codes import ExitCode
 
 
 _MARK = "Traceback (most recent call last)"
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Once the process group is initialised, torch prefixes each line of a traceback with the rank.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 # Output that follows a traceback while the process ends: warnings from torch's C++ code, such as

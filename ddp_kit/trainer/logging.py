@@ -456,8 +456,6 @@ class LogPoints:
         self._parts = parts
         self._advise = advise
         self._clock = clock
-        self.advised: list[str] = []
-        """The advice given so far."""
         self._rates: list[Tensor | float] = []
         """The learning rates of the current step."""
         self._late: list[_Point] = []
@@ -515,7 +513,6 @@ class LogPoints:
         if line is not None:
             logger.info("advice: {}", line)
             self._parts.heartbeat.advise(line)
-            self.advised.append(line)
             self._advise(line)
         slowest, factor = slowest_rank(values.times)
         own = values.times[self._parts.world.rank]

@@ -122,9 +122,8 @@ def conclude(
     seconds: float,
     best: tuple[str, float] | None = None,
     saved: Path | None = None,
-    advice: Sequence[str] = (),
 ) -> None:
-    """Log the duration of the run, this rank's time by phase, and the results; then repeat the advice.
+    """Log the duration of the run, this rank's time by phase, and the results.
 
     `began`: steps done before the run. `best`: a metric and its best value. `saved`: the newest checkpoint.
     """
@@ -150,8 +149,6 @@ def conclude(
     if saved is not None:
         parts.append(f"saved in {saved}")
     logger.info("done: {}", "; ".join(parts))
-    for line in advice:
-        logger.info("advice: {}", line)
 
 
 def time_shares(rows: Sequence[LogRow], began: int) -> dict[str, float]:

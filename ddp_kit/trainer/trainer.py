@@ -490,7 +490,7 @@ class Trainer:
         with self._heartbeat.during(Phase.CHECKPOINT):
             self._checkpoints.finish()  # the last evaluation or a callback may have requested a save
         seconds, best = time.perf_counter() - began_at, self._checkpoints.best
-        conclude(result, began, seconds, best, self._checkpoints.newest, self._log_points.advised)
+        conclude(result, began, seconds, best, self._checkpoints.newest)
         # The callbacks of other ranks may still be writing files.
         barrier.wait_for_all(self.world, f"the end of trainer.fit() after step {self.step}")
         return result

@@ -31,7 +31,7 @@ from rich.text import Text
 DOCS = Path(__file__).parents[1]
 COMMAND = "ddpkit launch --nproc-per-node 2 --max-restarts 3 spirals.py run"
 TRAINING = "ddpkit launch --nproc-per-node 2 spirals.py run"
-KILLED_AFTER, SHOWN_AFTER = "step 400/", "evaluation at step 400"
+KILLED_AFTER, SHOWN_AFTER = "step 2000/", "evaluation at step 2000"
 COLUMNS = 134
 STYLES = {
     r"^\$ .*": "bold green",

@@ -13,7 +13,7 @@ TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 RECORDING = ROOT / "docs" / "tools" / "recording.py"
 LAUNCH = (DDPKIT, "launch", "--nproc-per-node", "2", "spirals.py")
 TOP = ("$ ddpkit top", "train.py --lr 0.0001  2 ranks", " of 20,000", "loss", " left", "waits for", "rank 1", "s/step")
-TRAINING = ("spirals.py run", "evaluation at step 400", "/600━", " left", "lr 0.005")
+TRAINING = ("spirals.py run", "evaluation at step 2000", "/4000━", " left", "lr 0.002")
 SHOWN = {
     "launch.svg": ("$ ddpkit launch", "killed by SIGKILL", "restart 1 of 3", "resumed from run/step-", "accuracy"),
     "training-80.svg": TRAINING,
@@ -21,7 +21,7 @@ SHOWN = {
     "top-80.svg": TOP,
     "top-200.svg": (*TOP, "GiB"),
 }
-LAST = Path("step-00000600", "model.safetensors")
+LAST = Path("step-00004000", "model.safetensors")
 
 
 @pytest.mark.slow

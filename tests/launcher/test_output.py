@@ -135,6 +135,46 @@ def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> No
         assert host.stdout.read() == "[rank 0] done\n"
 
 
+def test_output_of_the_end_of_a_line_that_another_rank_has_ended_is_no_empty_line(tmp_path: Path) -> None:
+    """A progress bar ends its line when an exception leaves the loop."""
+    turns = [tmp_path / "first", tmp_path / "second"]
+    for turn in turns:
+        os.mkfifo(turn)
+    bar = f"import os; os.write(1, b'bar'); open({str(turns[1])!r}).read(); os.write(1, b'\\n'); print('next')"
+    other = f"open({str(turns[0])!r}).read(); print('other')"
+    with started(*host_of(f"run([{bar!r}, {other!r}])"), stderr=None) as host:
+        assert host.stdout is not None
+        assert host.stdout.read(len("bar")) == "bar"
+        turns[0].write_text("go")
+        assert host.stdout.read(len("\n[rank 1] other\n")) == "\n[rank 1] other\n"
+        turns[1].write_text("go")
+        assert host.stdout.read() == "[rank 0] next\n"
+
+
+def test_output_without_visible_characters_is_no_labelled_line(tmp_path: Path) -> None:
+    """Such as the sequence that shows the cursor again, before a traceback."""
+    turns = [tmp_path / "first", tmp_path / "second"]
+    for turn in turns:
+        os.mkfifo(turn)
+    shows_cursor = f"import os; print('bar'); open({str(turns[0])!r}).read(); os.write(1, b'\\x1b[?25h'); os._exit(1)"
+    other = f"print('other'); open({str(turns[1])!r}).read()"
+    with started(*host_of(f"run([{shows_cursor!r}, {other!r}], partial=0.0)"), stderr=None) as host:
+        assert host.stdout is not None
+        assert {host.stdout.readline().split()[-1] for _ in range(2)} == {"bar", "other"}
+        turns[0].write_text("go")
+        assert host.stdout.read(len("\x1b[?25h")) == "\x1b[?25h"
+        turns[1].write_text("go")
+        assert host.stdout.read() == ""
+
+
+def test_output_of_control_sequences_before_a_traceback_is_shown_and_not_part_of_it() -> None:
+    text = b"bar\n\x1b[?25h[rank0]: Traceback (most recent call last)\n[rank0]: ValueError: no\n"
+    fails = f"import os; os.write(2, {text!r}); os._exit(1)"
+    done = hosted(f"print(repr(run([{fails!r}], failed=[0])[0].trace))")
+    assert done.stderr == "bar\n\x1b[?25h"
+    assert done.stdout == repr("Traceback (most recent call last)\nValueError: no") + "\n"
+
+
 def test_a_progress_bar_is_not_torn_by_the_other_stream_where_both_go_to_the_same_place(tmp_path: Path) -> None:
     """Each stream has a file of its own, as with --tee 3."""
     turn = tmp_path / "turn"

@@ -12,6 +12,7 @@ from ddp_kit import LogRow, Trainer, TrainerConfig
 from ddp_kit.data.sampler import BatchPlan
 from ddp_kit.distributed.world import World
 from ddp_kit.records import FitResult, StepTimes
+from ddp_kit.trainer.logging import Adviser
 from ddp_kit.trainer.run_record import announce, conclude, described_model, time_shares
 
 
@@ -58,7 +59,7 @@ def test_finished_run_that_is_started_again_returns_the_loss_of_its_last_row(tmp
     )
 
 
-def test_a_run_ends_with_its_best_value_its_checkpoint_and_all_advice(said: list[str], tmp_path: Path) -> None:
+def test_a_run_ends_with_its_best_value_and_its_checkpoint(said: list[str], tmp_path: Path) -> None:
     model, run = nn.Linear(3, 1), {"dir": tmp_path / "run", "best_metric": "loss"}
     trainer = Trainer(
         model,
@@ -69,11 +70,25 @@ def test_a_run_ends_with_its_best_value_its_checkpoint_and_all_advice(said: list
     data = TensorDataset(torch.randn(32, 3))
     result = trainer.fit(data, data)
     assert said[-1].endswith(f"; best loss {result.metrics['loss']:.4g}; saved in {tmp_path / 'run' / 'step-00000008'}")
-    conclude(result, began=0, seconds=1.0, advice=["larger batches"])
-    assert said[-2].startswith("done: ")
-    assert "best" not in said[-2]
-    assert "saved" not in said[-2]
-    assert said[-1] == "advice: larger batches"
+    conclude(result, began=0, seconds=1.0)
+    assert said[-1].startswith("done: ")
+    assert "best" not in said[-1]
+    assert "saved" not in said[-1]
+
+
+def test_advice_is_printed_once(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = iter(["larger batches"])
+    monkeypatch.setattr(Adviser, "watch", lambda *_: next(advice, None))
+    model = nn.Linear(3, 1)
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        lambda model, batch: model(batch[0]).square().mean(),
+        TrainerConfig(global_batch_size=8, epochs=2, log_every_steps=2),
+    )
+    trainer.fit(TensorDataset(torch.randn(32, 3)))
+    assert said.count("advice: larger batches") == 1
+    assert said[-1].startswith("done: ")
 
 
 def test_the_memory_of_a_plan_is_said_at_the_start(said: list[str]) -> None:
