@@ -162,7 +162,9 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         _print_message(judgement.text)
     if judgement.text and result.folder:
         _print_message(f"the logs and the verdict are in {result.folder}")
-    return judgement.exit_code
+    if result.lost_output:
+        _print_message(f"output of the workers was lost: {result.lost_output}")
+    return judgement.exit_code or (ExitCode.BROKEN if result.lost_output else ExitCode.OK)
 
 
 def devices(argv: Sequence[str]) -> int:
