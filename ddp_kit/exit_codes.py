@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     BROKEN = 1
-    """A check of `ddpkit doctor` failed, or a checkpoint is damaged."""
+    """A check of `ddpkit doctor` failed, a checkpoint is damaged, or output of workers was lost, as on a full disk."""
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4

@@ -12,6 +12,7 @@ from launching import clean_environment, seconds
 from torch import nn
 
 from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.env import ERROR_FILE, NOTE_PRINTED, NOTE_SECONDARY
 from ddp_kit.uncaught import folded_traceback, show_without_traceback
 
@@ -148,3 +149,32 @@ def test_ctrl_c_without_checkpoints_is_one_line(
 def test_a_note_of_a_mistake_is_shown(tmp_path: Path) -> None:
     what = "error = errors.DataError('no', 'yes')\nerror.add_note('found at once')\nraise error"
     assert ended(0, what, tmp_path).splitlines()[1:] == ["  hint: yes", "  found at once"]
+
+
+TRAINS_AND_SAVES = """
+import sys, torch
+from ddp_kit import Trainer, TrainerConfig
+model = torch.nn.Linear(1, 1)
+config = TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={"dir": sys.argv[1], "every_steps": 2})
+optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+Trainer(model, optimizer, lambda model, batch: model(batch).square().mean(), config).fit([torch.ones(1)] * 16)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "ddp_kit", "launch", "--nproc-per-node", "2"]], ids=["python", "launch"]
+)
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_streams_do_not_affect_training(closed: str, launcher: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS_AND_SAVES)
+    command = [sys.executable, *launcher, str(script), str(tmp_path / "run")]
+    subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {closed}', *command],
+        check=True,
+        capture_output=True,
+        env=clean_environment({}),
+        timeout=seconds(120),
+    )
+    assert [found.step for found in checkpoints(tmp_path / "run", hashes=True) if found.whole] == [4, 2]

@@ -25,6 +25,7 @@ from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest, pr
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.commands import Parser
 from ddp_kit.masking import masked
+from ddp_kit.uncaught import open_standard_streams
 
 if TYPE_CHECKING:
     from ddp_kit.launcher.warm.client import WarmServer
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
 
     `warm`: a running warm server for `launch` to use; None: `launch` starts one.
     """
+    open_standard_streams()
     parser = Parser(
         prog="ddpkit",
         description="Run PyTorch training on several GPUs or nodes with one command.",
@@ -123,7 +125,6 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
     # Imported here because the agent imports torch, which the other commands do not need.
     from ddp_kit.launcher.warm.client import WarmServer
 
-    _open_standard_streams()
     defaults = allocator_defaults(os.environ)
     server_env = {**os.environ, **defaults}
     # The server is started first, so that it and this process import torch at the same time.
@@ -169,7 +170,9 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         _print_message(judgement.text)
     if judgement.text and result.folder:
         _print_message(f"the logs and the verdict are in {result.folder}")
-    return judgement.exit_code
+    if result.lost_output:
+        _print_message(f"output of the workers was lost: {result.lost_output}")
+    return judgement.exit_code or (ExitCode.BROKEN if result.lost_output else ExitCode.OK)
 
 
 def devices(argv: Sequence[str]) -> int:
@@ -261,15 +264,6 @@ def _torch_version() -> str:
     from importlib.metadata import version  # takes 50 ms
 
     return version("torch")
-
-
-def _open_standard_streams() -> None:
-    """Reopen closed standard streams on /dev/null, so that no socket gets descriptor 0, 1 or 2."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # returns the lowest free descriptor, which is the closed one
 
 
 def _may_start_warm(argv: Sequence[str]) -> bool:

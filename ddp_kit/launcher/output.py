@@ -1,5 +1,6 @@
 """Output of one node's workers: file descriptors, console output with a label for each rank, and log files."""
 
+import errno
 import fcntl
 import os
 import pty
@@ -107,6 +108,7 @@ _HELD_SECONDS = 0.7  # if the rank writes something after this time
 _SILENT_SECONDS = 5.0  # if it writes nothing
 _JOIN_SECONDS = 0.1
 _CONTROL = re.compile(rb"(\x1b\[[0-9;?]*[A-Za-z])+")  # sequences that show nothing, such as the end of a progress bar
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
@@ -187,6 +189,8 @@ class Output:
         # Descriptor -> the descriptor that shows its output: streams with the same target share an unfinished line.
         self._shown_on = {1: 1, 2: 1 if is_same_file(1, 2) else 2}
         self._deadline = float("inf")
+        self.lost = ""
+        """Why output of workers could not be written to the console, such as a full disk; empty: all of it was."""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ddpkit-output", daemon=True)
         for worker in workers:
@@ -366,8 +370,12 @@ class Output:
         if console not in self._consoles.closed:
             try:
                 _write(console, text)
-            except OSError:  # the console was closed; the worker gets an error when it writes its next line
-                self._consoles.closed.add(console)
+            except OSError as error:
+                if error.errno in _NOT_WRITTEN:  # later output is tried again, and the workers continue
+                    name = "standard output" if console == 1 else "standard error"
+                    self.lost = self.lost or f"{name} cannot be written: {error.strerror}"
+                else:  # the console was closed; the worker gets an error when it writes its next line
+                    self._consoles.closed.add(console)
 
     def _close(self, source: _Source) -> None:
         self._show_partial(source)

@@ -113,7 +113,7 @@ from ddp_kit.trainer.updates import (
     optimizer_kind,
     optimizer_step_for,
 )
-from ddp_kit.uncaught import show_without_traceback
+from ddp_kit.uncaught import open_standard_streams, show_without_traceback
 
 
 class Trainer:
@@ -190,6 +190,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         parallelize: Parallelize | None = None,
     ) -> None:
+        open_standard_streams()
         show_without_traceback(rank_for_messages())
         check_main()
         self.config = checked_config(config)

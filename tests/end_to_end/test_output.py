@@ -106,3 +106,24 @@ def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path
         _, errors = launcher.communicate(timeout=seconds(60))
     assert launcher.returncode == 128 + signal.SIGINT
     assert errors == "ddpkit: stopped by SIGINT\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [3, 100_000])
+def test_output_to_a_full_disk_fails_the_job_and_names_the_reason(
+    script: Callable[[str], Path], tmp_path: Path, lines: int
+) -> None:
+    body = f"""
+import os
+from pathlib import Path
+for number in range({lines}):
+    print(number, 'x' * 40)
+Path({str(tmp_path)!r}, os.environ['RANK']).touch()
+"""
+    with Path("/dev/full").open("w") as full:
+        command = [DDPKIT, "launch", "--nproc-per-node", "2", script(body)]
+        with started(*command, stdout=full, stderr=subprocess.PIPE) as run:
+            _, said = run.communicate(timeout=seconds(120))
+    assert run.returncode == 1, said
+    assert "output of the workers was lost: standard output cannot be written: No space left on device" in str(said)
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}, "the workers have run to their end"

@@ -468,6 +468,11 @@ class Agent:
         return frozenset(failure.rank for failure in latest if final_output(failure.local_rank).shown)
 
     @property
+    def lost_output(self) -> str:
+        """Why output of the latest round could not be written to the console; empty: all of it was written."""
+        return "" if self._workers is None else self._workers.lost_output
+
+    @property
     def stacks(self) -> dict[int, str]:
         """The stacks of this node's ranks, if a rank has hung in the latest round."""
         return {} if self._workers is None else self._workers.hang_monitor.stacks

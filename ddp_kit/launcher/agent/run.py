@@ -44,6 +44,8 @@ class RunResult:
     """The log folder; empty: no logs are kept."""
     stacks: Mapping[int, str] = field(default_factory=dict)
     """The stacks of this node's ranks, if a rank has hung."""
+    lost_output: str = ""
+    """Why output of workers could not be written to the console; empty: all of it was written."""
 
 
 def nproc_per_node(processes: str | None) -> str | None:
@@ -101,7 +103,7 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
     finally:
         link.close()
     _hand_on_error_file(plan.script, agent.recorded_failures())
-    return RunResult(outcome, agent.shown, agent.folder, agent.stacks)
+    return RunResult(outcome, agent.shown, agent.folder, agent.stacks, agent.lost_output)
 
 
 def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:

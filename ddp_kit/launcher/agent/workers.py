@@ -338,6 +338,11 @@ class Workers:
         codes = {self._exit_code(rank) for rank in self._after}
         return ExitCode.REQUEUE in codes and codes <= {0, ExitCode.REQUEUE}
 
+    @property
+    def lost_output(self) -> str:
+        """Why output could not be written to the console; empty: all of it was written."""
+        return self._output.lost
+
     def final_output(self, local_rank: int) -> FinalOutput:
         """The final output of a failed worker."""
         return (self._final_output or {}).get(local_rank, FinalOutput())
