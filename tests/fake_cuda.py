@@ -56,7 +56,8 @@ def on_gpu(thing: T, index: int = 0) -> T:
     if isinstance(thing, Tensor):
         return _FAKES.like(thing, device)
     for module in thing.modules():
-        for tensors in (module._parameters, module._buffers):
+        parts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in parts:
             tensors.update({name: _FAKES.like(each, device) for name, each in tensors.items() if each is not None})
     return thing
 
