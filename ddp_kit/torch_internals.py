@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorConverter, FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -302,7 +301,7 @@ def _loader_of(kind: type[nn.Module]) -> object:
 # For memory plans and FLOPs. Tested with torch 2.13 only.
 
 
-class _WithoutReferences(FakeTensorConverter):
+class _WithoutReferences(fake_tensor.FakeTensorConverter):
     """Creates the results of operations on fake tensors, and keeps no references to them.
 
     `Module.to` swaps fake parameters with what `Tensor.to` returns (`torch.utils.swap_tensors`), and refuses tensors
@@ -320,7 +319,7 @@ class FakeTensors:
     """
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         self._mode.fake_tensor_converter = _WithoutReferences()
 
     def like(self, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -343,10 +342,6 @@ class FakeTensors:
         return self._mode
 
 
-ReadsFakeValue = DataDependentOutputException
-"""The error of an operation that needs the values of a fake tensor, such as `.item()`."""
-
-
 def is_fake(tensor: object) -> bool:
     """Whether a value is a fake tensor."""
     return getattr(tensor, "fake_mode", None) is not None
@@ -356,7 +351,8 @@ class TensorsOnCpu(TorchFunctionMode):
     """A context in which all tensors are on the CPU, so that code that puts them on a GPU runs without one.
 
     model.to("cuda"), tensor.to(0)                    leave the tensors on the CPU
-    torch.zeros(3, device="cuda:1")                   creates the tensor on the CPU, as without `device`
+    torch.zeros(3, device="cuda:1")                   creates the tensor on the CPU
+    with torch.device("cuda"): torch.zeros(3)         likewise; not with `torch.set_default_device("cuda")`
     tensor.cuda(), tensor.pin_memory()                return the tensor
     """
 
@@ -365,16 +361,13 @@ class TensorsOnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))
+        if func is torch.device and not (args and isinstance(args[0], torch.device)):
+            return func(*args, **(kwargs or {}))  # torch.random.fork_rng, for example, looks up the module torch.cuda
         position = self._DEVICE_POSITION.get(getattr(func, "__name__", ""))
         args = [_on_cpu(value, number=index == position) for index, value in enumerate(args)]
         kwargs = {name: _on_cpu(value, number=name == "device") for name, value in (kwargs or {}).items()}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        # torch calls the context of its default device, which adds this argument, after this one.
-        if kwargs.get("device") is None and func in _device._device_constructors():
-            kwargs["device"] = _on_cpu(_device.CURRENT_DEVICE, number=False)
         return func(*args, **kwargs)
 
 

@@ -11,7 +11,7 @@ A fake tensor has a shape, a dtype and a device, but no values. So these tests s
 
 - whether an operation mixes devices: it raises a RuntimeError, as on a GPU;
 - whether the host would wait for the GPU: `.item()`, `.tolist()`, `bool(...)` and `.cpu()` followed by a read raise
-  `ReadsFakeValue` (in `ddp_kit.torch_internals`);
+  `ReadsFakeValue`;
 - on which device results lie, and how many bytes they take (`LiveBytes`).
 
 Compute with them in `computing()`, which also turns gradients off: without a GPU, autograd aborts the process.
@@ -32,8 +32,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as ReadsFakeValue
 
 from ddp_kit.torch_internals import FakeTensors
+
+__all__ = ["GIB", "ReadsFakeValue", "computing", "on_gpu", "visible_gpus", "with_visible_gpus"]
 
 GIB = 1024**3
 T = TypeVar("T", Tensor, nn.Module)
@@ -53,7 +56,8 @@ def on_gpu(thing: T, index: int = 0) -> T:
     if isinstance(thing, Tensor):
         return _FAKES.like(thing, device)
     for module in thing.modules():
-        for tensors in (module._parameters, module._buffers):
+        parts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in parts:
             tensors.update({name: _FAKES.like(each, device) for name, each in tensors.items() if each is not None})
     return thing
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import GIB, computing, on_gpu, visible_gpus, with_visible_gpus
+from fake_cuda import GIB, ReadsFakeValue, computing, on_gpu, visible_gpus, with_visible_gpus
 from launching import clean_environment
 from torch import nn
-
-from ddp_kit.torch_internals import ReadsFakeValue
 
 
 def test_operation_on_two_fake_gpus_raises_as_on_real_ones() -> None:

@@ -63,7 +63,6 @@ from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA, TRANSFER, step_clock
-from ddp_kit.torch_internals import ReadsFakeValue
 from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
 from ddp_kit.trainer.learning_rates import (
     DecayWatch,
@@ -708,8 +707,10 @@ class Trainer:
                 feed.begin(self._epoch_to_train, 0)
                 feed.next()
                 _, batch = unpacked(size, feed.batch())
-            except ReadsFakeValue as error:
-                problem = f"the data uses values of the model, which has none in a plan: {first_line(error)}"
+            except RuntimeError as error:
+                if self._plan_request is None:
+                    raise
+                problem = f"the data cannot be read if the model has no values: {first_line(error)}"
             parts, config = self._parts, self._parts.config
             if self._plan_request is not None:
                 config = config.model_copy(update={"parallel": self.config.parallel})

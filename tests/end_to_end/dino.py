@@ -1,4 +1,4 @@
-"""Self-distillation as in DINO: weight_norm, a frozen teacher, and a script that names the GPU itself; for plans."""
+"""Self-distillation as in DINO, to be planned: weight_norm, a frozen teacher, a GPU that the script names itself."""
 
 import warnings
 from typing import Any
