@@ -76,6 +76,11 @@ IMPORT_TIME_VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_TRACE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTORCH_JIT",
     "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", ALLOCATOR, *ALLOCATOR_OLDER,
 )  # fmt: skip
+# Prefixes of those that torch itself reads when it is imported. Libraries set some of the others for themselves.
+READ_BY_TORCH = (
+    THREADS, "MKL_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_JIT",
+    ALLOCATOR, *ALLOCATOR_OLDER,
+)  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
 # Prefixes of variables that change how ddpkit, torch and their libraries behave: `ddpkit env` lists these.
 REPORTED_VARIABLES = (

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from launching import clean_environment, seconds, wait_until
+from launching import clean_environment, launch, seconds, wait_until
 from launching import started as running
 
 from ddp_kit.launcher.warm import client, script
@@ -135,6 +135,7 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
         ("os.environ['MKL_NUM_THREADS'] = '2'\nos.environ['MKL_NUM_THREADS'] = n\nimport torch", "MKL_NUM_THREADS"),
         ("os.environ['PYTORCH_ALLOC_CONF'] = ''\nimport torch", "PYTORCH_ALLOC_CONF"),
         ("os.environ['A'] = os.environ['OMP_NUM_THREADS']\nimport torch", ""),
+        (f"os.environ['OMP_NUM_THREADS'] = '4'\nos.environ['A'] = {'+'.join(['b'] * 3000)}", ""),  # too deep for ast
     ],
 )
 def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
@@ -144,6 +145,93 @@ def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
     env = {"MKL_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), env, frozenset())
     assert (f"sets {name}," in found) if name else not found
+
+
+SETS = "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "setter"),
+    [
+        ({"train.py": "import settings\nimport torch", "settings.py": SETS}, "settings.py"),
+        ({"train.py": "import torch\nimport settings", "settings.py": SETS}, ""),
+        ({"train.py": "import settings", "settings.py": f"import torch\n{SETS}"}, ""),
+        ({"train.py": "import a, settings", "a.py": "from torch import nn", "settings.py": SETS}, ""),
+        ({"train.py": "import a, settings", "a.py": "def f():\n  import torch", "settings.py": SETS}, "settings.py"),
+        (
+            {"train.py": "import a", "a.py": "import b", "b.py": "import a, settings", "settings.py": SETS},
+            "settings.py",
+        ),
+        ({"train.py": "from mine.models import net", "mine/__init__.py": SETS}, "mine/__init__.py"),
+        ({"train.py": "from mine import net", "mine/__init__.py": "", "mine/net.py": SETS}, "net.py"),
+        (
+            {
+                "train.py": "try:\n  import mine.models.net\nexcept ImportError: pass",
+                "mine/models/net.py": "from .. import config",
+                "mine/config.py": SETS,
+            },
+            "config.py",
+        ),
+        ({"train.py": "def later():\n  import settings", "settings.py": SETS}, ""),
+        ({"train.py": "if TYPE_CHECKING:\n  import settings", "settings.py": SETS}, ""),
+        ({"train.py": "import settings", "settings.py": f"{SETS} ("}, ""),
+        ({"train.py": "import settings", "settings.py": "os.environ['MKL_NUM_THREADS'] = '2'"}, ""),
+        ({"train.py": "import json, numpy, missing, ddp_kit"}, ""),
+        ({"train.py": f"{SETS}import a0"} | {f"a{n}.py": f"import a{n + 1}" for n in range(400)}, "train.py"),
+    ],
+)
+def test_script_whose_modules_set_what_torch_reads_at_its_import_is_not_forked(
+    files: dict[str, str], setter: str, tmp_path: Path
+) -> None:
+    write_files(files, tmp_path)
+    found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), {"MKL_NUM_THREADS": "2"}, frozenset())
+    assert (
+        found.endswith(f"{setter} sets OMP_NUM_THREADS, which torch reads when it is imported") if setter else not found
+    )
+
+
+@pytest.mark.parametrize("main", ["__main__.py", "train/__main__.py", "train.py"])
+def test_packages_of_a_module_that_set_what_torch_reads_are_not_forked(
+    main: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files({"mine/__init__.py": SETS, f"mine/{main}": "import torch"}, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    program = a_program("mine" if main == "__main__.py" else "mine.train", module=True)
+    assert "mine/__init__.py sets OMP_NUM_THREADS" in script.reason_for_cold_start(program, {}, frozenset())
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+THREADS_SET = """\
+import os
+values = {"OMP_NUM_THREADS": "3"}
+os.environ.update(values)
+"""
+
+
+@pytest.mark.slow
+def test_variables_that_the_scan_cannot_see_are_reported_once(tmp_path: Path) -> None:
+    write_files(
+        {"settings.py": THREADS_SET, "train.py": "import settings, torch\nassert torch.get_num_threads() == 1"},
+        tmp_path,
+    )
+    done = launch("--nproc-per-node", 2, tmp_path / "train.py")
+    assert (done.returncode, done.stderr.count("the script set OMP_NUM_THREADS too late")) == (0, 1), done.stderr
+    assert "use --cold" in done.stderr
+
+
+@pytest.mark.slow
+def test_variables_that_a_module_sets_have_the_same_effect_warm_and_cold(tmp_path: Path) -> None:
+    program = "import settings, torch\nprint(torch.get_num_threads(), torch.distributed.get_debug_level().name)"
+    sets = SETS.replace("4", "2") + "os.environ['TORCH_DISTRIBUTED_DEBUG'] = 'DETAIL'"
+    write_files({"settings.py": sets, "train.py": program}, tmp_path)
+    warm, cold = (launch(*flags, tmp_path / "train.py") for flags in ((), ("--cold",)))
+    assert warm.stdout == cold.stdout == "2 DETAIL\n"
+    assert "starting cold: settings.py sets OMP_NUM_THREADS" in warm.stderr
 
 
 @pytest.fixture

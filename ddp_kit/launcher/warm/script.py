@@ -10,23 +10,32 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import takewhile
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES, NOTE_AT_START
+from ddp_kit.env import (
+    ALLOCATOR,
+    ALLOCATOR_OLDER,
+    IMPORT_TIME_VARIABLES,
+    LOCAL_RANK,
+    NOTE_AT_START,
+    READ_BY_TORCH,
+    THREADS,
+)
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.uncaught import folded_traceback, leave_note
 
 # --- Source scan ------------------------------------------------------------------------------------------------------
-# Which modules the script will import, and which variables it sets too late.
+# Which modules the script will import, and which variables it sets too late. The scan follows the user's own modules in
+# the order in which Python imports them, up to the first import of torch. It does not follow installed packages.
 
 
-_IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
 _SETTING = re.compile(
     r"environ(\['\w+'\] = ('[^'\\]*'$)?| \|= .*|\.update\(.*|\.setdefault\('\w+'(, '[^'\\]*'\))?)", re.MULTILINE
 )
@@ -34,6 +43,125 @@ _NAME_AND_LITERAL = re.compile(r"(\w+)(?:(?:'\] = |': |', |=)'([^'\\]*)'(?=[,)}]
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
 # Prefixes of the variables that the modules of `later_imports` read.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
+_INSTALLED = (os.path.dirname(os.__file__), "site-packages", "dist-packages")  # noqa: PTH120  # parts of paths
+_RUNS_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A statement that sets an environment variable which modules read when they are imported."""
+
+    file: str
+    name: str
+    is_default: bool
+    """Whether the statement uses `setdefault`."""
+    literal: str
+    """The value, if it is a literal; else empty."""
+
+    def changes(self, env: Mapping[str, str]) -> bool:
+        """Whether the statement may change the variable in this environment."""
+        value = env.get(self.name, env.get(ALLOCATOR) if self.name in ALLOCATOR_OLDER else None)
+        return not (self.is_default and self.name in env) and (not self.literal or self.literal != value)
+
+
+class _Scan:
+    """Scan of a program and of the modules that it imports from its own folder or from PYTHONPATH."""
+
+    def __init__(self, program: Program) -> None:
+        folder = Path.cwd() if program.module else Path(program.name).resolve().parent
+        own = [each for each in sys.path if each and not any(part in each for part in _INSTALLED)]
+        self._folders = list(dict.fromkeys([folder, *map(Path, own)]))
+        self._seen = {"ddp_kit"}
+        self.settings: list[_Setting] = []
+        with suppress(RecursionError, MemoryError):  # deeply nested code or imports: keep what has been found
+            self._scan(program)
+
+    def _scan(self, program: Program) -> None:
+        if not program.module:
+            self._scan_file(Path(program.name), "", is_main=True)
+        else:
+            main = program.name if self._file(f"{program.name}.__main__") is None else f"{program.name}.__main__"
+            package = main.rpartition(".")[0]
+            path = self._file(main)
+            if path is not None and not self._imports_torch(package):
+                self._scan_file(path, package, is_main=True)
+
+    def _file(self, module: str) -> Path | None:
+        """The file of one of the user's own modules; None for any other module."""
+        for folder in self._folders:
+            path = folder.joinpath(*module.split("."))
+            for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+                if file.is_file():
+                    return file
+        return None
+
+    def _imports_torch(self, module: str) -> bool:
+        """Scan a module and the packages that contain it. Return whether torch is imported at the end of that."""
+        if module.partition(".")[0] == "torch":
+            return True
+        parts = module.split(".")
+        for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            if not name or name in self._seen:
+                continue
+            self._seen.add(name)
+            file = self._file(name)
+            is_package = file is not None and file.name == "__init__.py"
+            if file is not None and self._scan_file(file, name if is_package else name.rpartition(".")[0]):
+                return True
+        return False
+
+    def _scan_file(self, path: Path, package: str, is_main: bool = False) -> bool:
+        """Collect the settings in a file up to the first import of torch. Return whether the file imports torch.
+
+        In the main file, settings of variables that later imports read are also collected after that.
+        """
+        text = _read(path)
+        try:
+            statements = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python reports the error when the script runs
+            return False
+        lines, read_later = text.splitlines(), _READ_LATER if is_main and _later_imports(text) else ()
+        has_torch = False
+        for statement in statements:
+            if any("environ" in line for line in lines[statement.lineno - 1 : statement.end_lineno]):
+                prefixes = read_later if has_torch else (*read_later, *IMPORT_TIME_VARIABLES)
+                self._add_settings(path, ast.unparse(statement), prefixes)  # in one style, without comments
+            if not has_torch:
+                modules = _modules(statement, package)
+                has_torch = any(self._imports_torch(module) for module in modules)
+                if not isinstance(statement, ast.Import | ast.ImportFrom):  # a condition may skip the import of torch
+                    has_torch = False
+                    for module in modules:
+                        self._imports_torch(module)
+            if has_torch and not read_later:
+                return True
+        return has_torch
+
+    def _add_settings(self, path: Path, statement: str, prefixes: tuple[str, ...]) -> None:
+        self.settings += [
+            _Setting(path.name if path.name != "__init__.py" else str(path), name, "setdefault" in setting[0], literal)
+            for setting in _SETTING.finditer(statement)
+            for name, literal in _NAME_AND_LITERAL.findall(setting[0])
+            if name.startswith(prefixes)
+        ]
+
+
+def _modules(statement: ast.stmt, package: str) -> Iterator[str]:
+    """The modules that a statement imports when it runs; for `from a import b`, also `a.b`, which may be a module."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level and package else []
+            if not node.level or above:
+                base = ".".join([*above, *filter(None, [node.module])])
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+        elif not isinstance(node, _RUNS_LATER) and not (
+            isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        ):
+            waiting += ast.iter_child_nodes(node)
 
 
 def later_imports(program: Program) -> tuple[str, ...]:
@@ -41,19 +169,18 @@ def later_imports(program: Program) -> tuple[str, ...]:
     return _later_imports(_text(program))
 
 
-def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """The name of an environment variable that the script changes after a preloaded module has read it; empty: none.
+def variable_set_too_late(program: Program, env: Mapping[str, str]) -> _Setting | None:
+    """The first statement that changes an environment variable after a preloaded module has read it, or None.
 
     Setting a variable to its current value does not count as a change. The variable for torch's allocator has
-    older names, which count as the same variable. `env`: the script's initial environment. Only the script itself is
-    checked, not the modules it imports.
+    older names, which count as the same variable. `env`: the script's initial environment.
     """
+    return next((setting for setting in _settings(program, _text(program)) if setting.changes(env)), None)
 
-    def changes(name: str, default: bool, literal: str) -> bool:
-        value = env.get(name, env.get(ALLOCATOR) if name in ALLOCATOR_OLDER else None)
-        return not (default and name in env) and (not literal or literal != value)
 
-    return next((setting[0] for setting in _sets(_text(program)) if changes(*setting)), "")
+@lru_cache(maxsize=1)
+def _settings(program: Program, _text: str) -> list[_Setting]:
+    return _Scan(program).settings
 
 
 def _text(program: Program) -> str:
@@ -62,6 +189,10 @@ def _text(program: Program) -> str:
     if program.module:
         path = Path(program.name.replace(".", "/"))
         path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    return _read(path)
+
+
+def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -72,29 +203,6 @@ def _later_imports(text: str) -> tuple[str, ...]:
     if "ddp_kit" in text and "Trainer" in text:
         return ("torch._dynamo", "ddp_kit.trainer.trainer")
     return ("torch._dynamo",) if _OPTIMIZER.search(text) else ()
-
-
-@lru_cache(maxsize=1)
-def _sets(text: str) -> list[tuple[str, bool, str]]:
-    """The environment variables that a script sets, among those that modules read when they are imported.
-
-    Returns, for each variable, the name, whether the script uses `setdefault`, and the value if it is a literal.
-    """
-    if "environ" not in text:
-        return []
-    try:
-        statements = list(map(ast.unparse, ast.parse(text).body))  # in one style, without comments
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python reports the error when the script runs
-        return []
-    too_late = _READ_LATER if _later_imports(text) else ()
-    before_torch = len(list(takewhile(lambda statement: not _IMPORTS_TORCH.match(statement), statements)))
-    return [
-        (name, "setdefault" in setting[0], literal)
-        for number, statement in enumerate(statements)
-        for setting in _SETTING.finditer(statement)
-        for name, literal in _NAME_AND_LITERAL.findall(setting[0])
-        if name.startswith(too_late) or (number < before_torch and name.startswith(IMPORT_TIME_VARIABLES))
-    ]
 
 
 # --- Run the script ---------------------------------------------------------------------------------------------------
@@ -113,9 +221,9 @@ def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: f
     """
     if not program.module and (not program.name.endswith(".py") or not Path(program.name).is_file()):
         return f"{program.name} is not a .py file"
-    name = variable_set_too_late(program, env)
-    if name:
-        return f"{program.name} sets {name}, which torch reads when it is imported"
+    setting = variable_set_too_late(program, env)
+    if setting is not None:
+        return f"{setting.file} sets {setting.name}, which torch reads when it is imported"
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if sys.flags.safe_path:
         return ""
@@ -153,6 +261,7 @@ def run_as_main(program: Program) -> None:
     finalises, and sets the exit code as for `python program`.
     """
     sys.orig_argv[:] = program.command_line
+    before = _read_by_torch()
     try:
         if program.module:
             _run_module(program)
@@ -165,6 +274,30 @@ def run_as_main(program: Program) -> None:
             _leave_note(error.with_traceback(_own_frames(error.__traceback__)))
         sys.excepthook = partial(_show, sys.excepthook)
         raise
+    finally:
+        with suppress(Exception):  # whatever state the script leaves behind
+            _report_ineffective_variables(before)
+
+
+def _read_by_torch() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_TORCH)}
+
+
+def _report_ineffective_variables(before: Mapping[str, str]) -> None:
+    """Print one line on each node about the variables that the script has set too late in a way that the scan missed.
+
+    `before`: the variables that torch reads when it is imported, before the script ran.
+    """
+    late = {name: value for name, value in _read_by_torch().items() if value != before.get(name)}
+    if late and os.environ.get(LOCAL_RANK) == "0":
+        threads = str(sys.modules["torch"].get_num_threads())
+        names = [name for name in sorted(late) if name != THREADS or late[name] != threads]
+        if names:
+            sys.stderr.write(
+                f"ddpkit: the script set {', '.join(names)} too late: torch was imported before this process was "
+                "forked. Set such variables before the launch, or use --cold if the script sets them before it imports "
+                "torch\n"
+            )
 
 
 def _run_script(program: Program) -> None:
