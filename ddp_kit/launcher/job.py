@@ -266,6 +266,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """Order to one node, which has just joined, to leave the job. The job continues without it."""
+
+    node: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Pause:
     """Announcement of a delay before the next round. Nodes only print the reason."""
 
@@ -279,7 +287,7 @@ class End:
     outcome: Outcome
 
 
-Order = Go | Stop | Pause | End
+Order = Go | Stop | Refuse | Pause | End
 
 
 @dataclass(frozen=True)
@@ -321,7 +329,7 @@ class _Round:
     done: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
-    ended_well: list[int] = field(default_factory=list)
+    ended_well: set[int] = field(default_factory=set)
     steps: list[Steps] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failing: bool = False
@@ -367,24 +375,25 @@ class Job:
         self._now = now
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
+        is_gathering = self._phase is _Phase.GATHERING
+        problem = self._mismatch(node)
+        if problem and not is_gathering:
+            return [Refuse(node.number, problem)]
         predecessor = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
-        if predecessor is not None and (self._phase is not _Phase.GATHERING or predecessor.host == node.host):
+        if predecessor is not None and (not is_gathering or predecessor.host == node.host):
             # A replacement joined before the loss of its predecessor was noticed.
             self._lose(predecessor.number, f"{predecessor.name} was replaced")
-            predecessor = None
-        if self._phase is _Phase.GATHERING and (problem := self._mismatch(node, predecessor)):
-            return self._end(Outcome(lost=problem, started=False))
+        elif predecessor is not None:
+            problem = f"two nodes were given node rank {node.rank}: {predecessor.name} and {node.name}"
         self._nodes[node.number] = node
         self._last_heartbeat[node.number] = now
         if node.rank is not None:
             self._by_rank[node.rank] = node.number
-        if self._phase is _Phase.GATHERING:
-            return self._gather()
-        return self._advance()
+        if problem:
+            return self._end(Outcome(lost=problem, started=False, usage=True))
+        return self._gather() if is_gathering else self._advance()
 
-    def _mismatch(self, node: Node, predecessor: Node | None) -> str:
-        if predecessor is not None:
-            return f"two nodes were given node rank {node.rank}: {predecessor.name} and {node.name}"
+    def _mismatch(self, node: Node) -> str:
         other = next(iter(self._nodes.values()), node)  # one is enough, because the nodes that have joined agree
         if other.nnodes != node.nnodes:
             return f"{other.name} was started with --nnodes {other.nnodes}, {node.name} with --nnodes {node.nnodes}"
@@ -413,7 +422,7 @@ class Job:
         elif report.round == self._round.number:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
-            self._round.ended_well += report.ended_well
+            self._round.ended_well.update(report.ended_well)  # a node that is done reports again when it is stopped
             self._round.steps += [report.steps] if report.steps is not None else []
             if report.node in self._round.present:
                 (self._round.done if report.state is State.DONE else self._round.down).add(report.node)

@@ -433,6 +433,8 @@ class Outcome:
     """Why the job could not start or continue, if the reason is not a failed worker."""
     started: bool = True
     """Whether any worker was started."""
+    usage: bool = False
+    """Whether the command lines of the nodes contradict each other, so that the same commands would fail again."""
     note: str = ""
     """Why there was no restart."""
     restarts: int = 0
@@ -488,6 +490,12 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
     if asks_for_another_run(outcome):
         return Verdict(
             ExitCode.REQUEUE, f"the job saved a checkpoint; start it again to continue (exit code {ExitCode.REQUEUE:d})"
+        )
+    if outcome.usage:
+        return Verdict(
+            ExitCode.USAGE,
+            f"the nodes of the job were started with different settings: {outcome.lost}\n"
+            "  hint: use the same --nnodes on all nodes, and a different --node-rank on each node",
         )
     if outcome.lost:
         code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED

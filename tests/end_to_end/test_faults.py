@@ -608,6 +608,19 @@ def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code:
         assert job.alive() == {}
 
 
+def test_nodes_with_different_numbers_of_nodes_end_with_a_usage_error(script: Script) -> None:
+    main, meet = script(MEETS), ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+    job = JobProcesses()
+    with (
+        started(*meet, "--nnodes", 2, "--node-rank", 0, main, job=job) as first,
+        started(*meet, "--nnodes", 3, "--node-rank", 1, main, job=job) as second,
+    ):
+        for launcher in (first, second):
+            _, errors = launcher.communicate()
+            assert launcher.returncode == 2, errors
+            assert re.search(r"was started with --nnodes 2, .* with --nnodes 3\n  hint: use the same --nnodes", errors)
+
+
 MEETS_UNTIL_TOLD = f"""\
 {MEETS}
 from pathlib import Path

@@ -16,6 +16,7 @@ from ddp_kit.launcher.job import (
     Node,
     Order,
     Pause,
+    Refuse,
     Report,
     State,
     Steps,
@@ -249,7 +250,25 @@ def test_of_nodes_whose_hosts_share_a_name_the_address_says_which_left() -> None
     ],
 )
 def test_nodes_that_do_not_fit_together_are_told_so(second: Node, problem: str) -> None:
-    assert the_end(job(TWO, node(0, rank=0), second)[1]).lost == problem
+    machine, orders = job(TWO, node(0, rank=0), second)
+    outcome = the_end(orders)
+    assert (outcome.lost, judge(outcome).exit_code) == (problem, ExitCode.USAGE)
+    assert machine.alive == (0, 1), "both nodes get the outcome"
+
+
+def test_node_with_another_number_of_nodes_is_refused_by_a_job_that_runs() -> None:
+    machine, _ = job(ELASTIC, node(0, rank=0), node(1, rank=1))
+    (order,) = machine.joined(node(2, rank=1, nnodes="3"), 1.0)
+    assert order == Refuse(2, "h0 was started with --nnodes 1, h2 with --nnodes 3")
+    assert machine.alive == (0, 1), "the node with the same rank is not replaced"
+
+
+def test_ranks_that_ended_early_are_listed_once() -> None:
+    machine, _ = job(TWO, node(0), node(1))
+    machine.reported(Report(0, 0, State.DONE, ended_well=(0, 1)), 1.0)
+    machine.reported(report(1, State.FAILED, failure(2, secondary=True)), 2.0)
+    outcome = the_end(machine.reported(Report(0, 0, State.STOPPED, ended_well=(0, 1)), 2.1))
+    assert judge(outcome).text.startswith("ranks 0, 1 ended early, with exit code 0")
 
 
 def test_an_error_at_the_imports_is_not_tried_again() -> None:

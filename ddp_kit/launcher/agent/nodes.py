@@ -33,7 +33,21 @@ from ddp_kit.launcher.agent.inbox import (
     waiting_for_name,
     waiting_for_nodes,
 )
-from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Pause, RankAssignment, Report, State, Steps, Stop
+from ddp_kit.launcher.job import (
+    End,
+    Go,
+    Job,
+    Limits,
+    Node,
+    Order,
+    Pause,
+    RankAssignment,
+    Refuse,
+    Report,
+    State,
+    Steps,
+    Stop,
+)
 from ddp_kit.launcher.rendezvous import Rendezvous, holder
 from ddp_kit.launcher.verdict import Failure, Outcome
 
@@ -217,6 +231,8 @@ class Coordinator:
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
+            elif isinstance(order, Refuse):
+                self._write({"refuse": order.node, "why": order.why})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):
@@ -557,7 +573,12 @@ class MultiNodeLink:
                 removed = self.number in order["lost"]
                 self._inbox.put(Disconnected(_REMOVED) if removed else End(Outcome(**_read(order["end"]))))
                 return
-            if "stop" in order:
+            if "refuse" in order:
+                if order["refuse"] == self.number:
+                    self._is_over = True
+                    self._inbox.put(End(Outcome(lost=order["why"], started=False, usage=True)))
+                    return
+            elif "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["may_save"]))
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
