@@ -588,6 +588,29 @@ sys.exit(75)
     assert "restart" not in run.stderr
 
 
+def test_a_launcher_that_is_killed_at_its_start_leaves_no_folder(script: Script, tmp_path: Path) -> None:
+    """The server is stopped, as if it were slow to import torch, until the launcher has come to its folder."""
+    temporary, job = tmp_path / "temporary", JobProcesses()
+    temporary.mkdir()
+
+    def server() -> list[psutil.Process]:
+        return list(filter(_is_server, psutil.Process(launcher.pid).children()))
+
+    def needs_folder() -> bool:
+        return any(temporary.glob("ddpkit-*")) or any("make_folder" in line for line in launching.stacks(launcher.pid))
+
+    with started(script(MEETS), job=job, TMPDIR=str(temporary)) as launcher:
+        wait_until(server, "a server")
+        (stopped,) = server()
+        suspend(stopped)
+        wait_until(needs_folder, "at its folder")
+        launcher.kill()
+        with suppress(psutil.NoSuchProcess):
+            stopped.resume()
+        wait_until(lambda: not job.alive(), "gone")
+        assert not list(temporary.glob("ddpkit-*"))
+
+
 # Several nodes ---------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -193,10 +194,12 @@ def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage
         print_message(f"logs in {folder}")
         yield folder
     else:
-        with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
-            if warm is not None:
-                warm.remove_at_end(folder)
+        made = warm.make_folder(RUN_FOLDER_PREFIX) if warm is not None else ""
+        folder = made or tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
+        try:
             yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_verdict(record: dict[str, Any], path: Path, print_message: PrintMessage) -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,10 +19,11 @@ from ddp_kit.launcher.warm.messages import (
     Clear,
     ClosedError,
     Ended,
+    FolderMade,
     Kill,
+    MakeFolder,
     Message,
     Program,
-    RemoveAtEnd,
     Start,
     Started,
 )
@@ -78,6 +80,7 @@ class WarmServer:
         self._channel = Channel(ours)
         self._workers: dict[int, Process] = {}
         self._count = 0
+        self._folder: str | None = None  # the answer to `MakeFolder`
         self._has_started = False
         self._print_message = print_message
         self._last_check = time.monotonic()
@@ -129,9 +132,16 @@ class WarmServer:
         """
         self._send(Clear(succeeded))
 
-    def remove_at_end(self, folder: str) -> None:
-        """Ask the server to remove a folder after this process has ended."""
-        self._send(RemoveAtEnd(folder))
+    def make_folder(self, prefix: str) -> str:
+        """Let the server create a temporary folder, which it removes after this process has ended. Return its path.
+
+        The path is empty if the server cannot create the folder.
+        """
+        self._folder = None
+        self._send(MakeFolder(tempfile.gettempdir(), prefix))
+        while self._folder is None and not self.gone:
+            self.pump(None)
+        return self._folder or ""
 
     def pump(self, timeout: float | None = 0) -> None:
         """Process the server's messages. If there are none, wait up to `timeout` seconds (at most 5 s) for one."""
@@ -145,6 +155,8 @@ class WarmServer:
                     worker = self._workers[message.number]
                     worker.pid, worker.cold, worker.error = message.pid, message.cold, message.error
                     worker.answered = self._has_started = True
+                elif isinstance(message, FolderMade):
+                    self._folder = message.path
                 elif isinstance(message, Ended):
                     worker = self._workers.pop(message.number)
                     worker.returncode, worker.ended_at = message.returncode, time.monotonic()

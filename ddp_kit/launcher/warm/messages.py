@@ -73,10 +73,21 @@ class Clear:
 
 
 @dataclass(frozen=True)
-class RemoveAtEnd:
-    """Launcher to server: remove a folder after the launcher has ended."""
+class MakeFolder:
+    """Launcher to server: create a temporary folder, and remove it after the launcher has ended.
 
-    folder: str
+    The server creates the folder, so that it is also removed if the launcher is killed at that moment.
+    """
+
+    parent: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class FolderMade:
+    """Server to launcher: the path of the new folder; empty: it could not be created."""
+
+    path: str
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,10 @@ class Ended:
     """The worker's exit code; -N if signal N killed the worker."""
 
 
-Message = Start | Kill | Clear | RemoveAtEnd | Started | Ended
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Start, Kill, Clear, RemoveAtEnd, Started, Ended)}
+Message = Start | Kill | Clear | MakeFolder | FolderMade | Started | Ended
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Start, Kill, Clear, MakeFolder, FolderMade, Started, Ended)
+}
 
 
 class ClosedError(Exception):

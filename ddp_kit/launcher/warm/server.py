@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections import deque
 from contextlib import suppress
 from importlib import import_module
@@ -33,10 +34,11 @@ from ddp_kit.launcher.warm.messages import (
     Clear,
     ClosedError,
     Ended,
+    FolderMade,
     Kill,
+    MakeFolder,
     Message,
     Program,
-    RemoveAtEnd,
     Start,
     Started,
 )
@@ -259,9 +261,16 @@ class _Server:
             return self._start(message)
         if isinstance(message, Clear):
             self._clear(message.succeeded)
-        elif isinstance(message, RemoveAtEnd):
-            self._folders.append(message.folder)
+        elif isinstance(message, MakeFolder):
+            self._make_folder(message)
         return None
+
+    def _make_folder(self, message: MakeFolder) -> None:
+        folder = ""
+        with suppress(OSError):
+            folder = tempfile.mkdtemp(prefix=message.prefix, dir=message.parent)
+            self._folders.append(folder)
+        self._send(FolderMade(folder))
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
