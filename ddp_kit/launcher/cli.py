@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
     parser.add_argument(_COMPLETION, metavar="SHELL", help="print the completion script for bash, zsh, fish or tcsh")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands listed below")
     argv = sys.argv[1:] if argv is None else list(argv)
+    _StoppedError.first = None
     # These handlers are used until the agent installs its own. They raise, so that cleanup code runs. An inherited
     # SIG_IGN is respected for SIGHUP, which nohup ignores, but not for SIGINT and SIGQUIT: a shell script ignores both
     # for the commands that it starts in the background, but Ctrl-C is meant for these commands too.
@@ -85,10 +86,14 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     try:
-        if argv and argv[0].partition("=")[0] == _COMPLETION:
-            return completion(argv)
-        command = parser.parse_args(argv[:1]).command  # the command parses the rest
-        return launch(argv[1:], warm) if command == "launch" else _command(command)(argv[1:])
+        try:
+            _StoppedError.may_be_raised = True
+            if argv and argv[0].partition("=")[0] == _COMPLETION:
+                return completion(argv)
+            command = parser.parse_args(argv[:1]).command  # the command parses the rest
+            return launch(argv[1:], warm) if command == "launch" else _command(command)(argv[1:])
+        finally:
+            _StoppedError.may_be_raised = False
     except _StoppedError as stopped:
         _print_message(f"stopped by {stopped.by.name}")
         return ExitCode.of_signal(stopped.by)
@@ -128,8 +133,8 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         import_agent()
         from ddp_kit.launcher import agent
 
-        if _StoppedError.latest is not None:
-            raise _StoppedError.latest
+        if _StoppedError.first is not None:
+            raise _StoppedError.first
         from ddp_kit.launcher import dry_run, plan, spec, verdict
         from ddp_kit.launcher.clusters import recognition
         from ddp_kit.launcher.devices import cpus, gpus, reservations
@@ -327,10 +332,15 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 class _StoppedError(BaseException):
-    """Raised when a stop signal arrives before the job is running."""
+    """Raised when a stop signal arrives before the job is running.
 
-    latest: "_StoppedError | None" = None
-    """The latest instance. It is stored because torch ignores any exception that is raised while it imports NumPy."""
+    It is raised once, and only where `main` catches it. Anywhere else, it would start a normal interpreter shutdown,
+    which can abort in one of torch's threads.
+    """
+
+    first: "_StoppedError | None" = None
+    """The first instance. It is stored because torch ignores any exception that is raised while it imports NumPy."""
+    may_be_raised = False
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by)
@@ -338,9 +348,12 @@ class _StoppedError(BaseException):
 
     @classmethod
     def handler(cls, number: int, _frame: FrameType | None) -> None:
-        """Store the exception in `latest` and raise it."""
-        cls.latest = cls(signal.Signals(number))
-        raise cls.latest
+        """Raise the exception for the first signal. The second one ends the process: the warm server cleans up."""
+        if cls.first is not None:
+            os._exit(ExitCode.of_signal(cls.first.by))
+        cls.first = cls(signal.Signals(number))
+        if cls.may_be_raised:
+            raise cls.first
 
 
 def _report(error: DdpKitError, code: ExitCode) -> int:

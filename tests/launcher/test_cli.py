@@ -246,3 +246,25 @@ def test_a_host_name_that_does_not_resolve_is_no_obstacle_on_one_node(
     ddpkit: Command, script: Callable[[str], Path]
 ) -> None:
     assert "127.0.0.1" in ddpkit("launch", script("import os; print(os.environ['MASTER_ADDR'])")).stdout
+
+
+STOPPED_TWICE = """\
+import os, signal, sys
+from ddp_kit.launcher import cli
+
+class Interrupts:
+    def write(self, text):
+        os.write(2, text.encode())
+        os.kill(os.getpid(), signal.SIGINT)
+    def flush(self):
+        pass
+
+cli.COMMANDS["devices"] = lambda argv: os.kill(os.getpid(), signal.SIGTERM)
+sys.stderr = Interrupts()
+cli.entry(["devices"])
+"""
+
+
+def test_second_signal_while_the_first_is_reported_ends_the_launcher_with_the_code_of_the_first() -> None:
+    done = run(sys.executable, "-c", STOPPED_TWICE)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "ddpkit: stopped by SIGTERM\n")
