@@ -130,12 +130,15 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
     if warm is None and sys.platform == "linux":
         warm = WarmServer(argv, server_env, _may_start_warm(argv), _print_message)
     try:
+        from ddp_kit.launcher import spec
+
+        spec.check_flags(argv, _torch_version)
         import_agent()
         from ddp_kit.launcher import agent
 
         if _StoppedError.first is not None:
             raise _StoppedError.first
-        from ddp_kit.launcher import dry_run, plan, spec, verdict
+        from ddp_kit.launcher import dry_run, plan, verdict
         from ddp_kit.launcher.clusters import recognition
         from ddp_kit.launcher.devices import cpus, gpus, reservations
 
@@ -251,6 +254,13 @@ def completion(argv: Sequence[str]) -> int:
     from ddp_kit.launcher.commands.completion import run
 
     return run(argv, agent.torchrun_parser(), _print_text)
+
+
+def _torch_version() -> str:
+    """The version of the installed torch, without an import of torch."""
+    from importlib.metadata import version  # takes 50 ms
+
+    return version("torch")
 
 
 def _open_standard_streams() -> None:

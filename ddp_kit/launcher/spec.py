@@ -2,11 +2,12 @@
 
 import argparse
 import math
+import re
 import shlex
 import shutil
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,8 @@ _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
 One default differs from torchrun: without --gpus and --nproc-per-node, ddpkit starts one process per
 visible GPU, or a single process on a machine without GPUs."""
+
+_USAGE = "ddpkit launch [flags] script.py [script arguments]"
 
 _EXAMPLES = f"""\
 examples:
@@ -129,17 +132,70 @@ def parse(argv: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[s
     )
 
 
+# --- Flags of torchrun as data ----------------------------------------------------------------------------------------
+# A misspelt flag is refused at once: torch's own parser can only be asked after an import of torch. A test holds these
+# names equal to those of the installed torch.
+
+
+NEWEST_TORCH = (2, 15)
+"""The newest torch whose flags are listed here. With a later one, its own parser decides about unknown flags."""
+FLAGS_WITH_VALUE = (
+    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
+    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
+    "log-line-prefix-template", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
+    "shutdown-timeout", "print-completion",
+)  # fmt: skip
+FLAGS_WITHOUT_VALUE = ("help", "standalone", "module", "no-python", "run-path", "virtual-local-rank")
+SHORT_FLAGS = {"help": "-h", "redirects": "-r", "tee": "-t", "module": "-m"}
+
+
+def check_flags(argv: Sequence[str], torch_version: Callable[[], str]) -> None:
+    """Raise `UsageError` if `argv` has a flag that neither torchrun nor ddpkit has, or that lacks its value.
+
+    `torch_version`: a function that returns the version of the installed torch; called only for an unknown flag.
+    """
+    known = _add_own_flags(Parser(prog="ddpkit launch", usage=_USAGE, add_help=False))
+    for name in (*FLAGS_WITH_VALUE, *FLAGS_WITHOUT_VALUE):
+        spellings = dict.fromkeys((SHORT_FLAGS.get(name, f"--{name}"), f"--{name}", f"--{name.replace('-', '_')}"))
+        known.add_argument(*spellings, action="store_true" if name in FLAGS_WITHOUT_VALUE else "store")
+    own, _, _ = _split(argv, known)
+    found, unknown = known.parse_known_args([_written_out(word, known) for word in own])
+    if unknown and not found.help:
+        major, minor = re.findall(r"\d+", f"{torch_version()}.0.0")[:2]
+        if (int(major), int(minor)) <= NEWEST_TORCH:
+            raise _unknown_flag(unknown[0], known)
+
+
+# --- Parser -----------------------------------------------------------------------------------------------------------
+
+
 def parser(torchrun: argparse.ArgumentParser) -> Parser:
     """The flags of `ddpkit launch`: torchrun's and ddpkit's own."""
     flags = Parser(
         prog="ddpkit launch",
-        usage="ddpkit launch [flags] script.py [script arguments]",
+        usage=_USAGE,
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[torchrun],
         add_help=False,  # torchrun's parser has -h
     )
+    _add_own_flags(flags)
+    for action in flags.actions:  # name the positional arguments as in the usage line
+        action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
+            action.dest, action.metavar
+        )
+        if action.dest == "max_restarts":
+            action.help = _MAX_RESTARTS
+        if action.dest == "shutdown_timeout":
+            action.help = _SHUTDOWN_TIMEOUT
+        if action.dest == "log_line_prefix_template":
+            action.help = _PREFIX_TEMPLATE
+    return flags
+
+
+def _add_own_flags(flags: Parser) -> Parser:
     ours = flags.add_argument_group("ddpkit's own flags")
     ours.add_argument(
         "--gpus",
@@ -170,16 +226,6 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
         action="store_true",
         help="print what would run, where and in which environment, without starting anything",
     )
-    for action in flags.actions:  # name the positional arguments as in the usage line
-        action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
-            action.dest, action.metavar
-        )
-        if action.dest == "max_restarts":
-            action.help = _MAX_RESTARTS
-        if action.dest == "shutdown_timeout":
-            action.help = _SHUTDOWN_TIMEOUT
-        if action.dest == "log_line_prefix_template":
-            action.help = _PREFIX_TEMPLATE
     return flags
 
 

@@ -268,3 +268,18 @@ cli.entry(["devices"])
 def test_second_signal_while_the_first_is_reported_ends_the_launcher_with_the_code_of_the_first() -> None:
     done = run(sys.executable, "-c", STOPPED_TWICE)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "ddpkit: stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nnodez", "2"], "there is no flag '--nnodez'\n  hint: did you mean --nnodes?"),
+        (["--gpus=2", "--nproc", "2", "-x"], "there is no flag '-x'"),
+        (["--nnodes"], "argument --nnodes: expected one argument"),
+    ],
+)
+def test_misspelt_flag_is_refused_without_an_import_of_torch(flags: list[str], said: str) -> None:
+    code = "import sys; from ddp_kit.launcher import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    done = run(sys.executable, "-c", code, "launch", *flags, *([] if flags[-1] == "--nnodes" else ["train.py"]))
+    assert done.stdout == "2 False\n"
+    assert said in done.stderr
