@@ -257,6 +257,11 @@ CAUSES = (
         "a DataLoader worker died: run again with data.num_workers=0 to see its error; if there is no error, the "
         "worker may have been killed because memory ran out (check `dmesg -T | grep -i oom`)",
     ),
+    Cause(
+        r"EOFError: EOF when reading a line|\bBdbQuit\b",
+        "the process has read standard input, which has no content: with ddp_kit.launch, pass the values to the "
+        "function as arguments, and call the function without launch to debug it",
+    ),
     Cause(r"WorkNCCL\(.*OpType=(?P<operation>\w+).*", "in {operation}, " + _TIMEOUT),
     Cause(
         r"[Ww]atchdog caught collective operation timeout|Timed out waiting \d+ ?ms for (recv|send)|"

@@ -1,5 +1,6 @@
 """`ddp_kit.launch`: functions of a script on several processes, and what cannot be launched."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from launching import seconds, started
 from torch import Tensor
 
 from ddp_kit import LaunchError, UsageError, function_launch, function_worker, launch
@@ -76,6 +78,31 @@ def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any], sc
     assert "rank 1 failed first: exit code 1" in done.stderr
     assert "OwnError: no good" in done.stderr
     assert done.stderr.count("Traceback") == 0, "the caller shows it, if at all"
+
+
+READS_STDIN = """
+import os, sys
+from ddp_kit import launch
+
+def reads():
+    assert sys.stdin.read() == "" and os.read(0, 1) == b""
+    return input("name? ")
+
+try:
+    launch(reads, processes=2)
+except EOFError as error:
+    print("EOFError", error)
+print("still there:", sys.stdin.readline())
+"""
+
+
+@pytest.mark.slow
+def test_function_that_reads_standard_input_finds_it_empty(script: Callable[..., Path]) -> None:
+    with started(sys.executable, script(READS_STDIN), stdin=subprocess.PIPE) as caller:
+        assert caller.stdin is not None
+        output, errors = caller.communicate("of the caller\n", timeout=seconds(120))
+    assert output.endswith("EOFError EOF when reading a line\nstill there: of the caller\n\n"), (output, errors)
+    assert "pass the values to the function as arguments" in errors
 
 
 @pytest.mark.parametrize(

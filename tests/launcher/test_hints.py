@@ -77,6 +77,8 @@ def little(kind: int, amount: int) -> Callable[[], None]:
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "dmesg"),
         (LOADER.format(item="os.kill(os.getpid(), signal.SIGKILL)"), "data.num_workers=0"),
         (LOADER.format(item="os._exit(1)"), "data.num_workers=0"),
+        ("import os, sys\nsys.stdin = open(os.devnull)\ninput()", "which has no content"),
+        ("import os, sys\nsys.stdin = open(os.devnull)\nbreakpoint()\nsys.exit(1)", "which has no content"),
         ("raise ValueError('something else')", ""),
         ("import sys\nsys.exit(3)", ""),
     ],
