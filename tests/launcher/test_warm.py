@@ -137,6 +137,7 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
         ("os.environ['MKL_NUM_THREADS'] = '2'\nos.environ['MKL_NUM_THREADS'] = n\nimport torch", "MKL_NUM_THREADS"),
         ("os.environ['PYTORCH_ALLOC_CONF'] = ''\nimport torch", "PYTORCH_ALLOC_CONF"),
         ("os.environ['A'] = os.environ['OMP_NUM_THREADS']\nimport torch", ""),
+        (f"os.environ['OMP_NUM_THREADS'] = '4'\nos.environ['A'] = {'+'.join(['b'] * 3000)}", ""),  # too deep for ast
     ],
 )
 def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
@@ -178,6 +179,7 @@ SETS = "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n"
         ({"train.py": "import settings", "settings.py": f"{SETS} ("}, ""),
         ({"train.py": "import settings", "settings.py": "os.environ['MKL_NUM_THREADS'] = '2'"}, ""),
         ({"train.py": "import json, numpy, missing, ddp_kit"}, ""),
+        ({"train.py": f"{SETS}import a0"} | {f"a{n}.py": f"import a{n + 1}" for n in range(400)}, "train.py"),
     ],
 )
 def test_script_whose_modules_set_what_torch_reads_at_its_import_is_not_forked(

@@ -73,6 +73,10 @@ class _Scan:
         self._folders = list(dict.fromkeys([folder, *map(Path, own)]))
         self._seen = {"ddp_kit"}
         self.settings: list[_Setting] = []
+        with suppress(RecursionError, MemoryError):  # deeply nested code or imports: keep what has been found
+            self._scan(program)
+
+    def _scan(self, program: Program) -> None:
         if not program.module:
             self._scan_file(Path(program.name), "", is_main=True)
         else:
