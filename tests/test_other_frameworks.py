@@ -199,6 +199,8 @@ def check(code: str) -> None:
         assert called is tree
     elif name.startswith("trainer."):
         attribute(name.removeprefix("trainer."), trainer())
+    elif name.startswith("Callback."):
+        attribute(name.removeprefix("Callback."), ddp_kit.Callback)
     elif name.startswith("torch."):
         attribute(name.removeprefix("torch."), torch)
     elif name == "Trainer" and isinstance(tree, ast.Call):

@@ -180,7 +180,7 @@ def test_left_out_samples_are_not_transformed_on_the_device() -> None:
     config = DataConfig(seed_samples=True)
     data = WithoutOdd(*(torch.full((1,), float(number)) for number in range(6)))
     loader = build_loader(data, Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
-    (batch,) = on_device(loader, CPU, None, 0, DeviceTransform(lambda batch: batch + 1, 0, 0, 0, 0))
+    (batch,) = on_device(loader, CPU, None, 0, DeviceTransform(lambda batch: batch + 1, ALONE, 0, 0, 0, 0))
     assert unpacked(3, batch) == (2, pytest.approx(torch.tensor([[1.0], [3.0]])))
 
 

@@ -278,7 +278,7 @@ def test_one_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path: Path, sa
 def test_a_full_disk_is_waited_out_but_the_end_has_to_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
-    free = iter([1 << 30, 0, 0])
+    free = iter([1 << 30, 0, 0, 0, 0])  # a save that is refused asks twice: before it, and for the message
     monkeypatch.setattr(System, "free", lambda self, folder: next(free, 1 << 30))
     trainer_for(tmp_path, max_steps=7, checkpoint={"every_steps": 2}).fit(data())
     assert steps(tmp_path) == [7, 2]
