@@ -440,7 +440,7 @@ class DividedTrainBatches(UserTrainBatches):
     def __init__(self, own: Iterable[Any], rank: int, plan: BatchPlan, *, seed: int, epoch: int = 0) -> None:
         self._plan, self._own_rank = plan, rank
         super().__init__(own, 0, 1, 1, drop_last=False, seed=seed, epoch=epoch)
-        self.division = f"a step = a batch of {type(own).__name__}, divided among {plan.world_size} ranks"
+        self.division = f"a step = a batch of {type(own).__name__}"
 
     def max_passes(self, step: int) -> int:
         return len(self._plan.micro_batches(0, self.samples(step)))

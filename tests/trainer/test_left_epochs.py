@@ -44,7 +44,7 @@ def trainer_for(folder: Path, **settings: Any) -> Trainer:
     )
 
 
-def left(folder: Path, data: Any, steps: int = 3, **settings: Any) -> None:
+def left(folder: Path, data: Any, /, steps: int = 3, **settings: Any) -> None:
     trainer = trainer_for(folder, **settings)
     for step in trainer.steps(data):
         if step.number == steps:
@@ -167,6 +167,21 @@ def test_a_sampler_s_own_generator_draws_the_same_in_a_run_that_continues(
     assert first.taken[:60] + second.taken[-20:] == whole.taken
     assert sorted(whole.taken) == sorted([*range(40)] * 2)
     assert whole.taken[:40] != whole.taken[40:]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_in_the_configuration_draws_the_same_in_a_run_that_resumes(tmp_path: Path, batched: bool) -> None:
+    def settings() -> dict[str, Any]:
+        sampler = Drawn(random.Random(1))
+        own = {"batch_sampler": Own(sampler, 10, False)} if batched else {"sampler": sampler}
+        return {"epochs": 2, "global_batch_size": None if batched else 10, "data": own | {"compare_items": 0}}
+
+    whole, first, second = Numbers(40), Numbers(40), Numbers(40)
+    trainer_for(tmp_path / "whole", **settings()).fit(whole)
+    left(tmp_path / "left", first, steps=6, **settings())
+    trainer_for(tmp_path / "left", **settings()).fit(second)
+    assert first.taken[:60] + second.taken[-20:] == whole.taken
+    assert sorted(whole.taken) == sorted([*range(40)] * 2)
 
 
 def test_a_sampler_that_draws_otherwise_in_a_run_that_continues_is_refused(tmp_path: Path) -> None:
