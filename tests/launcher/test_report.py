@@ -427,6 +427,7 @@ RECORDED: dict[str, list[dict[str, Any]]] = {
         begin(config={"profile": {"steps": [2, 3], "dir": "traces"}}, planned_memory=GIB, environment={"A": "1"}),
         ADVICE,
         end(exit_code=1, text="rank 1 failed", stacks={"1": "Thread 0"}, step=500),
+        {"event": "stop", "attempt": "job.0", "time": START + 900, "step": 500},
         begin("job.1", step=400, time=START + 2000),
         {**DONE, "attempt": "job.1"},
         end("job.1", step=900),
