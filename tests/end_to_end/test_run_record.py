@@ -1,12 +1,14 @@
 """The record of a run: what a job with a restart leaves in its checkpoint folder, or in its log folder."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, launch, run
+from launching import DDPKIT, clean_environment, launch, run, seconds
 
 TRAIN = """
 import os, sys, time
@@ -75,3 +77,36 @@ def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(
     (folder,) = tmp_path.glob("logs/*/record")
     assert [each["event"] for each in _lines(folder / "attempts.jsonl")].count("end") == 2
     assert not list(tmp_path.glob("**/ddpkit-record")), "the launcher's note is removed"
+
+
+@pytest.mark.slow
+def test_names_that_are_not_utf8_can_be_trained_reported_and_submitted(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from ddp_kit import Trainer, TrainerConfig\n"
+        "config = TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={'dir': sys.argv[1]})\n"
+        "optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)\n"
+        "loss = lambda model, batch: model(batch).square().mean()\n"
+        "Trainer(torch.nn.Linear(1, 1), optimizer, loss, config).fit([torch.ones(1)] * 16)\n"
+    )
+    run, page = folder / "run", folder / "report.html"
+    commands: list[list[object]] = [
+        ["launch", "--nproc-per-node", "2", script, run],
+        ["report", run, "--out", page],
+        ["submit", "--on", "slurm", "--nodes", "2", "--gpus", "1", "--dry-run", script, run],
+    ]
+    for command in commands:
+        done = subprocess.run(
+            [DDPKIT, *map(str, command)],
+            capture_output=True,
+            check=False,
+            env=clean_environment({"A_VARIABLE": "caf\udce9"}),
+            timeout=seconds(120),
+        )
+        assert done.returncode == 0, done.stderr
+    assert page.stat().st_size > 10_000
+    assert b"caf\xe9/run" in done.stdout
+    assert b"udce9" not in done.stdout

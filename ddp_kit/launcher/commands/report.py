@@ -54,7 +54,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     try:
         _check(args.out)
         profiles = {each.name: profiles_of(each) for each in runs}
-        args.out.write_text(page(runs, profiles), encoding="utf-8")
+        args.out.write_text(page(runs, profiles), encoding="utf-8", errors="replace")  # names may be any bytes
         pictures = [] if args.images is None else write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
