@@ -274,7 +274,7 @@ def noted_record_folder() -> Path | None:
     """The path of the run's record, read from a file in the folder of this attempt; None: no path is known."""
     folder = attempt_folder()
     with suppress(OSError):
-        noted = "" if folder is None else (folder / RECORD_NOTE).read_text()
+        noted = "" if folder is None else os.fsdecode((folder / RECORD_NOTE).read_bytes())
         return Path(noted) if noted else None
     return None
 
@@ -284,7 +284,7 @@ def note_record_folder(path: Path) -> None:
     folder = attempt_folder()
     if folder is not None and (folder / RECORD_NOTE).exists():
         with suppress(OSError):
-            (folder / RECORD_NOTE).write_text(str(path))
+            (folder / RECORD_NOTE).write_bytes(os.fsencode(path))
 
 
 def reported_variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -611,7 +611,7 @@ class Checkpoints:
             state = load(path, device=self._device_of, wanted=self._piece_of)
         except CheckpointError as error:
             problem = error.message
-        problems = gathered_bytes(problem.encode(), self._world)
+        problems = gathered_bytes(problem.encode(errors="backslashreplace"), self._world)
         bad = [rank for rank, text in enumerate(problems) if text]
         if bad:
             logger.warning(

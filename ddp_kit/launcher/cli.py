@@ -313,7 +313,9 @@ def _print_exactly(text: str) -> None:
     """Print text that a shell or an engine will read, such as a job file."""
     with suppress(OSError, ValueError, AttributeError):
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
+            # The bytes of names and arguments that are not UTF-8 are printed as they are.
+            utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+            sys.stdout.reconfigure(errors="surrogateescape" if utf8 else "backslashreplace")
         sys.stdout.write(f"{text}\n")
 
 

@@ -123,7 +123,7 @@ class RecordKeeper:
         """
         with suppress(OSError):
             self._note.touch(mode=0o600)
-            self._note.write_text("" if self._kept is None else str(self._kept))
+            self._note.write_bytes(b"" if self._kept is None else os.fsencode(self._kept))
         self._thread.start()
 
     def stop(self) -> None:
@@ -143,7 +143,7 @@ class RecordKeeper:
     def _find(self) -> None:
         """Look up the record's folder, which exists once a Trainer has begun to train."""
         with suppress(OSError):
-            text = self._note.read_text()
+            text = os.fsdecode(self._note.read_bytes())
             if text and Path(text).is_dir():
                 self._folder = Path(text)
 

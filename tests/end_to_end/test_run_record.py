@@ -1,13 +1,15 @@
 """The record of a run: what a job with a restart leaves in its checkpoint folder, or in its log folder."""
 
 import json
+import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, launch, run, seconds, started, wait_until
+from launching import DDPKIT, clean_environment, launch, run, seconds, started, wait_until
 
 TRAIN = """
 import os, sys, time
@@ -119,3 +121,36 @@ def test_a_second_job_that_is_refused_leaves_the_record_of_the_first_alone(
     assert 7 <= stopped_at < 10
     told = run(DDPKIT, "report", "run", cwd=tmp_path)
     assert f"exit code 75, {stopped_at} of 20 steps in " in told.stdout, "the last row is of step 5"
+
+
+@pytest.mark.slow
+def test_names_that_are_not_utf8_can_be_trained_reported_and_submitted(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from ddp_kit import Trainer, TrainerConfig\n"
+        "config = TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={'dir': sys.argv[1]})\n"
+        "optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)\n"
+        "loss = lambda model, batch: model(batch).square().mean()\n"
+        "Trainer(torch.nn.Linear(1, 1), optimizer, loss, config).fit([torch.ones(1)] * 16)\n"
+    )
+    run, page = folder / "run", folder / "report.html"
+    commands: list[list[object]] = [
+        ["launch", "--nproc-per-node", "2", script, run],
+        ["report", run, "--out", page],
+        ["submit", "--on", "slurm", "--nodes", "2", "--gpus", "1", "--dry-run", script, run],
+    ]
+    for command in commands:
+        done = subprocess.run(
+            [DDPKIT, *map(str, command)],
+            capture_output=True,
+            check=False,
+            env=clean_environment({"A_VARIABLE": "caf\udce9"}),
+            timeout=seconds(120),
+        )
+        assert done.returncode == 0, done.stderr
+    assert page.stat().st_size > 10_000
+    assert b"caf\xe9/run" in done.stdout
+    assert b"udce9" not in done.stdout

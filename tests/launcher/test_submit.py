@@ -92,6 +92,7 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (["--on", "slurm", "--nodes", "2", "--gpus", ":8", "train.py"], "neither a number of GPUs nor TYPE:NUMBER"),
         (["--on", "kubernetes", "--nodes", "2", "train.py"], "--image is not given"),
         (["--on", "jobset", "--nodes", "2", "--image", "x", "--name", "My_Run", "train.py"], "use --name my-run"),
+        (["--on", "kubernetes", "--nodes", "2", "--image", "x", "train.py", "caf\udce9"], "is not valid UTF-8"),
     ],
 )
 def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) -> None:

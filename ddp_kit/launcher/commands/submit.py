@@ -61,6 +61,11 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     request = _request(flags, launch, words)
     _check(name, engine, request)
     text = engine.job_file(request)
+    if engine.suffix == ".yaml" and any("\udc80" <= letter <= "\udcff" for letter in text):
+        raise UsageError(
+            f"a name or an argument of the job is not valid UTF-8, and a job file for {name} is written in UTF-8",
+            "rename the script, its folder or the file that an argument names, using only valid UTF-8",
+        )
     if dry_run:
         print_text(text.rstrip("\n"))
         return 0
@@ -251,5 +256,5 @@ def _submit(name: str, engine: Engine, request: Request, text: str, write: Calla
         return engine.run(request, write)
     with tempfile.TemporaryDirectory(prefix="ddpkit-submit-") as folder:
         path = Path(folder) / f"job{engine.suffix}"  # without the name, which may contain slashes
-        path.write_text(text)
+        path.write_bytes(os.fsencode(text))
         return subprocess.run(engine.submission(request, str(path)), check=False).returncode
