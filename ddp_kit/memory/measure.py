@@ -264,13 +264,13 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 
 
 def state_to_come(optimizer: Optimizer) -> int:
-    """Bytes of the state that a torch.optim optimizer will allocate; 0 for other optimizers.
+    """Bytes of the state that a torch.optim optimizer will allocate; 0 for other optimizers, and for LBFGS.
 
     Measured in a step of a small optimizer of the same class on the CPU, which is fast enough to do at every start.
     """
     kind: Any = type(optimizer)
-    if not kind.__module__.startswith("torch.optim"):
-        return 0
+    if not kind.__module__.startswith("torch.optim") or issubclass(kind, torch.optim.LBFGS):
+        return 0  # a short run never fills the history of LBFGS
     total = 0
     for group in optimizer.param_groups:
         trained = [each for each in group["params"] if each.requires_grad]

@@ -120,6 +120,15 @@ def test_plan_of_several_updates_copies_each_optimizer_without_its_state() -> No
     assert not any(map(is_fake, updates[0].optimizer.param_groups[0]["params"]))
 
 
+def test_state_of_lbfgs_is_planned_but_not_certain_at_the_start() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=10)
+    planner = Trainer(model, optimizer, squares, TrainerConfig(global_batch_size=16, max_steps=2))
+    assert planner.plan(data()).optimizer_state == 4 * 4 * 22
+    assert measure.state_to_come(optimizer) == 0
+    assert measure.state_to_come(torch.optim.Adam(model.parameters())) == 4 * 8
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([*data()])
