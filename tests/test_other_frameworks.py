@@ -212,7 +212,8 @@ def check(code: str) -> None:
     elif name == "TrainerConfig":
         eval(code, {"TrainerConfig": TrainerConfig})
     else:
-        assert name in ddp_kit.__all__
+        assert name.partition(".")[0] in ddp_kit.__all__
+        attribute(name, ddp_kit)
 
 
 @pytest.mark.parametrize("code", CODE)
