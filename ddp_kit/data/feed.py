@@ -470,8 +470,9 @@ class FeedBuilder:
         epoch_facts = partial(self._map_facts, dataset, own, batches)
         at_most = may_leave_out_samples(dataset, config.data, template)
         if world.world_size > 1:
-            host_group(world)  # created here, because the first call is a collective
             check_agreement(world, {"whether the data has a collate function or __getitems__ of its own": at_most})
+            if at_most:
+                host_group(world)  # created here, because the first call is a collective
         self._check_epoch(batches, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
