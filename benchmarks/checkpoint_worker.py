@@ -191,7 +191,7 @@ def ddpkit(run: Run) -> None:
         saved[0] = name_of(trainer.step)
 
     def wait(_: int) -> None:
-        while [path.name for path in folder.glob("step-*")] != saved:
+        while [path.name for path in folder.glob("step-*")] != saved or any(folder.glob(".removed-*")):
             time.sleep(0.001)
 
     for _ in run.probe(save, wait):

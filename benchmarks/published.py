@@ -115,8 +115,7 @@ def now() -> float:
 def peak_rate() -> float | None:
     from ddp_kit.trainer.model_flops import peak_rates
 
-    rate = peak_rates(torch.cuda.get_device_name()).get("bf16") if CUDA else None
-    return rate and rate * 1e12
+    return peak_rates(torch.cuda.get_device_name()).get("bf16") if CUDA else None
 
 
 def rows(found: dict[str, dict[str, list[float]]], cases: dict[str, Case]) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import DeviceTransform, unpacked
 from ddp_kit.data.comparison import subset_indices
 from ddp_kit.data.device import on_device
-from ddp_kit.data.loading import build_loader, may_leave_out_samples
+from ddp_kit.data.loading import build_loader
 from ddp_kit.data.sampler import (
     BatchPlan,
     DividedTrainBatches,
@@ -79,11 +79,6 @@ class Share(NamedTuple):
     """The number of samples in each forward and backward pass of this rank; () if it runs no pass.
 
     A pass of 0 samples has zero weight; it only makes the number of passes equal on all ranks.
-    """
-    at_most: bool = False
-    """Whether batches may have fewer samples than planned, because user code that collates them may leave some out.
-
-    `Feed.batch` then returns a `Partial` for such a batch.
     """
 
 
@@ -153,16 +148,13 @@ class MapFeed:
         dataset_epoch: DatasetEpoch,
         check: Callable[[], None],
         spare: Callable[[], Any] | None = None,
-        *,
-        at_most: bool = False,
     ) -> None:
         """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
         `facts`: a function that returns the properties that determine the samples of each step of the current epoch.
         `check`: a collective function that raises an error if the run cannot train on the current epoch; it is not
-        called for the first epoch. `at_most`: see `Share`.
+        called for the first epoch.
         """
-        self._at_most = at_most
         self._dataset_epoch = dataset_epoch
         self._check = check
         self._checked = batches.epoch
@@ -209,7 +201,7 @@ class MapFeed:
         if self._spare is not None:
             self._left = len(passes)
             passes += (0,) * (self._batches.max_passes(number) - self._left)
-        return Share(self._batches.samples(number), passes, self._at_most)
+        return Share(self._batches.samples(number), passes)
 
     def batch(self) -> Any:
         if self._spare is None:
@@ -468,11 +460,6 @@ class FeedBuilder:
                 len(dataset),
             )
         epoch_facts = partial(self._map_facts, dataset, own, batches)
-        at_most = may_leave_out_samples(dataset, config.data, template)
-        if world.world_size > 1:
-            check_agreement(world, {"whether the data has a collate function or __getitems__ of its own": at_most})
-            if at_most:
-                host_group(world)  # created here, because the first call is a collective
         self._check_epoch(batches, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
@@ -481,7 +468,7 @@ class FeedBuilder:
         )
         spare = partial(self._read_spare, dataset, batches, template, transform) if self.part.equal_passes else None
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
-        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare, at_most=at_most)
+        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         """Properties that determine the samples of each step of the current epoch."""

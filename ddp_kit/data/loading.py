@@ -423,12 +423,6 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
     return checked_collate if given is None else OwnCollate(given)
 
 
-def may_leave_out_samples(dataset: Any, config: DataConfig, template: "DataLoader[Any] | None") -> bool:
-    """Whether the user's own `__getitems__` or collate function makes the batches, so that samples may be missing."""
-    _, inner = _unwrapped(dataset)
-    return callable(getattr(inner, "__getitems__", None)) or chosen_collate(config, template) is not checked_collate
-
-
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class RecoverableStep(OptimizerStep):
             return
         if not self._losses.agreed:
             self._losses.agree()
-        if passes.weighs and not passes.weighed:
+        if self._losses.weighted and not passes.weighed:
             passes.add_up_weights()
             passes.weight()
         self._strategy.finish_failed_passes()

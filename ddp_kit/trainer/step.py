@@ -15,7 +15,7 @@ from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.data.collate import Partial, unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
-from ddp_kit.distributed.world import World, host_group
+from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
@@ -347,8 +347,11 @@ class OptimizerStep:
         parts.heartbeat.mark(Phase.OPTIMIZER)
         strategy.check_gradients()
         parts.precision.unscale(parts.device_optimizer)
-        if passes.weighs and (self._losses.weighted or passes.left_out()):
-            strategy.scale_gradients(_ratio(passes.samples, passes.weight()).to(parts.world.device))
+        if self._losses.weighted:
+            strategy.scale_gradients(_ratio(passes.samples, passes.weight()))
+        elif passes.left_out:  # on one rank only
+            came = torch.full((), passes.samples - passes.left_out, dtype=torch.float64, device=parts.world.device)
+            strategy.scale_gradients(_ratio(passes.samples, came))
         if parts.on_gradients is not None:
             self._call_on_gradients(parts.on_gradients)
 
@@ -469,6 +472,8 @@ class StepPasses:
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
         self._phase = BACKWARD
+        self.left_out = 0
+        """The number of samples that user code has left out of the batches of this step, so far."""
         self.count = len(share.passes)
 
     @property
@@ -481,26 +486,14 @@ class StepPasses:
         return self._share.samples
 
     @property
-    def weighs(self) -> bool:
-        """Whether the weights of all ranks are summed: those of `Loss`es, or the numbers of samples that came."""
-        return self._losses.weighted or self._share.at_most
-
-    @property
     def weighed(self) -> bool:
-        """Whether the all-reduce that sums the weights of all ranks has started."""
+        """Whether the all-reduce that sums the loss weights of all ranks has started."""
         return self._total is not None
 
     def weight(self) -> Tensor:
-        """The sum of the weights of all passes in the step, over all ranks, as a float64 scalar.
-
-        With `Loss`es, it is on the device, else on the host.
-        """
+        """The sum of the weights of all `Loss`es in the step, over all ranks, as a float64 scalar on the device."""
         assert self._total is not None, "add_up_weights was called"
         return self._total()
-
-    def left_out(self) -> bool:
-        """Whether any rank's batches in this step have fewer samples than planned. Only for plain losses."""
-        return self.weight().item() != self.samples
 
     def prepare(self) -> None:
         """On a rank without passes, take part in the collectives of the other ranks' first pass."""
@@ -520,6 +513,7 @@ class StepPasses:
         if number:  # otherwise the step has just begun
             heartbeat.mark(Phase.DATA)
         batch = self._batch_of(number)
+        asked = samples
         if type(batch) is Partial:
             samples, batch = batch.samples, batch.batch
             counted = samples if counted else 0
@@ -531,13 +525,30 @@ class StepPasses:
         finally:  # also if the pass continues on the next pipeline stage
             self._clock.mark(FORWARD)
             heartbeat.mark(Phase.BACKWARD)
+        if samples < asked and not isinstance(value, Loss):
+            self._leave_out(asked, samples)
         if not samples:  # a pass with zero weight runs only for its collectives
             return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)
         if counted:
             self._interval.add(value, samples)
-            if self.weighs:
-                self._own_weight = self._own_weight + _weight_of(value, samples)
+            if isinstance(value, Loss):
+                self._own_weight = self._own_weight + exact_weight(value.weight)
         return self._objective(value, samples)
+
+    def _leave_out(self, asked: int, samples: int) -> None:
+        """Count the samples that are missing from the batch of a plain mean. Raises `LossError` with several ranks.
+
+        Each rank would have to learn in each step how many samples the others have: a collective for everybody who has
+        a collate function.
+        """
+        self.left_out += asked - samples
+        if self._parts.strategy.data_ranks > 1:
+            raise LossError(
+                f"the collate function or __getitems__ has left out {asked - samples} of the {asked} samples of a "
+                "batch, but the loss function returns a plain mean, which cannot be weighted with several ranks",
+                "return Loss(sum over the samples, weight=number of samples) from the loss function; or leave these "
+                "samples out in the dataset",
+            )
 
     def _batch_of(self, number: int) -> Any:
         batch, calls = self._kept.pop(number, (None, 0))
@@ -566,7 +577,7 @@ class StepPasses:
             self._rehearsed = [batch]
 
     def before_reduction(self, loss: Tensor) -> None:
-        if self.weighs:
+        if self._losses.weighted:
             self.add_up_weights()
         if self._parts.world.world_size > 1:
             self._phase = self._clock.watch(loss)
@@ -577,14 +588,11 @@ class StepPasses:
     def drop(self) -> None:
         """Discard the losses that the passes recorded, because the step is repeated."""
         self._interval.drop_step()
+        self.left_out = 0
 
     def add_up_weights(self) -> None:
-        """Start the all-reduce that sums the weights of all ranks, overlapped with the backward pass.
-
-        Numbers of samples are summed in host memory: the host usually learns that none is missing, and no gradient
-        has to be scaled.
-        """
-        self._total = _over_all_ranks(self._own_weight, self._parts.world, on_host=not self._losses.weighted)
+        """Start the all-reduce that sums the loss weights of all ranks, overlapped with the backward pass."""
+        self._total = _over_all_ranks(self._own_weight, self._parts.world)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
         """The loss to backpropagate: this pass's share of the mean loss of the global batch.
@@ -603,16 +611,11 @@ class StepPasses:
         return self._parts.precision.scaled(objective)
 
 
-def _weight_of(value: Tensor | Loss, samples: int) -> Tensor | float:
-    return exact_weight(value.weight) if isinstance(value, Loss) else samples
-
-
-def _over_all_ranks(weight: Tensor | float, world: World, *, on_host: bool) -> Callable[[], Tensor]:
-    """Start an all-reduce of a number; the returned function waits for the sum. `on_host`: in host memory."""
-    own = torch.zeros((), dtype=torch.float64, device="cpu" if on_host else world.device)
+def _over_all_ranks(weight: Tensor | float, world: World) -> Callable[[], Tensor]:
+    """Start an all-reduce of a number; the returned function waits for the sum."""
+    own = torch.zeros((), dtype=torch.float64, device=world.device)
     own += weight  # in place: a number is passed as a kernel argument, without a copy from the host
-    group = host_group(world) if on_host and world.world_size > 1 else None
-    work = dist.all_reduce(own, group=group, async_op=True) if world.world_size > 1 else None
+    work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
 
     def result() -> Tensor:
         if work is not None:
