@@ -84,7 +84,8 @@ def main() -> None:
         import torch
 
         where = f"{torch.cuda.get_device_name()}, {machine(('torch', 'ddpkit'))}"
-        write_section("memory", f"`python benchmarks/memory.py` on {where}.\n\n{drawn}")
+        heading = "## The memory plan and the measured peak, on one GPU"
+        write_section("memory", f"{heading}\n\n`python benchmarks/memory.py` on {where}.\n\n{drawn}")
 
 
 if __name__ == "__main__":

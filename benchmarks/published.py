@@ -163,7 +163,7 @@ def main() -> None:
             f"`python benchmarks/published.py --rounds {asked.rounds}` on {torch.cuda.get_device_name()}, "
             + machine(("torch", "torchao", "ddpkit"))
         )
-        write_section("published", f"{about}.\n\n{drawn}")
+        write_section("published", f"## Models of published sizes, on one GPU\n\n{about}.\n\n{drawn}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
 """Between log points the host reads nothing that torch computes: on a GPU it would wait for the device."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_cuda import ReadsFakeValue, computing, on_gpu
 from reads import Reads
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Loss, Trainer, TrainerConfig
+from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
+from ddp_kit.metrics import Mean
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.logging import Interval
+from ddp_kit.trainer.logging import Interval, LogPoints
 
 
 def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -63,3 +68,40 @@ def test_weights_of_any_kind_add_up_at_a_log_point() -> None:
     interval.end_step(4)
     values = interval.close(StepClock()).values()
     assert (values.loss, values.weight) == (4.0, 10.0)
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies from the host to a GPU for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        source = next((each for each in args if isinstance(each, Tensor)), None)
+        copies = isinstance(result, Tensor) and source is not None and source.is_cpu and result.is_cuda
+        if copies and not (kwargs or {}).get("non_blocking"):
+            self.of.append(str(func))
+        return result
+
+
+def test_checksums_and_means_of_several_ranks_are_not_copied_to_the_gpu_with_a_wait() -> None:
+    gpu = torch.device("cuda", 0)
+    optimizer = torch.optim.SGD([on_gpu(torch.ones(2))], lr=0.1)
+    with computing(), Copies() as copies:
+        mean = Mean(gpu)
+        mean.add(on_gpu(torch.ones(())), samples=3)
+        assert mean.pair().device == consistency.row("off", optimizer, [], gpu).device == gpu
+        assert not copies.of
+        torch.tensor(1.0).to(gpu)
+    assert copies.of, "such a copy is noticed"
+
+
+def test_weights_on_several_gpus_are_checked_before_a_save() -> None:
+    strategy = SimpleNamespace(local_parameters=lambda: [on_gpu(torch.ones(3)), on_gpu(torch.ones(3), 1)])
+    world = World(0, 1, 0, 1, 0, torch.device("cuda", 0))
+    parts = SimpleNamespace(config=TrainerConfig(), strategy=strategy, world=world)
+    points: Any = SimpleNamespace(_parts=parts, _check_losses=lambda: None)
+    with computing(), pytest.raises(ReadsFakeValue):  # it reads the one answer, after it has added up both GPUs
+        LogPoints.check_before_save(points, 1)
