@@ -437,6 +437,12 @@ def _mask_notices(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[
 
 def _gpu_notices(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
     yield from (f"GPU {gpu.described()}" for _, gpu in chosen)
+    parents = [gpu.index for _, gpu in chosen if gpu.mig is not None]
+    for index in sorted({index for index in parents if parents.count(index) > 1}):
+        yield (
+            f"{parents.count(index)} processes use MIG devices of GPU {index}, which NCCL does not support: select one "
+            'with --gpus UUID, or set parallel={"share_gpus": True} in a TrainerConfig'
+        )
     busy = [gpu.label for _, gpu in chosen if gpu.busy]
     if busy and str(spec.gpus).strip().isdecimal():
         yield f"fewer than {spec.gpus} GPUs are free: this launch shares GPU {', '.join(busy)} with other processes"

@@ -221,8 +221,14 @@ CAUSES = (
         f"built for an older CUDA version, or give the container access to the GPUs (--gpus all); {_RUN_DOCTOR}",
     ),
     Cause(
-        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|Duplicate GPU detected",
-        "the process used a GPU that is not visible to it or that another rank uses: start at most one process per GPU "
+        r"Duplicate GPU detected",
+        "two ranks use the same GPU, or MIG devices of the same GPU, which NCCL does not support: start one process "
+        "per GPU (--gpus all), use cuda:LOCAL_RANK, and select a single MIG device with --gpus UUID; or let ranks share a "
+        'GPU, which is slow: parallel={"share_gpus": True} in a TrainerConfig, or the backend gloo',
+    ),
+    Cause(
+        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
+        "the process used a GPU that is not visible to it: start at most one process per GPU "
         f"(--gpus all), use cuda:LOCAL_RANK, and check CUDA_VISIBLE_DEVICES; {_RUN_DOCTOR}",
     ),
     Cause(

@@ -1,11 +1,13 @@
 """Samples that do not fit together: one error that names what differs, wherever the batch was to be made."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import visible_gpus
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_kit.config.settings import DataConfig
@@ -189,3 +191,18 @@ def test_samples_left_out_by_collate_fn_cannot_be_transformed_on_the_device_one_
     loader = build_loader(Samples(*X), Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
     with pytest.raises(DataError, match="the collate function has left out 1 of 3 samples"):
         list(loader)
+
+
+def test_device_transform_seeds_the_generator_of_the_gpu_and_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, drawn = [torch.tensor([7, 7])], []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: state[0])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, _: state.__setitem__(0, new))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: state.__setitem__(0, torch.tensor([seed, 0])))
+    gpu = replace(ALONE, device=torch.device("cuda", 0))
+    for start in (0, 1):  # a run that resumes at the second batch draws the same for it
+        transform = DeviceTransform(lambda _: drawn.append(state[0][0].item()), gpu, 3, 0, 0, start)
+        with visible_gpus(1):
+            for _ in range(2 - start):
+                transform(None)
+                assert state[0].tolist() == [7, 7]
+    assert drawn[0] != drawn[1] == drawn[2]

@@ -226,7 +226,7 @@ ABORT = -signal.SIGABRT
         ("torch.AcceleratorError: CUDA error: operation not supported\nCUDA kernel", 1, "update the NVIDIA driver"),
         ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors", 1, "cuda:LOCAL_RANK"),
         ("RuntimeError: No CUDA GPUs are available", 1, "ddpkit doctor"),
-        ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", 1, "cuda:LOCAL_RANK"),
+        ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", 1, "MIG devices"),
         ("RuntimeError: CUDA error: no kernel image is available for execution on the device", 1, "GPU architecture"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", 1, DRIVER),
         ("RuntimeError: Found no NVIDIA driver on your system. Please check that", 1, DRIVER),

@@ -261,6 +261,12 @@ def test_mig_devices_are_chosen_like_gpus_and_each_process_sees_its_own_alone() 
         assert planned(f"{words} train.py", with_mig()).torchrun["virtual_local_rank"] is False
 
 
+def test_several_mig_devices_of_one_gpu_are_said_to_need_share_gpus() -> None:
+    said = "2 processes use MIG devices of GPU 1, which NCCL does not support: select one with --gpus UUID"
+    assert any(line.startswith(said) for line in planned("--gpus all train.py", with_mig()).notices)
+    assert not any("NCCL" in line for line in planned("--gpus MIG-1-uuid train.py", with_mig()).notices)
+
+
 def test_a_gpu_in_mig_mode_is_its_first_mig_device_to_a_number_in_the_mask() -> None:
     assert gpus_of("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "1"}) == ("1", "1")
     with pytest.raises(UsageError, match="none of these is usable"):
