@@ -223,7 +223,7 @@ CAUSES = (
     Cause(
         r"Duplicate GPU detected",
         "two ranks use the same GPU, or MIG devices of the same GPU, which NCCL does not support: start one process "
-        "per GPU (--gpus all), use cuda:LOCAL_RANK, and select a single MIG device with --gpus UUID; or let ranks share a "
+        "per GPU (--gpus all), use cuda:LOCAL_RANK, select a single MIG device with --gpus UUID; or let ranks share a "
         'GPU, which is slow: parallel={"share_gpus": True} in a TrainerConfig, or the backend gloo',
     ),
     Cause(

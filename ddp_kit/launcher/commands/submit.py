@@ -61,7 +61,8 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     request = _request(flags, launch, words)
     _check(name, engine, request)
     text = engine.job_file(request)
-    if engine.suffix == ".yaml" and any("\udc80" <= letter <= "\udcff" for letter in text):
+    # In the text, bytes that are not UTF-8 may have been escaped.
+    if engine.suffix == ".yaml" and any("\udc80" <= letter <= "\udcff" for word in (*words, text) for letter in word):
         raise UsageError(
             f"a name or an argument of the job is not valid UTF-8, and a job file for {name} is written in UTF-8",
             "rename the script, its folder or the file that an argument names, using only valid UTF-8",
