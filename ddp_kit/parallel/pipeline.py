@@ -341,6 +341,9 @@ class PipelineStrategy(Strategy):
                 self._replica_group = group
         for place in range(sizes.pipeline):
             self._make_group((place,))
+        # NCCL creates the communicator of a group in the group's first call, in which all of its ranks must take part.
+        # The first sends and receives are between neighbours only, so with three or more stages they would hang.
+        dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._group)
 
     def _make_group(self, places: tuple[int, ...]) -> None:
         if places in self._groups:
