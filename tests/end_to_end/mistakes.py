@@ -220,6 +220,9 @@ DATA: Mistakes = {
     ),
 }
 
+OF_SAMPLES = {"samples of several lengths", "samples that cannot be collated", "no return in __getitem__"}
+"""Each rank finds these in its own samples, so the ranks do not agree on them."""
+
 REST: Mistakes = {
     "a list of metrics": lambda: trainer(metrics=[squares]),
     'a metric called "loss"': lambda: trainer(metrics={"loss": squares}),
@@ -285,8 +288,10 @@ def of_two_ranks(rank: int) -> Mistakes:
 
 def main() -> None:
     rank = int(os.environ["RANK"])
-    on_all = ARGUMENTS | LOSSES | dict(list(DATA.items())[:-2]) | REST  # without those of one rank's samples
+    on_all = ARGUMENTS | LOSSES | DATA | REST
     for what, make in (of_two_ranks(rank) | on_all).items():
+        if what in OF_SAMPLES:
+            continue
         try:
             make()
         except DdpKitError as error:

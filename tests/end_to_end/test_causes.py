@@ -179,13 +179,14 @@ def test_the_cause_of_a_slow_run_is_named(
     assert advice.startswith(said)
     assert f"advice: {advice}" in job.log
     title = next(number for number, line in enumerate(shown) if line.startswith(job.script.name))
-    assert shown[title + 1].startswith("advice: ")
+    line = next(number for number in range(title + 1, len(shown)) if shown[number].startswith("advice: "))
+    assert line == title + 2, "after the title and the progress"
     report = ddpkit("report", tmp_path / "run", "--out", tmp_path / "report.html")
     assert f"  {advice} (at step " in report.stdout
     if cause == "straggler":
         assert [each["waits_for"] for each in found["ranks"]] == [1, None]
     if cause == "data":
         assert first["data"] > 0.5
-        heads, row = shown[title + 2 : title + 4]
+        heads, row = shown[line + 1 : line + 3]
         end = heads.index("data") + len("data")  # not by words: a phase may have two
         assert int(row[:end].split()[-1].rstrip("%")) > 50

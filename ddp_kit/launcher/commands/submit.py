@@ -34,6 +34,7 @@ exit codes of the job, on every engine; docs/clusters.md lists the exceptions of
   others           the job is not restarted: ddpkit has already restarted the workers, up to --max-restarts times
 """
 _COPY_THE_FOLDER = ("skypilot", "ray")
+_NOT_UTF8 = "".join(map(chr, range(0xDC80, 0xDD00)))  # how Python decodes bytes that are not UTF-8
 _NAME_LENGTH = 40  # Kubernetes appends a suffix, and allows 63 characters in total
 _DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
 
@@ -61,8 +62,7 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     request = _request(flags, launch, words)
     _check(name, engine, request)
     text = engine.job_file(request)
-    # In the text, bytes that are not UTF-8 may have been escaped.
-    if engine.suffix == ".yaml" and any("\udc80" <= letter <= "\udcff" for word in (*words, text) for letter in word):
+    if engine.suffix == ".yaml" and not {*_NOT_UTF8}.isdisjoint(text):
         raise UsageError(
             f"a name or an argument of the job is not valid UTF-8, and a job file for {name} is written in UTF-8",
             "rename the script, its folder or the file that an argument names, using only valid UTF-8",
@@ -191,7 +191,7 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
         nodes=nodes,
         words=tuple(launch),
         name=name or _job_name(launch),
-        command="\n# ".join(map(printable, shlex.join(shown).splitlines())),  # in a comment of the job file
+        command="\n# ".join(printable(line, keep=_NOT_UTF8) for line in shlex.join(shown).splitlines()),  # a comment
         seconds=None if time is None else seconds_of(time),
         hosts=hosts[:nodes],
         folder=PurePosixPath(Path.cwd()),
