@@ -1,4 +1,4 @@
-"""The memory plan of a GPT beside the peak that training really needs, at one GPU.
+"""The memory plan of a GPT, compared with the measured peak of training, on one GPU.
 
     python benchmarks/memory.py [--quick]
 

@@ -542,7 +542,7 @@ class StepPasses:
         a collate function.
         """
         self.left_out += asked - samples
-        if self._parts.strategy.data_ranks > 1:
+        if self._parts.world.world_size > 1:  # also in a pipeline, where only the last stage knows of it
             raise LossError(
                 f"the collate function or __getitems__ has left out {asked - samples} of the {asked} samples of a "
                 "batch, but the loss function returns a plain mean, which cannot be weighted with several ranks",
