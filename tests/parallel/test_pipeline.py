@@ -137,11 +137,6 @@ def test_stages_with_names_begin_at_these_modules() -> None:
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (
-            Model(),
-            {"shard_optimizer": True},
-            "shard_optimizer = True is not supported with a pipeline\n.*or set parallel.shard",
-        ),
         (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
     ],
 )

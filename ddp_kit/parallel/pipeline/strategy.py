@@ -185,11 +185,6 @@ class PipelineStrategy(Strategy):
             raise ConfigError(
                 "parallel.strategy is 'pipeline', but parallel.pipeline is 1", "set pipeline to the number of stages"
             )
-        if config.shard_optimizer:
-            raise ConfigError(
-                "parallel.shard_optimizer = True is not supported with a pipeline",
-                "leave it out, or set parallel.shard, which shards weights, gradients and optimizer state",
-            )
         if sizes.shard > 1 and config.fsdp_units != "auto":
             raise ConfigError(
                 f"parallel.fsdp_units = {config.fsdp_units} is not supported with a pipeline, in which each block is a "
