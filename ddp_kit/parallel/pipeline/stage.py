@@ -1,7 +1,8 @@
 """One rank's stage of a pipeline, as torch's schedules call it: runs passes, and exchanges tensors with its neighbours.
 
-`PipelineStage` alone (torch 2.13) supports fewer models: all passes need the same shapes, which it infers by calling
-the stage's module once more, and blocks may return only tensors. It also turns errors of the model into RuntimeErrors.
+`PipelineStage` alone (torch 2.13) supports fewer models: blocks may return only tensors, and all passes need the same
+shapes, which it infers by calling the stage's module once more, and sends as pickles. It also turns errors of the model
+into RuntimeErrors.
 """
 
 from collections.abc import Callable
@@ -44,21 +45,19 @@ class Stage(PipelineStage):
 
     def __init__(
         self,
-        ranks: list[int],
-        stage_index: int,
         group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
         device: torch.device,
         forward: Forward,
         backward: Backward,
     ) -> None:
-        """Create the stage. `ranks`: the rank of each stage, in order. `group`, `host_group`: groups of these ranks."""
+        """Create this rank's stage. `group`, `host_group`: groups of the ranks of all stages, in order."""
         unused = torch.empty(1, device="meta")  # without it, torch runs a hidden pass to infer the shapes
         super().__init__(
-            nn.Identity(), stage_index, len(ranks), device, input_args=unused, output_args=unused, group=group
+            nn.Identity(), group.rank(), group.size(), device, input_args=unused, output_args=unused, group=group
         )
         self.first_pass = 0
-        self._ranks = ranks
+        self._ranks = dist.get_process_group_ranks(group)  # of all stages
         self._host_group = host_group
         self._forward = forward
         self._backward = backward

@@ -22,6 +22,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World, host_group, random_states_kept, seed_pass
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.fsdp import FsdpUnits, check_dtypes, equal_batches, fit_whole_on_all_ranks, shard_unit
+from ddp_kit.parallel.pipeline.buffers import PipelineBuffers, changed_buffers
 from ddp_kit.parallel.pipeline.model import (
     Activation,
     Chain,
@@ -35,11 +36,11 @@ from ddp_kit.parallel.pipeline.model import (
 )
 from ddp_kit.parallel.pipeline.stage import Stage, StageFailedError, move
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import BUFFERS_HINT, Passes, Strategy, broadcast, shared_buffers, sizes_of
+from ddp_kit.parallel.strategy import Passes, Strategy, broadcast, shared_buffers, sizes_of
 from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import is_extra_state, memory_of, version_of
+from ddp_kit.torch_internals import is_extra_state, memory_of
 
 T = TypeVar("T")
 
@@ -112,11 +113,7 @@ class PipelineStrategy(Strategy):
         self._split: set[nn.Parameter] = set()  # parameters split over `tensor`
         self._optimizer: Optimizer | None = None
         self._without_gradient: list[str] = []  # names of parameters, after a step
-        # Buffers:
-        self._buffer_kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # as they were at the start
-        self._buffer_owners: dict[str, int] = {}  # buffer that passes change -> the stage with the valid value
-        self._block_buffers: dict[str, int] = {}  # buffer in a block -> the stage of the block
-        self._constant: dict[str, tuple[Tensor, int]] = {}  # buffers that no pass may change: (buffer, version)
+        self._buffers: PipelineBuffers
         # Communication:
         self._stage: Stage
         self._replica_group: dist.ProcessGroup  # the ranks that hold one whole model between them
@@ -221,14 +218,7 @@ class PipelineStrategy(Strategy):
         self._whole = {shard: whole for whole, shard in self._shards.of.items()}
         self._sharded = {parameter for parameter in pieces if is_divided(parameter, "shard")}
         self._split = {parameter for parameter in pieces if is_divided(parameter, "tensor")}
-        self._buffer_kinds = {name: _kind(buffer) for name, buffer in model.named_buffers()}
-        blocks = chain.blocks(model)
-        self._block_buffers = {
-            f"{chain.names[number]}.{name}": stage
-            for stage, numbers in enumerate(chain.stages)
-            for number in numbers
-            for name, _ in blocks[number].named_buffers(remove_duplicate=False)
-        }
+        self._buffers = PipelineBuffers(model, chain, self.sizes, self.world)
         self._make_groups()
 
     def _distribute(self, model: nn.Module) -> None:
@@ -281,35 +271,33 @@ class PipelineStrategy(Strategy):
     def _make_groups(self) -> None:
         """Create the process groups, and this rank's stage, which uses one of them."""
         sizes = self.sizes
-        for coordinates in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor)):
-            ranks = [sizes.rank(stage, *coordinates) for stage in range(sizes.pipeline)]
-            group: Any = dist.new_group(ranks)
-            host_group: Any = dist.new_group(ranks, backend="gloo")
-            if coordinates == (self._replica, self._shard, self._tensor):
-                device, calls = self.world.device, (self._forward, self._backward)
-                self._stage = Stage(ranks, self._stage_index, group, host_group, device, *calls)
-                self._replica_group = group
-        for replica in range(sizes.replicate) if self.replaces_parameters else ():
-            parts = product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))
-            group = dist.new_group([sizes.rank(stage, replica, *rest) for stage, *rest in parts])
-            if replica == self._replica:
-                self._replica_group = group
+        pipelines = [
+            [sizes.rank(stage, *coordinates) for stage in range(sizes.pipeline)]
+            for coordinates in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))
+        ]
+        group = self._replica_group = _new_group(pipelines)
+        host_group = _new_group(pipelines, backend="gloo")
+        self._stage = Stage(group, host_group, self.world.device, self._forward, self._backward)
+        if self.replaces_parameters:
+            parts = [*product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))]
+            replicas = [
+                [sizes.rank(stage, replica, shard, tensor) for stage, shard, tensor in parts]
+                for replica in range(sizes.replicate)
+            ]
+            self._replica_group = _new_group(replicas)
         for stage in range(sizes.pipeline):
-            self._make_group_of_holders((stage,))
+            self._make_groups_of_holders((stage,))
         # NCCL creates the communicator of a group in the group's first call, in which all of its ranks must take part.
         # The first sends and receives are between neighbours only, so with three or more stages they would hang.
-        dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._stage.group)
+        dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
 
-    def _make_group_of_holders(self, stages: tuple[int, ...]) -> None:
-        """Create the groups of ranks that hold the same unsharded weights, if exactly these stages hold the weights."""
+    def _make_groups_of_holders(self, stages: tuple[int, ...]) -> None:
+        """Create groups of the ranks that hold the same unsharded weights, for weights on exactly these stages."""
         if stages in self._groups:
             return
-        for tensor in range(self.sizes.tensor):
-            data_ranks = product(stages, range(self.sizes.replicate), range(self.sizes.shard))
-            ranks = [self.sizes.rank(*coordinates, tensor) for coordinates in data_ranks]
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
-            if tensor == self._tensor:
-                self._groups[stages] = group
+        data_ranks = [*product(stages, range(self.sizes.replicate), range(self.sizes.shard))]
+        holders = [[self.sizes.rank(*rank, tensor) for rank in data_ranks] for tensor in range(self.sizes.tensor)]
+        self._groups[stages] = _new_group(holders) if len(data_ranks) > 1 else None
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         if self.replaces_parameters:
@@ -317,7 +305,7 @@ class PipelineStrategy(Strategy):
         self._optimizer = optimizer
         self._drop_optimizer_state()
 
-    def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that the optimizer holds in place of a parameter of the model."""
         return self._shards.of.get(parameter, parameter)
 
@@ -330,10 +318,12 @@ class PipelineStrategy(Strategy):
         """Drop the optimizer state of weights that this rank does not hold."""
         for parameter, stages in self._holders.items():
             if self._optimizer is not None and self._stage_index not in stages:
-                self._optimizer.state.pop(self._updated(parameter), None)
+                self._optimizer.state.pop(self._optimizer_parameter(parameter), None)
 
     def local_parameters(self) -> list[Tensor]:
-        tensors = [(self._updated(parameter).detach(), stages) for parameter, stages in self._holders.items()]
+        tensors = [
+            (self._optimizer_parameter(parameter).detach(), stages) for parameter, stages in self._holders.items()
+        ]
         return [tensor if self._stage_index in stages else tensor.new_zeros(1) for tensor, stages in tensors]
 
     # --- Optimizer step -----------------------------------------------------------------------------------------------
@@ -342,21 +332,13 @@ class PipelineStrategy(Strategy):
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
-        for name, stage in self._buffer_owners.items():
-            buffer, (shape, dtype) = self.model.get_buffer(name), self._buffer_kinds[name]
-            if _kind(buffer) != (shape, dtype):
-                raise LossError(
-                    f"the shape of the buffer {name} changed from {tuple(shape)} {dtype} to {tuple(buffer.shape)} "
-                    f"{buffer.dtype} on rank {self.world.rank}, but a pipeline broadcasts it before each step",
-                    BUFFERS_HINT,
-                )
-            dist.broadcast(buffer, src=self.sizes.rank(stage, 0, 0, 0))
+        self._buffers.sync()
 
     def run_passes(self, passes: Passes) -> None:
         # Between passes, all ranks of a pipeline have the same generator state, so all of them draw the same number.
         self._step_seed = int(torch.randint(2**31, (), device="cpu", generator=torch.default_generator))
         self._calls_alone = 0
-        self._constant = {name: (buffer, version_of(buffer)) for name, (buffer, _) in self._constant.items()}
+        self._buffers.begin_passes()
         self._passes, left = passes, passes.count
         try:
             if not self._learned and passes.count:
@@ -373,7 +355,7 @@ class PipelineStrategy(Strategy):
             passes.before_reduction(torch.zeros((), device=self.world.device))
         self._stage.wait_for_headers()
         self._reshard()
-        self._check_buffers()
+        self._buffers.check_passes()
         self._reduce(has_passes=passes.count > 0)
 
     def _run_first_pass(self, passes: Passes) -> None:
@@ -381,7 +363,7 @@ class PipelineStrategy(Strategy):
 
         In this pass, the ranks compare what the loss function returns, and learn which weights each stage uses.
         """
-        before = {name: (buffer, version_of(buffer)) for name, buffer in shared_buffers(self.model).items()}
+        versions = self._buffers.versions()
         stage = self._stage
         try:
             move(stage.get_fwd_recv_ops(0))
@@ -391,11 +373,7 @@ class PipelineStrategy(Strategy):
             raise
         used = leaves_of(stage.forward_one_chunk(0))
         move(stage.get_fwd_send_ops(0))
-        changed = set[str]()
-        for name, buffer in shared_buffers(self.model).items():
-            old, version = before.get(name, (None, 0))
-            if buffer is not old or version_of(buffer) != version:
-                changed.add(name)
+        changed = changed_buffers(versions, self._buffers.versions())
         if not stage.is_last:
             passes.without_loss()
         self._learn(used, changed)  # before the backward pass, which may start the sum of the loss weights
@@ -493,26 +471,20 @@ class PipelineStrategy(Strategy):
         `used`: weights that the first pass used on this rank. `changed`: the names of buffers that it changed.
         A collective.
         """
-        buffers = shared_buffers(self.model)
-        row = [parameter in used for parameter in self._outer] + [name in changed for name in buffers]
+        names = [*shared_buffers(self.model)]
+        row = [parameter in used for parameter in self._outer] + [name in changed for name in names]
         table = torch.zeros(self.sizes.pipeline, len(row), dtype=torch.int32)
         table[self._stage_index] = torch.tensor(row, dtype=torch.int32)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=host_group(self.world))
-        users = [tuple(stage for stage, uses in enumerate(column) if uses) for column in table.T.tolist()]
+        users = [[stage for stage, uses in enumerate(column) if uses] for column in table.T.tolist()]
         self._learned = True
         for parameter, stages in zip(self._outer, users, strict=False):
             if parameter not in self._known:
-                self._keep_on(parameter, stages or (0,))
+                self._keep_on(parameter, tuple(stages) or (0,))
         self._drop_optimizer_state()
-        changers = zip(buffers, users[len(self._outer) :], strict=True)
-        self._buffer_owners = {name: stages[0] for name, stages in changers if stages}
-        # With one replica, only one rank uses the buffers of a block, so no other rank's value could differ.
-        variable = {*self._buffer_owners, *(self._block_buffers if self.data_ranks == 1 else ())}
-        self._constant = {
-            name: (buffer, version_of(buffer)) for name, buffer in buffers.items() if name not in variable
-        }
+        self._buffers.learn(dict(zip(names, users[len(self._outer) :], strict=True)))
         for holders in sorted({self._holders[parameter] for parameter in self.parameters}):
-            self._make_group_of_holders(holders)
+            self._make_groups_of_holders(holders)
 
     def _keep_on(self, parameter: nn.Parameter, stages: tuple[int, ...]) -> None:
         """From now on, keep a weight that belongs to no block only on the ranks of these stages."""
@@ -520,7 +492,7 @@ class PipelineStrategy(Strategy):
         self._known.add(parameter)
         if self._stage_index not in stages:
             _free(parameter)
-            _free(self._updated(parameter))
+            _free(self._optimizer_parameter(parameter))
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
 
@@ -536,10 +508,10 @@ class PipelineStrategy(Strategy):
                 continue
             if parameter.grad is None:
                 self._without_gradient += [names[id(parameter)]] if has_passes else []
-                gradient = torch.zeros_like(self._updated(parameter))
+                gradient = torch.zeros_like(self._optimizer_parameter(parameter))
             else:
                 gradient = reduced_part(parameter.grad, parameter)
-            self._updated(parameter).grad = gradient
+            self._optimizer_parameter(parameter).grad = gradient
             if parameter not in self._sharded:  # FSDP has reduced the others
                 by_holders.setdefault(self._holders[parameter], []).append(gradient)
         for stages in sorted(by_holders):  # the same order on all ranks, because groups overlap
@@ -576,17 +548,6 @@ class PipelineStrategy(Strategy):
                 "parallel='fsdp', where every rank can use all weights",
             )
 
-    def _check_buffers(self) -> None:
-        """Raise `LossError` if a pass changed a buffer that the ranks do not synchronise."""
-        changed = [name for name, (buffer, version) in self._constant.items() if version_of(buffer) != version]
-        if changed:
-            raise LossError(
-                f"a pass changed {some(changed)}, which the first pass of the run did not change: a pipeline "
-                "synchronises only buffers that change in the first pass",
-                "update these buffers in place in every pass, including the first, even if the values stay the same; "
-                "or update them in a callback, in the same way on all ranks",
-            )
-
     def check_gradients(self) -> None:
         if self._without_gradient:
             raise LossError(
@@ -597,14 +558,14 @@ class PipelineStrategy(Strategy):
 
     @property
     def updated(self) -> list[nn.Parameter]:
-        return [self._updated(parameter) for parameter in self.parameters]
+        return [self._optimizer_parameter(parameter) for parameter in self.parameters]
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the gradients of a replica; each value counts once, however many ranks hold it."""
         gradients = [
             gradient
             for parameter in self.parameters
-            if (gradient := self._updated(parameter).grad) is not None and self._is_first_holder(parameter)
+            if (gradient := self._optimizer_parameter(parameter).grad) is not None and self._is_first_holder(parameter)
         ]
         exact = torch.promote_types(self.parameters[0].dtype, torch.float32)
         square = nn.utils.get_total_norm(gradients).to(self.world.device, exact).square()
@@ -646,14 +607,10 @@ class PipelineStrategy(Strategy):
             if id(value) not in pieces:
                 if isinstance(value, nn.Parameter):
                     pieces[id(value)] = self._piece(value)
-                elif (stage := self._buffer_stage(name)) is not None:
+                elif (stage := self._buffers.stage_of(name)) is not None:
                     pieces[id(value)] = self._piece_on(value, value.shape, (stage,))
             state[name] = pieces.get(id(value), value.detach())  # tied weights are stored once
         return state
-
-    def _buffer_stage(self, name: str) -> int | None:
-        """The stage with the valid value of a buffer; None if the value is valid on all ranks."""
-        return self._buffer_owners.get(name, self._block_buffers.get(name))
 
     def _piece(self, parameter: nn.Parameter) -> Piece:
         """The part of a parameter that this rank holds; an empty piece of the same dtype if it holds none."""
@@ -690,7 +647,7 @@ class PipelineStrategy(Strategy):
             if isinstance(tensor, nn.Parameter):
                 is_here = self._stage_index in self._holders[tensor]
             else:
-                is_here = self._buffer_stage(name) in (None, self._stage_index)
+                is_here = self._buffers.stage_of(name) in (None, self._stage_index)
             if is_here:
                 part = piece_of_dtensor(tensor)
                 saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
@@ -722,7 +679,7 @@ class PipelineStrategy(Strategy):
     def optimizer_form(self, optimizer: Optimizer) -> Any:
         forms: dict[str, Any] = {}
         for number, parameter in enumerate(self._model_parameters(optimizer)):
-            updated = self._updated(parameter)
+            updated = self._optimizer_parameter(parameter)
             values = optimizer.state.get(updated)
             if isinstance(values, dict) and self._is_first_holder(parameter) and self._replica == 0:
                 forms[str(number)] = {name: _form(value, updated, parameter) for name, value in values.items()}
@@ -771,8 +728,10 @@ def _form(value: Any, updated: Tensor, parameter: Tensor) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "on_device": not value.is_cpu}
 
 
-def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return buffer.shape, buffer.dtype
+def _new_group(groups_of_ranks: list[list[int]], backend: str | None = None) -> Any:
+    """Create several groups without common ranks. Returns the one with this rank; None if there is none."""
+    group, _ = dist.new_subgroups_by_enumeration(groups_of_ranks, backend=backend)  # type: ignore[no-untyped-call]
+    return group
 
 
 @torch.no_grad()
