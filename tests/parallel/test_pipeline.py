@@ -83,7 +83,7 @@ def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() 
 
 
 @pytest.mark.parametrize(
-    ("model", "function", "found"),
+    ("model", "function", "message"),
     [
         (
             Model(order=(0, 2, 1, 3)),
@@ -97,9 +97,9 @@ def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() 
     ],
 )
 def test_stages_of_a_model_that_is_no_chain_of_blocks_raise_an_error(
-    model: nn.Module, function: Any, found: str
+    model: nn.Module, function: Any, message: str
 ) -> None:
-    with pytest.raises(LossError, match=found):
+    with pytest.raises(LossError, match=message):
         loss_in_two_stages(model, function)
     assert all(type(block) is Block for block in model.blocks)  # type: ignore[union-attr]
 
@@ -125,7 +125,7 @@ def test_stages_with_names_begin_at_these_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "found"),
+    ("model", "settings", "message"),
     [
         (nn.Linear(2, 2), {}, "no repeated blocks"),
         (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
@@ -139,15 +139,15 @@ def test_stages_with_names_begin_at_these_modules() -> None:
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
+        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*remove fsdp_units"),
     ],
 )
 def test_pipeline_of_an_unsupported_model_or_setting_raises_an_error(
-    model: nn.Module, settings: dict[str, Any], found: str
+    model: nn.Module, settings: dict[str, Any], message: str
 ) -> None:
     parallel = config(**settings)
     ranks = parallel.pipeline * max(1, parallel.shard)
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=message):
         PipelineStrategy(World(0, ranks, 0, ranks, 0, torch.device("cpu")), parallel).check(model)
 
 
@@ -183,9 +183,9 @@ def test_sharded_parameters_are_those_of_exactly_one_block() -> None:
     model.blocks[1].layer.weight = model.blocks[0].layer.weight  # type: ignore[union-attr]
     model.blocks[2].layer.bias = model.head.weight  # type: ignore[union-attr]
     model.blocks[3].scale = nn.Parameter(torch.tensor(1.0))  # type: ignore[union-attr]
-    names = {each: name for name, each in model.named_parameters()}
-    found = {names[each]: block for each, block in sharded_parameters(model, chain_of(model, config())).items()}
-    assert found == {
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    sharded = sharded_parameters(model, chain_of(model, config()))
+    assert {names[parameter]: block for parameter, block in sharded.items()} == {
         "blocks.0.layer.bias": "blocks.0",
         "blocks.1.layer.bias": "blocks.1",
         "blocks.2.layer.weight": "blocks.2",
