@@ -695,3 +695,32 @@ def test_a_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script
     assert "Too many open files" in done.stderr
     assert "hint: the limit of open files is reached: run `ulimit -n 65536`" in done.stderr
     assert "space" not in done.stderr
+
+
+EXIT_BLOCKS = f"""{MEETS}
+import atexit, ctypes
+from torch.distributed.elastic.multiprocessing.errors import record
+from ddp_kit.uncaught import show_without_traceback
+
+@record
+def fail(message):
+    raise ValueError(message)
+
+show_without_traceback(rank)  # as a Trainer does
+if rank == 1:
+    atexit.register(ctypes.PyDLL(None).pause)  # blocks in C with the interpreter lock held, as a clean-up of NCCL may
+    fail("no luck")
+try:
+    fail("caught")
+except ValueError:
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
+def test_rank_whose_exit_blocks_fails_with_its_exception(script: Script, flags: Sequence[str]) -> None:
+    """But not a rank that has caught an exception, though @record has written an error file for that."""
+    run = launch(*flags, "--nproc-per-node", 2, "--shutdown-timeout", 1, script(EXIT_BLOCKS))
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
+    assert re.search(r"rank 1 failed first: exit code 1 \(.*\): ValueError: no luck", run.stderr), run.stderr
