@@ -81,7 +81,7 @@ def join(
         torch.cuda.set_device(device)
     if place.world_size > 1 and not dist.is_initialized():
         with starting(place.rank, place.world_size) if starting is not None else nullcontext():
-            _start_group(device, share_gpus, binds=len(gpus) <= 1)
+            _start_group(place, device, share_gpus, binds=len(gpus) <= 1)
         show_without_traceback(place.rank)  # again, because init_process_group installs an excepthook
     return World(
         rank=place.rank,
@@ -195,31 +195,52 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     if share_gpus:
         return (torch.device("cuda", place.local_rank % there),)
     each = place.gpus_per_process or (there if place.world_size == 1 else 1)
-    first = place.local_rank * each
+    # If only one GPU is visible, it may be this rank's own: `srun --gpus-per-task` shows each process another one.
+    first = 0 if there == each == 1 else place.local_rank * each
     if first + each <= there:
         return tuple(torch.device("cuda", index) for index in range(first, first + each))
-    processes = f"{place.local_world_size} processes on this node; visible GPUs: {there}"
     if each == 1:
-        error = WorldError(
-            f"rank {place.rank} has no GPU: {processes}",
-            f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
-            f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
-        )
+        error = _no_gpu(place)
     else:
         error = WorldError(
-            f"rank {place.rank} needs {each} GPUs, which are not available: {processes}",
+            f"rank {place.rank} needs {each} GPUs, which are not available: {place.local_world_size} processes on this "
+            f"node; visible GPUs: {there}",
             f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (currently {each})",
         )
     error.only_this_rank = place.local_rank == there // each  # the lowest such rank; higher ones have the same error
     raise error
 
 
-def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None:
-    """Initialise the process group. `binds`: whether to bind NCCL to the device and initialise it eagerly."""
+def _no_gpu(place: WorkerEnv) -> WorldError:
+    there = torch.cuda.device_count()
+    return WorldError(
+        f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node; visible GPUs: {there}",
+        f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
+        f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
+    )
+
+
+def _start_group(place: WorkerEnv, device: torch.device, share_gpus: bool, *, binds: bool) -> None:
+    """Initialise the process group. `binds`: whether to bind NCCL to the device and initialise it eagerly.
+
+    Raises `WorldError` if NCCL would use the same GPU on two ranks.
+    """
     # Must not depend on this node's number of GPUs: all nodes need the same backend.
     nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl and binds else None)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    if nccl:
+        key = f"ddpkit/gpu/{torch.cuda.get_device_properties(device).uuid}"
+        if int(store.compare_set(key, "", str(rank))) != rank:
+            raise _no_gpu(place)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+        device_id=device if nccl and binds else None,
+    )
     atexit.register(_stop_group)
 
 
