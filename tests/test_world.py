@@ -46,6 +46,54 @@ def test_a_group_that_the_script_made_itself_is_used(
     assert sorted(run.stdout.splitlines()) == ["0 2 True", "1 2 False"]
 
 
+ENDS_LATE = """
+import os, pathlib, time
+import torch.distributed as dist
+from ddp_kit.distributed import world
+rank, folder = world.join().rank, pathlib.Path(__file__).parent
+def wait_for(number):
+    while len([*folder.glob("ended.*")]) < number:
+        time.sleep(0.01)
+late = sys.argv[1] == "late"
+if late and rank == 2:
+    wait_for(2)
+all_end = world.all_ranks_end(3, seconds=0.1 if late else 1000)
+say(rank, all_end, dist.is_initialized())
+(folder / f"ended.{rank}").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["together", "late"])
+def test_all_ranks_end_has_the_same_result_on_a_late_rank(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path], when: str
+) -> None:
+    run = start("ddpkit", 3, script(ENDS_LATE), when)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [f"{rank} {when == 'together'} True" for rank in range(3)]
+
+
+WORKS_AFTER_THE_OTHERS = """
+import os, time
+import torch.distributed as dist
+from ddp_kit.distributed import world
+joined = world.join()
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+if joined.is_main:
+    while os.path.exists(f"/proc/{pids[1]}"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_works_after_the_others_does_not_keep_them_from_ending(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
+) -> None:
+    run = start("ddpkit", 2, script(WORKS_AFTER_THE_OTHERS), env={"OMP_NUM_THREADS": "1"})
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
 def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_rank() -> None:
     def drawn(rank: int) -> tuple[float, float, float]:
         seed_everything(3, rank)

@@ -4,7 +4,6 @@ import atexit
 import json
 import random
 import sys
-import threading
 import time
 from array import array
 from base64 import b64decode, b64encode
@@ -23,11 +22,13 @@ from torch import Tensor
 from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, plan_request, rank_for_messages
 from ddp_kit.errors import WorldError
 from ddp_kit.state_values import real_number
+from ddp_kit.torch_internals import abort_process_groups, default_store
 from ddp_kit.uncaught import show_without_traceback
 
 _TIMEOUT = timedelta(minutes=10)  # NCCL's default; gloo's is 30 minutes
 _DRAIN_SECONDS = 0.05
-_DESTROY_SECONDS = 5.0
+_END_SECONDS = 5.0  # how long a rank that ends waits for the others to end too
+_POLLS_PER_SECOND = 2000  # the maximum number of the polls in that wait, summed over all ranks
 
 
 @dataclass(frozen=True)
@@ -241,21 +242,42 @@ def _start_group(place: WorkerEnv, device: torch.device, share_gpus: bool, *, bi
         timeout=_TIMEOUT,
         device_id=device if nccl and binds else None,
     )
-    atexit.register(_stop_group)
+    atexit.register(_stop_group, nccl)
 
 
-def _stop_group() -> None:
+def _stop_group(nccl: bool) -> None:
     if not dist.is_initialized():
         return
+    failed = getattr(sys, "last_value", None) is not None
+    # NCCL sends what other nodes still need, and then waits for the other ranks of the node: a rank that works after
+    # `fit`, or is in a collective, would keep it waiting.
+    together = not nccl or (not failed and all_ranks_end(dist.get_world_size()))
     # gloo's threads release a collective's tensors shortly after it has returned, and need the GIL for that. A thread
     # that finds the interpreter shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13,
     # pytorch/pytorch pull request 179291). Nothing signals when the threads are done, so give them a moment.
     time.sleep(_DRAIN_SECONDS)
-    if getattr(sys, "last_value", None) is not None:
-        return  # this rank failed: other ranks may be in a collective, and NCCL's teardown would wait for them
-    destroying = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    destroying.start()
-    destroying.join(_DESTROY_SECONDS)
+    if failed:
+        return  # other ranks may be in a collective, and torch aborts NCCL without waiting for them
+    if together:
+        dist.destroy_process_group()
+    else:
+        abort_process_groups()
+
+
+def all_ranks_end(world_size: int, seconds: float = _END_SECONDS) -> bool:
+    """Whether all ranks call this within about `seconds`. The result is the same on all ranks, however late they call.
+
+    Uses only the store of the process group. False if the store has closed.
+    """
+    deadline, pause = time.monotonic() + seconds, max(_DRAIN_SECONDS, world_size / _POLLS_PER_SECOND)
+    try:
+        store: Any = default_store()
+        is_last = store.add("ddpkit/ending", 1) == world_size
+        while not is_last and time.monotonic() < deadline and not store.check(["ddpkit/all-end"]):
+            time.sleep(pause)
+        return bool(store.compare_set("ddpkit/all-end", "", "yes" if is_last else "no") == b"yes")
+    except RuntimeError:
+        return False
 
 
 # --- All-gathers of small values --------------------------------------------------------------------------------------
