@@ -200,19 +200,6 @@ Parallelize = Callable[[nn.Module, DeviceMesh], None]
 """A function that distributes a model in place over a mesh with the dimensions replicate, shard and tensor."""
 
 
-class StageBoundary(BaseException):
-    """Raised at the end of a pipeline stage to end the user's function. The next stage continues with `tensor`.
-
-    Not an `Exception`, so that the model's own code does not handle it as an error.
-    """
-
-    def __init__(self, tensor: Tensor, items: int) -> None:
-        super().__init__()
-        self.tensor = tensor
-        self.items = items
-        """The length of the tuple that the last block returned; -1 if it returned the tensor itself."""
-
-
 class Passes(Protocol):
     """This rank's forward passes in an optimizer step, which a strategy runs."""
 
@@ -226,7 +213,7 @@ class Passes(Protocol):
     def forward(self, number: int) -> Tensor:
         """Return the scalar loss of a pass.
 
-        Passes begin in order. For each of them, this method is called `Strategy.calls_per_pass` times.
+        Called once for each pass, in order.
 
         Raises `StageBoundary` on pipeline stages other than the last.
         """
@@ -309,11 +296,6 @@ class Strategy(ABC):
         Of several ranks that share samples, only one counts.
         """
         return True
-
-    @property
-    def calls_per_pass(self) -> int:
-        """How often the loss function is called for each batch: once for each pipeline stage on this rank."""
-        return 1
 
     equal_passes: bool = False
     """Whether all ranks run the same number of passes, because passes contain collectives.

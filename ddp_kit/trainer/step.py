@@ -470,7 +470,6 @@ class StepPasses:
         self._batch = batch
         self._interval = interval
         self._rehearsed: list[Any] = []  # the first batch, if a rehearsal has fetched it
-        self._kept: dict[int, tuple[Any, int]] = {}  # pass -> a batch that is used again, and its uses so far
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
         self._phase = BACKWARD
@@ -514,7 +513,7 @@ class StepPasses:
         heartbeat, counted = parts.heartbeat, samples if parts.strategy.contributes else 0
         if number:  # otherwise the step has just begun
             heartbeat.mark(Phase.DATA)
-        batch = self._batch_of(number)
+        batch = self._rehearsed.pop() if self._rehearsed else self._batch()
         asked = samples
         if type(batch) is Partial:
             samples, batch = batch.samples, batch.batch
@@ -551,14 +550,6 @@ class StepPasses:
                 "return Loss(sum over the samples, weight=number of samples) from the loss function; or leave these "
                 "samples out in the dataset",
             )
-
-    def _batch_of(self, number: int) -> Any:
-        batch, calls = self._kept.pop(number, (None, 0))
-        if not calls:
-            batch = self._rehearsed.pop() if self._rehearsed else self._batch()
-        if calls + 1 < self._parts.strategy.calls_per_pass:
-            self._kept[number] = copy.deepcopy(batch), calls + 1  # a copy, because loss functions may modify batches
-        return batch
 
     @contextmanager
     def rehearsal(self) -> Iterator[Callable[[], Tensor]]:
