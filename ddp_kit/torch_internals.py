@@ -204,14 +204,9 @@ class DdpReducer:
         Must be called while gradients are None, because buckets may be rebuilt. Raises `RuntimeError` if parameters
         were unused. Takes a microsecond.
         """
-        reducer = self._wrapper.reducer
-        if reducer._rebuild_buckets():
+        if self._wrapper.reducer._rebuild_buckets():
             self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
             self._wrapper.logger.set_runtime_stats_and_log()  # with the new order; DDP does it in the next forward pass
-        if self._wrapper.static_graph:
-            # With a static graph, DDP counts the backward passes of its first iteration, which ends when the next
-            # iteration is prepared. Without this call, passes of the next step and of user code would be counted too.
-            reducer.prepare_for_forward()
 
     def settled_order(self) -> list[Tensor] | None:
         """The parameters in the order in which they are reduced; None before the buckets are rebuilt."""

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config.settings import ParallelConfig
@@ -21,8 +21,6 @@ from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.strategy import Passes, SharedBuffers, Strategy, broadcast
 from ddp_kit.torch_internals import DdpReducer
-
-_POWERSGD_FROM_STEP = 1000  # gradients are not compressed before this step, as advised by Vogels et al. 2019
 
 
 class DdpStrategy(Strategy):
@@ -35,10 +33,6 @@ class DdpStrategy(Strategy):
         self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, if recoverable
         self._complete = False  # every parameter has received a gradient
         self._order: list[int] | None = None  # the order of the parameters in reductions, once it is fixed
-        # For a static graph:
-        self._learns_graph = config.static_graph
-        self._rehearses_after = 0  # steps done before a resume, until the first step after it
-        self._unused: frozenset[nn.Parameter] = frozenset()  # parameters that no pass uses
         self._updates: list[Self] = []  # see `divided`
 
     @property
@@ -49,12 +43,11 @@ class DdpStrategy(Strategy):
 
     def check_recoverable(self) -> None:
         super().check_recoverable()
-        for name in ("find_unused_parameters", "static_graph"):
-            if getattr(self.config, name):
-                raise ConfigError(
-                    f"micro_batch_size='auto' is not supported with parallel.{name} on several ranks",
-                    "set micro_batch_size to a number",
-                )
+        if self.config.find_unused_parameters:
+            raise ConfigError(
+                "micro_batch_size='auto' is not supported with parallel.find_unused_parameters on several ranks",
+                "set micro_batch_size to a number",
+            )
 
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
@@ -86,7 +79,6 @@ class DdpStrategy(Strategy):
             gradient_as_bucket_view=True,
             bucket_cap_mb=config.bucket_mb,
             find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
         )
         self._add_hook(wrapper)
         self._wrapper = DdpReducer(wrapper)
@@ -95,29 +87,25 @@ class DdpStrategy(Strategy):
 
     def _add_hook(self, wrapper: DistributedDataParallel) -> None:
         compression = self.config.compression
-        hooks: dict[str | None, tuple[Any, Any]] = {
-            None: (None, default_hooks.allreduce_hook),
-            "bf16": (None, default_hooks.bf16_compress_hook),
-            "fp16": (None, default_hooks.fp16_compress_hook),
-        }
-        if compression == "powersgd":
-            state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=_POWERSGD_FROM_STEP)
-            hooks["powersgd"] = (state, powerSGD_hook.powerSGD_hook)
-        inner = hooks[compression]
         if compression is None and not self.recoverable:
             return
+        hooks = {
+            None: default_hooks.allreduce_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+        }
+        hook = hooks[compression]
         try:
-            wrapper.register_comm_hook(*((inner, self._noted) if self.recoverable else inner))
+            wrapper.register_comm_hook(*((hook, self._noted) if self.recoverable else (None, hook)))
         except TypeError as error:
             raise ConfigError(
                 f"parallel.compression={compression!r} is not available on this machine: {error}",
                 "use compression='fp16', or leave compression out",
             ) from None
 
-    def _noted(self, inner: tuple[Any, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _noted(self, hook: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """A communication hook that runs another hook, and records that the reduction of the bucket has begun."""
-        state, hook = inner
-        future: torch.futures.Future[Tensor] = hook(state, bucket)
+        future: torch.futures.Future[Tensor] = hook(None, bucket)
         self._begun.append(future)
         return future
 
@@ -136,14 +124,12 @@ class DdpStrategy(Strategy):
         broadcast(self._buffers.checked())
 
     def run_passes(self, passes: Passes) -> None:
-        if self._rehearses_after:
-            self._rehearse(passes)
-        if self._learns_graph:
-            self._learn_graph(passes)
-            return
         self.accumulate(passes, self._ddp.reduced)
         if not passes.count:
-            self._backward(self._zero_loss(), passes, reduces=True)
+            loss = self._zero_loss()
+            passes.before_reduction(loss)
+            self.backward(loss)
+            passes.after_backward()
 
     def finish_failed_passes(self) -> None:
         # DDP's own function for a rank without data (see DDP's `join`) reduces either all buckets or none.
@@ -156,7 +142,7 @@ class DdpStrategy(Strategy):
 
         DDP itself would raise an error only in the second step or not at all, and would not name the parameters.
         """
-        if self._complete or self.config.find_unused_parameters or self.config.static_graph:
+        if self._complete or self.config.find_unused_parameters:
             return
         missing = [name for name, parameter in self._named() if parameter.grad is None]
         if missing:
@@ -186,13 +172,6 @@ class DdpStrategy(Strategy):
         """A context in which torch.compile splits graphs at DDP's buckets, to let reductions overlap with backward."""
         return self._ddp.forward_context()
 
-    def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
-        """Run a backward pass. `reduces`: whether this is the step's last backward pass that reduces gradients."""
-        if reduces:
-            passes.before_reduction(loss)
-        self.backward(loss)
-        passes.after_backward()
-
     # --- Reduction order ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,36 +181,30 @@ class DdpStrategy(Strategy):
         """
         if self._updates:
             return {"updates": [each.state_dict() for each in self._updates]}
-        changes = not self.config.static_graph and not self.config.find_unused_parameters
-        changes = changes and not self._sparse_weights()
+        changes = not self.config.find_unused_parameters and not self._sparse_weights()
         if self._order is None and changes and (order := self._ddp.settled_order()) is not None:
             numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
             self._order = [numbers[id(parameter)] for parameter in order]
         return {"reduction_order": self._order}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the reduction order, which DDP fixes in its first backward pass.
 
         With three or more ranks, this order affects how sums are rounded.
         """
         for update, saved in zip(self._updates, state.get("updates", []), strict=False):
-            update.load_state_dict(saved, steps)
+            update.load_state_dict(saved)
         order = state.get("reduction_order")
         if order is not None and sorted(order) != [*range(len(order))]:
             raise ValueError("reduction_order is not a permutation of the parameters")
-        self._rehearses_after = steps if self._learns_graph else 0
         if order is None or len(order) != len(self.parameters) or self._order is not None:
             return
         self._order = order
-        if not self.config.find_unused_parameters and not self.config.static_graph:
-            self._clear()
+        if not self.config.find_unused_parameters:
+            self.model.zero_grad()
             self._zero_loss(order).backward()  # type: ignore[no-untyped-call]
-            self._clear()
+            self.model.zero_grad()
             self._ddp.finish_iteration()
-
-    def _clear(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
 
     # --- Ranks without samples ----------------------------------------------------------------------------------------
 
@@ -250,61 +223,13 @@ class DdpStrategy(Strategy):
             parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
         device = self.world.device  # parameters may be on several devices
         zero = torch.zeros((), device=device)
-        ends = [
-            (_sparse_zero(each) if each in sparse else _zero(each)).to(device)
-            for each in parameters
-            if each not in self._unused
-        ]
+        ends = [(_sparse_zero(each) if each in sparse else _zero(each)).to(device) for each in parameters]
         return self._ddp.reduced(sum(ends, zero))
 
     def _sparse_weights(self) -> set[Tensor]:
         """The weights whose gradients DDP reduces as sparse tensors."""
         kinds = nn.Embedding | nn.EmbeddingBag
         return {each.weight for each in self.model.modules() if isinstance(each, kinds) and each.sparse}
-
-    # --- Static graphs ------------------------------------------------------------------------------------------------
-
-    def _learn_graph(self, passes: Passes) -> None:
-        """Run the first step with a static graph. Gradients are reduced after each pass, not only after the last one.
-
-        DDP learns the graph from the backward passes up to the first reduction, and for a correct graph, this must be a
-        single pass. Later reductions average the gradients of earlier passes again, which does not change them, because
-        they are already equal on all ranks. Ranks with fewer passes contribute zeros.
-        """
-        self._learns_graph = False
-        self._wrap()  # so that DDP has seen no earlier backward pass
-        done = 0
-        while done == 0 or done < passes.max_passes:
-            # A rank without samples starts with zeros for all parameters, so DDP learns to expect all parameters.
-            own = done < passes.count
-            loss = self._ddp.reduced(passes.forward(done)) if own else self._zero_loss()
-            done += 1
-            self._backward(loss, passes, reduces=done == passes.max_passes)
-            if done == passes.count:
-                self._note_unused()
-
-    def _rehearse(self, passes: Passes) -> None:
-        """Make DDP learn a static graph again after a resume, from passes whose gradients are discarded.
-
-        DDP learns from the first reduction which parameters take part, and from the second reduction their order. The
-        gradients of the following steps are then reduced as in an uninterrupted run.
-        """
-        self._wrap()
-        with passes.rehearsal() as forward:
-            while self._rehearses_after:
-                loss = self._ddp.reduced(forward()) if passes.count else self._zero_loss()
-                loss.backward()  # type: ignore[no-untyped-call]
-                if passes.count and self._learns_graph:
-                    self._note_unused()
-                self._clear()
-                self.end_step()
-                # The uninterrupted run did a second reduction if its first step had several passes, because each of
-                # these is reduced (see `_learn_graph`), or if it did a second step.
-                again = self._learns_graph and (passes.max_passes > 1 or self._rehearses_after > 1)
-                self._learns_graph, self._rehearses_after = False, int(again)
-
-    def _note_unused(self) -> None:
-        self._unused = frozenset(each for each in self.parameters if each.grad is None)
 
 
 class _Zero(torch.autograd.Function):

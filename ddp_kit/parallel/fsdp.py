@@ -302,7 +302,7 @@ class FsdpStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        for name in ("static_graph", "find_unused_parameters", "compression"):
+        for name in ("find_unused_parameters", "compression"):
             if getattr(self.config, name):
                 raise ConfigError(
                     f"parallel.{name} is a setting of DDP, but parallel.strategy is {self.config.strategy!r}",

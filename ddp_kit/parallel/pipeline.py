@@ -217,7 +217,7 @@ class PipelineStrategy(Strategy):
 
     def _check_settings(self) -> None:
         config, sizes = self.config, self.sizes
-        for name in ("static_graph", "find_unused_parameters", "compression"):
+        for name in ("find_unused_parameters", "compression"):
             if getattr(config, name):
                 raise ConfigError(
                     f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"leave out {name}"
@@ -777,7 +777,7 @@ class PipelineStrategy(Strategy):
         users = {names[id(each)]: list(self._holders[each]) for each in self._outer}
         return {"pipeline": {"stages": [*map(len, self._chain.stages)], "places": self.sizes.pipeline, "users": users}}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state.get("pipeline") or {}
         division = [saved.get("stages"), saved.get("places")]
         if self._learned or division != [[*map(len, self._chain.stages)], self.sizes.pipeline]:

@@ -219,10 +219,6 @@ class Passes(Protocol):
     count: int
     """The number of passes; 0 if the rank has no samples. Strategies with `equal_passes` add passes of zero weight."""
 
-    @property
-    def max_passes(self) -> int:
-        """The largest number of passes on any rank in the first step; known after the first forward pass."""
-
     def forward(self, number: int) -> Tensor:
         """Return the scalar loss of a pass.
 
@@ -235,12 +231,6 @@ class Passes(Protocol):
         """On a rank that has no loss, take part in the collective that compares the first losses of all ranks.
 
         Called after the first pass of the first step.
-        """
-
-    def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
-        """A context that yields a function. Each call of the function computes and returns the loss of pass 0.
-
-        On exit, buffers and random states are restored. The real pass 0 then gets the same batch.
         """
 
     def before_reduction(self, loss: Tensor) -> None:
@@ -544,11 +534,8 @@ class Strategy(ABC):
         """JSON-serializable state that must be saved, so that gradients are reduced in the same way after a resume."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """Restore a `state_dict`. Raises `ValueError` if `state` is invalid.
-
-        `steps`: the number of completed optimizer steps.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`. Raises `ValueError` if `state` is invalid."""
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

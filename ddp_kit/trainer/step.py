@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.callbacks.callback import Gradients
-from ddp_kit.data.collate import Partial, unpacked
+from ddp_kit.data.collate import Partial
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
 from ddp_kit.distributed.world import World
@@ -25,7 +25,7 @@ from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
+from ddp_kit.trainer.snapshots import BufferCopies, without_trace
 
 # --- Parameters of a run ----------------------------------------------------------------------------------------------
 # Which parameters exist, and which of them require gradients, is fixed when the Trainer is created.
@@ -110,8 +110,6 @@ class LossCalls:
         self._parts = parts
         self._parameters = parameters
         self._kind = _UNKNOWN
-        self.max_passes = 0
-        """The largest number of passes on any rank in the first step."""
 
     @property
     def agreed(self) -> bool:
@@ -138,23 +136,21 @@ class LossCalls:
             )
         return value
 
-    def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
+    def agree(self, found: "Tensor | Loss | LossError | None" = None) -> None:
         """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
 
-        `found`: this rank's first loss, or its error; None if the rank has no samples. `passes`: this rank's number of
-        passes in the first step. Raises `LossError` if the kinds of loss differ, or if any rank has an error.
+        `found`: this rank's first loss, or its error; None if the rank has no samples. Raises `LossError` if the kinds
+        of loss differ, or if any rank has an error.
         """
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
-        everyone = first_losses(self._parts.world, (own, passes), problem)
-        kinds = {kind for kind, _ in everyone}
+        kinds = {*first_losses(self._parts.world, own, problem)}
         if len(kinds - {_UNKNOWN}) > 1:
             raise LossError(
                 "the loss function returned a plain tensor on some ranks and a Loss on others",
                 "return the same type on every rank: it determines how the ranks reduce the loss",
             )
         self._kind = max(kinds)
-        self.max_passes = max(passes for _, passes in everyone)
 
     def _called(self, batch: object, step: int) -> "Tensor | Loss":
         parts = self._parts
@@ -189,9 +185,9 @@ class LossCalls:
             self._advise(value, batch, passes)
         except LossError as error:
             found = backward_called() if self._parameters.any_gradient and not before else error
-            self.agree(found, passes)  # raises the error on all ranks
+            self.agree(found)  # raises the error on all ranks
             raise
-        self.agree(value, passes)
+        self.agree(value)
         return value
 
     def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
@@ -467,7 +463,6 @@ class StepPasses:
         self._share = share
         self._batch = batch
         self._interval = interval
-        self._rehearsed: list[Any] = []  # the first batch, if a rehearsal has fetched it
         self._kept: dict[int, tuple[Any, int]] = {}  # pass -> a batch that is used again, and its uses so far
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
@@ -475,10 +470,6 @@ class StepPasses:
         self.left_out = 0
         """The number of samples that user code has left out of the batches of this step, so far."""
         self.count = len(share.passes)
-
-    @property
-    def max_passes(self) -> int:
-        return self._losses.max_passes
 
     @property
     def samples(self) -> int:
@@ -553,28 +544,10 @@ class StepPasses:
     def _batch_of(self, number: int) -> Any:
         batch, calls = self._kept.pop(number, (None, 0))
         if not calls:
-            batch = self._rehearsed.pop() if self._rehearsed else self._batch()
+            batch = self._batch()
         if calls + 1 < self._parts.strategy.calls_per_pass:
             self._kept[number] = copy.deepcopy(batch), calls + 1  # a copy, because loss functions may modify batches
         return batch
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[Callable[[], Tensor]]:
-        before = StepSnapshot(self._parts)
-        batch = self._batch() if self.count else None
-
-        def forward() -> Tensor:
-            parts = self._parts
-            given = unpacked(0, batch)[1]
-            with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
-                # A copy, because loss functions may modify batches.
-                value = self._losses.call(copy.deepcopy(given), self._interval.step, self.count)
-            return self._objective(value, self._share.passes[0])
-
-        yield forward
-        before.restore()
-        if self.count:
-            self._rehearsed = [batch]
 
     def before_reduction(self, loss: Tensor) -> None:
         if self._losses.weighted:

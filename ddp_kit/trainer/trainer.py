@@ -345,7 +345,7 @@ class Trainer:
             random,
             best,
             ConfigPart(config),
-            StrategyPart(strategy, self._position),
+            StrategyPart(strategy),
         )
 
     @property

@@ -226,7 +226,6 @@ def _check_settings(config: TrainerConfig) -> None:
             "use precision='bf16': with fp16, all updates would share one loss scale",
         ),
         "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
-        "parallel.static_graph": (config.parallel.static_graph, "leave it out"),
         "memory.offload_optimizer": (config.memory.offload_optimizer, "leave it out"),
     }
     for setting, (asked, hint) in problems.items():

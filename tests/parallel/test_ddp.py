@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from ddp_kit import ConfigError, Trainer, TrainerConfig
 
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-for compression in (None, "fp16", "powersgd"):
+for compression in (None, "fp16"):
     torch.manual_seed(0)
     trainer = Trainer(
         nn.Linear(4, 1),
@@ -42,5 +42,4 @@ def test_gradients_can_be_sent_in_fewer_bytes(start: Start, script: Callable[[st
     losses = {words[1]: float(words[2]) for words in map(str.split, run.stdout.splitlines()) if words[0] == "sent"}
     assert losses["fp16"] == pytest.approx(losses["None"], rel=0.02)
     assert losses["fp16"] != losses["None"]
-    assert losses["powersgd"] == losses["None"]  # it begins after a thousand steps
     assert run.stdout.count("refused parallel.compression='bf16' is not available on this machine") == 2

@@ -279,7 +279,7 @@ def test_ranks_without_units_wait_for_each_other_in_the_first_pass_only(monkeypa
     assert waited == ["the end of the pass in training pass 1", "the end of the pass in evaluation pass 2"]
 
 
-@pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("name", ["find_unused_parameters"])
 def test_a_setting_of_ddp_is_to_be_left_out(name: str) -> None:
     config = ParallelConfig(strategy="fsdp", **{name: True})
     strategy = FsdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), config)

@@ -1,8 +1,5 @@
 """What a strategy inherits, and which one a configuration gets."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,16 +20,12 @@ class Passes:
 
     def __init__(self, model: nn.Linear, count: int) -> None:
         self._model = model
-        self.count = self.max_passes = count
+        self.count = count
         self.called: list[str] = []
 
     def forward(self, number: int) -> Tensor:
         self.called.append(f"forward {number}")
         return self._model.weight.square().sum() * (number + 1)
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[Callable[[], Tensor]]:
-        yield lambda: self.forward(0)
 
     def before_reduction(self, loss: Tensor) -> None:
         self.called.append("reduction")
