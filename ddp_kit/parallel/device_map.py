@@ -24,7 +24,7 @@ from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, some, suggestion
 from ddp_kit.log import logger
 from ddp_kit.parallel.ddp import DdpStrategy
-from ddp_kit.parallel.strategy import SingleRank, Strategy
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SingleRank, Strategy
 from ddp_kit.structures import repeated_blocks, split_chain, work_of
 from ddp_kit.torch_internals import pytree
 
@@ -35,8 +35,8 @@ _STATES_PER_WEIGHT = 2  # assumes Adam, because the optimizer is created after t
 class _DeviceMapped(Strategy):
     """A mixin for strategies that places the modules of a model on devices, according to a device map."""
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
         self._map: dict[str, int] | None = None  # module name -> device index; None until "auto" has chosen
         self._hooks: list[RemovableHandle] = []
 
@@ -49,7 +49,7 @@ class _DeviceMapped(Strategy):
                 device_at(index, self.world)
             indices_of(model, self._map)
 
-    def place(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module) -> None:
         """Move the modules to their devices, and install the hooks. A collective if the map is "auto"."""
         if self._map is None:
             self._map = automatic_map(model, _capacities(model, self.world))

@@ -5,7 +5,7 @@ A unit is a module that FSDP shards. FSDP gathers all weights of a unit at once.
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,8 +24,8 @@ from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import (
-    Parallelize,
-    Passes,
+    NO_OPTIONS,
+    Options,
     SharedBuffers,
     Strategy,
     broadcast,
@@ -108,6 +108,7 @@ class FsdpUnits:
             unit.set_force_sum_reduction_for_comms(True)
             if gathered:
                 unit.set_reshard_after_forward(False, recurse=False)
+        self._last = True  # as a unit is at first
 
     @property
     def add_up(self) -> bool:
@@ -116,15 +117,16 @@ class FsdpUnits:
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare the units for a backward pass. `last`: whether this is the last backward pass of the step."""
-        for unit in self._units:
+        for unit in self._units if last != self._last else ():
             if self._whole_gradients:
                 unit.set_requires_gradient_sync(last, recurse=False)
             elif self.add_up:
                 unit.set_requires_all_reduce(last, recurse=False)
             if self._gathered:
                 unit.set_reshard_after_backward(last, recurse=False)
+        self._last = last
 
-    def reduce_too(self, units: Iterable[FSDPModule]) -> None:
+    def reduce_unused_units(self, units: Iterable[FSDPModule]) -> None:
         """Make the last backward pass also reduce the gradients of units that only earlier passes used.
 
         Gradients filled with zeros are added to these units, because torch reduces only units that have new gradients.
@@ -155,11 +157,13 @@ def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> 
     return bool(fits)
 
 
-def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
+def equal_batches(
+    batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T], world: World
+) -> Iterator[tuple[int, T]]:
     """Yield (number of samples, batch) for each batch, equally often on each rank. A collective.
 
-    Ranks with fewer batches repeat their last batch as a batch of 0 samples. `spare`: a function that returns a batch
-    for a rank that has none.
+    Ranks with fewer batches repeat their last batch as a batch of 0 samples. `filler_batch`: a function that returns a
+    batch for a rank that has none.
     """
     arriving, kept = iter(batches), None
     while True:
@@ -169,7 +173,7 @@ def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], worl
         if not more:
             return
         if own is None:
-            kept = [spare()] if kept is None else kept
+            kept = [filler_batch()] if kept is None else kept
             yield 0, with_copied_containers(kept[0])
         else:
             kept = [with_copied_containers(own[1])]
@@ -265,38 +269,29 @@ class FsdpStrategy(Strategy):
     divides_weights = True
     replaces_parameters = True
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
-        self.sizes = sizes_of(config, world.world_size)
-        _, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
+    _accepts_parallelize = True
+
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.sizes = sizes = sizes_of(config, world.world_size)
+        _, self._replica, shard, self._tensor = sizes.coordinates(world.rank)
+        self.data_ranks, self.data_rank = sizes.data, self._replica * sizes.shard + shard
+        self.contributes = self._tensor == 0
+        parts = sizes.shard * sizes.tensor
+        self.replicas = tuple(range(first, world.world_size, parts) for first in range(parts))
+        self.optimizer_replicas = self.replicas
         self._mesh: DeviceMesh
         self._sharded: list[FSDPModule] = []
         self._buffers: SharedBuffers
         self._units: FsdpUnits
         self._shards: Shards
+        self._updated_parameters: list[nn.Parameter] = []
+        self._split: list[nn.Parameter] = []  # those that are divided over the ranks of a tensor group
         self._named_units: dict[str, Any] = {}
         self._order: UnitOrder
-        self._parallelize: Parallelize | None = None
-        self._offload: OffloadPolicy = OffloadPolicy()
-
-    # --- Data-parallel layout -----------------------------------------------------------------------------------------
-
-    @property
-    def data_ranks(self) -> int:
-        return self.sizes.data
-
-    @property
-    def data_rank(self) -> int:
-        return self._replica * self.sizes.shard + self._shard
-
-    @property
-    def contributes(self) -> bool:
-        return self._tensor == 0
-
-    @property
-    def replicas(self) -> tuple[range, ...]:
-        apart = self.sizes.shard * self.sizes.tensor
-        return tuple(range(first, self.world.world_size, apart) for first in range(apart))
+        self._last_pass = False
+        self._used_units: set[str] = set()  # by the earlier passes of this step
+        self._units_of_pass: list[str] = []
 
     # --- Setup --------------------------------------------------------------------------------------------------------
 
@@ -316,6 +311,11 @@ class FsdpStrategy(Strategy):
                 "collectives on GPU tensors",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
+        if self.options.parallelize is not None and self.options.parameters_on_host:
+            raise ConfigError(
+                "memory.offload = 'all' has no effect on weights that parallelize=... shards",
+                "omit it, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
+            )
         check_dense_gradients(model, self.config.strategy)
         scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
         if scalars:
@@ -324,14 +324,6 @@ class FsdpStrategy(Strategy):
                 "give them a dimension: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))",
             )
 
-    def check_recoverable(self) -> None:
-        raise ConfigError(
-            f"micro_batch_size='auto' is not supported with parallel.strategy={self.config.strategy!r}: it tries "
-            "sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in the "
-            "collectives of the pass",
-            "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
-        )
-
     def setup(self, model: nn.Module) -> None:
         self.model = model
         sizes, device = self.sizes, self.world.device
@@ -339,11 +331,11 @@ class FsdpStrategy(Strategy):
             device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
         )
         names = [name for name, _ in model.named_parameters()]
-        if self._parallelize is None:
+        if self.options.parallelize is None:
             self._spread(model)
         else:
             self._place(model)
-            self._parallelize(model, self._mesh)
+            self.options.parallelize(model, self._mesh)
             self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
             self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -356,11 +348,10 @@ class FsdpStrategy(Strategy):
         self._order = UnitOrder(self.world, self._named_units)
         pieces = {each: piece for each in model.parameters() if (piece := piece_of_dtensor(each)) is not None}
         self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
-        held = [(each, self._shards.of.get(each, each)) for each in self.parameters]
-        self._held = [shard for _, shard in held]
-        self._split = [
-            shard for whole, shard in held if is_divided(whole, "tensor")
-        ]  # over the ranks of a tensor group
+        shards = {parameter: self._shards.of.get(parameter, parameter) for parameter in self.parameters}
+        self._updated_parameters = [*shards.values()]
+        self._split = [shard for parameter, shard in shards.items() if is_divided(parameter, "tensor")]
+        self.parameters_on_host = self.options.parameters_on_host and bool(self._sharded)
 
     def _spread(self, model: nn.Module) -> None:
         """Move and shard the model unit by unit, so that no rank ever holds all of it on its device."""
@@ -372,21 +363,6 @@ class FsdpStrategy(Strategy):
                 split_layers(model, {*unit.modules()}, plan, self._mesh["tensor"])
             if self.sizes.data > 1:
                 self._shard_unit(name, unit)
-
-    def use(self, parallelize: Parallelize) -> None:
-        self._parallelize = parallelize
-
-    def offload_parameters(self) -> None:
-        if self._parallelize is not None:
-            raise ConfigError(
-                "memory.offload = 'all' has no effect on weights that parallelize=... shards",
-                "leave it out, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
-            )
-        self._offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-
-    @property
-    def parameters_on_host(self) -> bool:
-        return isinstance(self._offload, CPUOffloadPolicy) and bool(self._sharded)
 
     def _check_spread(self, model: nn.Module) -> None:
         """Raise `ConfigError` for parameters whose gradients are not, or cannot be, reduced over the ranks."""
@@ -442,7 +418,9 @@ class FsdpStrategy(Strategy):
         reshard = None if self.config.reshard_after_forward == "auto" else self.config.reshard_after_forward
         hint = "name other modules in parallel.fsdp_units, or use parallel='ddp'"
         check_dtypes(name, unit, "name {} in parallel.fsdp_units, in addition to the blocks, or use parallel='ddp'")
-        settings = {"reshard_after_forward": reshard, "offload_policy": self._offload}
+        offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+        policy = offload if self.options.parameters_on_host else OffloadPolicy()
+        settings = {"reshard_after_forward": reshard, "offload_policy": policy}
         self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
@@ -457,50 +435,52 @@ class FsdpStrategy(Strategy):
         # A call of the model outside of the Trainer may have left gathered weights, which callbacks such as EMA do not
         # change with the shards.
         self._units.reshard()
+        self._used_units = set()
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
         broadcast(self._buffers.checked())
 
-    def run_passes(self, passes: Passes) -> None:
-        ran: set[str] = set()
-        for number in range(passes.count):
-            last = number == passes.count - 1
-            with _explained(), self._order.in_pass("training pass") as running:
-                loss = passes.forward(number)
-            ran.update(running)
-            if passes.count > 1:
-                self._units.before_backward(last=last)
-            if last:
-                left_out = ran.difference(running)
-                self._units.reduce_too(unit for name, unit in self._named_units.items() if name in left_out)
-                passes.before_reduction(loss)
-            with _explained():
-                loss.backward()  # type: ignore[no-untyped-call]
-            passes.after_backward()
+    def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        kind = "training pass" if torch.is_grad_enabled() else "evaluation pass"
+        with self._order.in_pass(kind) as self._units_of_pass:
+            return function(self.model, batch)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+        self._last_pass = last
+        return _explained()
+
+    def backward(self, loss: Tensor) -> None:
+        self._units.before_backward(last=self._last_pass)
+        if self._last_pass:
+            unused = self._used_units.difference(self._units_of_pass)
+            self._units.reduce_unused_units(unit for name, unit in self._named_units.items() if name in unused)
+        self._used_units.update(self._units_of_pass)
+        super().backward(loss)
+
+    def finish_reduction(self) -> None:
         with torch.no_grad():
             for whole, shard in self._shards.trained:
                 shard.grad = None if whole.grad is None else reduced_part(whole.grad, whole)
-
-    def check_gradients(self) -> None:
-        missing = [self.held_names()[id(each)] for each in self._held if each.grad is None]
+        missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
         if missing:
-            when = "the last micro-batch of a step" if self._units.add_up else "a step"
+            names, when = self.held_names(), "the last micro-batch of a step" if self._units.add_up else "a step"
             raise LossError(
-                f"{some(missing)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
+                f"{some([names[id(parameter)] for parameter in missing])} got no gradient in {when}, but FSDP needs the "
+                "gradients of all trained parameters",
                 "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
 
     @property
-    def updated(self) -> list[nn.Parameter]:
-        return self._held
+    def updated_parameters(self) -> list[nn.Parameter]:
+        return self._updated_parameters
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients. Local sums of squares are added up over the ranks that hold different parts."""
         split = set(map(id, self._split))
-        rest = [each for each in self._held if id(each) not in split]
+        rest = [parameter for parameter in self._updated_parameters if id(parameter) not in split]
         squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
@@ -514,7 +494,7 @@ class FsdpStrategy(Strategy):
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.sizes.tensor > 1:
             split = set(map(id, self._split))
-            rows = [number for number, each in enumerate(self._held) if id(each) in split]
+            rows = [number for number, parameter in enumerate(self._updated_parameters) if id(parameter) in split]
             sums = squares[rows]
             dist.all_reduce(sums, group=self._mesh.get_group("tensor"))
             squares[rows] = sums
@@ -522,12 +502,10 @@ class FsdpStrategy(Strategy):
 
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
-    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
+    def evaluation(self, batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T]) -> Iterator[tuple[int, T]]:
         self._units.reshard()  # as in begin_step
         try:
-            for each in equal_batches(batches, spare, self.world):
-                with self._order.in_pass("evaluation pass"):
-                    yield each
+            yield from equal_batches(batches, filler_batch, self.world)
         finally:
             self._units.reshard()  # torch would keep the weights of the root unit gathered
 

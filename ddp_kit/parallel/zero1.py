@@ -18,7 +18,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
-from ddp_kit.parallel.strategy import Passes, Strategy
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import gather_ranges
 
@@ -39,14 +39,11 @@ class Zero1Strategy(DdpStrategy):
     shards = True
     divided = Strategy.divided  # raises: several optimizers are not supported
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.optimizer_replicas = tuple(range(rank, rank + 1) for rank in range(world.world_size))
         self._flat: list[_Flat] = []
         self._scalars: list[nn.Parameter] = []  # trained parameters that are not sharded
-
-    @property
-    def optimizer_replicas(self) -> tuple[range, ...]:
-        return tuple(range(rank, rank + 1) for rank in range(self.world.world_size))
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
@@ -56,7 +53,7 @@ class Zero1Strategy(DdpStrategy):
         for each in model.parameters():  # DDP's buckets keep these strides, and the flat tensor is in row-major order
             each.data = each.data.contiguous()
         super().setup(model)
-        if self._flat:  # called again after `release`: the optimizer still holds the first shards
+        if self._flat:  # called again: the optimizer still holds the first shards
             return
         self._scalars = [each for each in self.parameters if each.ndim == 0]
         trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
@@ -89,15 +86,15 @@ class Zero1Strategy(DdpStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         self._shards.give_to(optimizer)
 
-    def run_passes(self, passes: Passes) -> None:
-        super().run_passes(passes)
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
         for whole, shard in self._shards.trained:
             piece = self._shards.pieces[id(shard)]
             begin = piece.offsets[0]
             shard.grad = None if whole.grad is None else whole.grad.view(-1)[begin : begin + shard.numel()]
 
     @property
-    def updated(self) -> list[nn.Parameter]:
+    def updated_parameters(self) -> list[nn.Parameter]:
         return [*(shard for _, shard in self._shards.trained), *self._scalars]
 
     def grad_norm(self) -> Tensor:

@@ -911,7 +911,6 @@ class Trainer:
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
         if config.micro_batch_size == "auto":
-            self._parts.strategy.check_recoverable()
             found = self._position.micro_batches.get(str(self.world.world_size))
             if found is None:
                 found = largest_micro_batch(
@@ -968,9 +967,8 @@ class Trainer:
         if micro_batch == 1:
             raise failed.error_to_raise(self._parts) from None
         log.logger.warning("out of memory at step {}: the micro-batch of {} is halved", self.step + 1, micro_batch)
-        assert isinstance(self._optimizer_step, RecoverableStep), "only this class raises OutOfMemory"
-        self._optimizer_step.release()
-        self._parts.strategy.setup(self.model)
+        release_cached_memory()
+        self._parts.strategy.setup(self.model)  # the failed step has left its reductions in an unknown state
         self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._feeds.train_feed(train_data, self.step, self.epoch)
         share = self._begin_epoch(feed)

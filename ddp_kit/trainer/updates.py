@@ -16,9 +16,9 @@ from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.parts import LoggedValues, LossFunction, Parts, SchedulerInterval
-from ddp_kit.trainer.searches import new_step
+from ddp_kit.trainer.searches import RecoverableStep
 from ddp_kit.trainer.setup import checked_loss
-from ddp_kit.trainer.step import ClosureStep, OptimizerStep, StepBatches, StepRecord
+from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecord
 
 # --- Joint optimizer and scheduler ------------------------------------------------------------------------------------
 # Adapters to save, load and compare the state of several updates.
@@ -255,15 +255,15 @@ class JointStep(OptimizerStep):
         super().__init__(parts, clock)
         self._steps = dict(steps)
 
-    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
         batches, norms = StepBatches(batch), []
         for number, (name, (every, step)) in enumerate(self._steps.items()):
-            if interval.step % every == 0:
-                record = _UpdateRecord(interval, self._parts.logged, name, first=number == 0)
-                step.run(share, batches.again(), record, measure_norm=measure_norm)
-                norms += record.norms
+            if record.step % every == 0:
+                of_update = _UpdateRecord(record, self._parts.logged, name, first=number == 0)
+                step.run(share, batches.again(), of_update, measure_norm=measure_norm)
+                norms += of_update.norms
         if norms:
-            interval.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
+            record.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
 
     def end_epoch(self, step: int) -> None:
         for _, each in self._steps.values():
@@ -318,7 +318,9 @@ def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False)
     if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
         check_closure(parts)
         return ClosureStep(parts, clock)
-    return new_step(parts, clock)
+    if parts.config.parallel.pipeline > 1:
+        return PipelineStep(parts, clock)
+    return RecoverableStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)
 
 
 def check_closure(parts: Parts) -> None:
