@@ -252,7 +252,7 @@ class _UndefinedGradient(torch.autograd.Function):
 
 
 def _zero(parameter: nn.Parameter, *, sparse: bool) -> Tensor:
-    """A zero that depends on a parameter. `sparse`: with a sparse gradient, because DDP accepts no undefined one then."""
+    """A zero that depends on a parameter. `sparse`: with a sparse gradient, which DDP needs then."""
     if sparse:
         first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
         return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0

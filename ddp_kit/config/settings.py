@@ -53,7 +53,7 @@ STRATEGIES = {
     "zero1": "ddp_kit.parallel.zero1:Zero1Strategy",
     "fsdp": "ddp_kit.parallel.fsdp:FsdpStrategy",
     "tensor": "ddp_kit.parallel.fsdp:FsdpStrategy",
-    "pipeline": "ddp_kit.parallel.pipeline:PipelineStrategy",
+    "pipeline": "ddp_kit.parallel.pipeline.strategy:PipelineStrategy",
     "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
 }
 """Maps the name of each strategy to "module:class". The class is imported when a run uses the strategy."""
@@ -319,13 +319,10 @@ class ParallelConfig(_Part):
         description='Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with '
         "similar numbers of weights.",
     )
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
+    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
         default="1f1b",
-        description="Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward "
-        "passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with "
-        "two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per "
-        "rank in V order, and backward passes that send the input's gradient before they compute the weights' "
-        "gradients.",
+        description="Order of the forward and backward passes in a step. 1f1b: each backward pass as soon as possible, "
+        "which keeps fewer activations; gpipe: all forward passes, then all backward passes.",
     )
     fsdp_units: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
@@ -649,14 +646,6 @@ class TrainerConfig(_Part):
             raise ValueError(
                 f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "
                 "layers that fp8 converts: use precision = 'bf16', or use parallel.shard instead of parallel.tensor"
-            )
-        if self.parallel.pipeline_schedule == "zbv" and (
-            self.compile is not None or self.memory.activation_checkpointing is not None
-        ):
-            raise ValueError(
-                "parallel.pipeline_schedule = 'zbv' computes gradients of inputs and of weights in separate backward "
-                "passes. Compiled models do not support this, and checkpointed blocks would be recomputed several "
-                "times: use '1f1b' or 'interleaved', or leave out compile and memory.activation_checkpointing"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(

@@ -81,8 +81,8 @@ class ParallelSettings(TypedDict, total=False):
     """Number of ranks over which the model's blocks are split (pipeline stages)."""
     pipeline_stages: Literal["auto"] | tuple[str, ...] | list[str]
     """Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with similar numbers of weights."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
-    """Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per rank in V order, and backward passes that send the input's gradient before they compute the weights' gradients."""
+    pipeline_schedule: Literal["1f1b", "gpipe"]
+    """Order of the forward and backward passes in a step. 1f1b: each backward pass as soon as possible, which keeps fewer activations; gpipe: all forward passes, then all backward passes."""
     fsdp_units: Literal["auto"] | tuple[str, ...] | list[str]
     """FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks."""
     tensor_plan: Literal["auto"] | Mapping[str, str]

@@ -25,6 +25,7 @@ from ddp_kit.log import logger
 from ddp_kit.memory.estimate import BlockMemory, MemoryPlan, ModelMemory, ParameterRow, PassMemory
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel.activations import Activations
+from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
 from ddp_kit.parallel.shards import settings_of
 from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.precision import Precision
@@ -296,15 +297,12 @@ def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[s
 
     The blocks include only parameters that FSDP can shard.
     """
-    # A local import, because the module imports torch.distributed.pipelining.
-    from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
-
     parallel = training.config.parallel
     with _left_as_it_was(model, training.device), training.precision.forward():
         holders = holders_after_first_pass(model, parallel, training.loss_fns[0], training.batch)
     names = tuple(
-        frozenset(name for name, each in model.named_parameters() if place in holders[each])
-        for place in range(parallel.pipeline)
+        frozenset(name for name, each in model.named_parameters() if stage in holders[each])
+        for stage in range(parallel.pipeline)
     )
     return names, sharded_parameters(model, chain_of(model, parallel))
 

@@ -6,8 +6,8 @@
     zero1.py         DDP with the optimizer state divided over the ranks
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; tensor.py also splits layers
     device_map.py    the layers of one model on several devices of each rank
-    pipeline.py      the blocks of one model in stages on different ranks; stages.py divides the model and communicates
-                     between stages, tensor.py splits the blocks of a stage, fsdp.py shards them
+    pipeline/        the blocks of one model in stages on different ranks; tensor.py splits the blocks of a stage,
+                     fsdp.py shards them
     offload.py       an optimizer that runs on the host
     activations.py   activation checkpointing, offload and compression
     shards.py        the part of each parameter that the optimizer of this rank updates

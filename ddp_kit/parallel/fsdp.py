@@ -464,10 +464,10 @@ class FsdpStrategy(Strategy):
                 shard.grad = None if whole.grad is None else reduced_part(whole.grad, whole)
         missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
         if missing:
-            names, when = self.held_names(), "the last micro-batch of a step" if self._units.add_up else "a step"
+            names = [self.held_names()[id(parameter)] for parameter in missing]
+            when = "the last micro-batch of a step" if self._units.add_up else "a step"
             raise LossError(
-                f"{some([names[id(parameter)] for parameter in missing])} got no gradient in {when}, but FSDP needs the "
-                "gradients of all trained parameters",
+                f"{some(names)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
                 "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 

@@ -272,7 +272,7 @@ class Strategy(ABC):
         """The part of the global batch that this rank trains on. Ranks of one model replica train on the same part."""
         self.replicas: tuple[Sequence[int], ...] = (range(world.world_size),)
         """Groups of ranks that hold the same weights."""
-        self.optimizer_replicas = self.replicas
+        self.optimizer_replicas: tuple[Sequence[int], ...] = self.replicas
         """Groups of ranks that hold the same optimizer state."""
         self.contributes = True
         """Whether this rank's losses, weights, metrics and predictions count: of ranks with the same samples, one's."""

@@ -181,11 +181,11 @@ class OptimizerStep:
         strategy = self._strategy
         if self._gradients is None:
             names = strategy.held_names()
-            updated = {names[id(parameter)]: parameter for parameter in strategy.updated}
+            updated = {names[id(parameter)]: parameter for parameter in strategy.updated_parameters}
             self._gradients = Gradients(updated, lambda: dict(zip(updated, strategy.grad_norms(), strict=True)))
         before = [parameter.grad for parameter in strategy.parameters] if strategy.shards else []
         call(self._gradients)
-        used = set(map(id, strategy.updated)) if before else set()
+        used = set(map(id, strategy.updated_parameters)) if before else set()
         for parameter, gradient in zip(strategy.parameters, before, strict=False):
             if parameter.grad is not gradient and id(parameter) not in used:
                 name, kind = strategy.held_names()[id(parameter)], strategy.config.strategy
@@ -232,7 +232,7 @@ class PipelineStep(OptimizerStep):
         from ddp_kit.parallel.pipeline.step import PipelinePasses  # slow to import
 
         super().__init__(parts, clock)
-        self._passes = PipelinePasses(parts.strategy, self._loss, clock)
+        self._passes = PipelinePasses(parts.strategy, self._loss, clock, parts.heartbeat)  # type: ignore[arg-type]
 
     def run_passes(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
         self._passes.run(passes, batch)
@@ -290,9 +290,7 @@ class StepLoss:
         self._weight, self._missing_samples = 0.0, 0
         self._reduction = self._reduced_weight = None
         if not share.passes:
-            parts = self._parts
-            parts.heartbeat.mark(Phase.BACKWARD)
-            parts.precision.scaled(torch.zeros((), device=parts.world.device))  # fp16: unscaling needs a scale
+            self._parts.heartbeat.mark(Phase.BACKWARD)
             if not self.agreed:
                 self.agree()
 
@@ -362,6 +360,9 @@ class StepLoss:
         `value`: this rank's first loss, or its error; None if the rank has no samples. Raises `LossError` if the kinds
         of loss differ, or if any rank has an error.
         """
+        if value is None:
+            # With fp16, this creates the scale of the loss, which is needed to unscale gradients.
+            self._parts.precision.scaled(torch.zeros((), device=self._parts.world.device))
         kind = _UNKNOWN if value is None else _WEIGHTED if isinstance(value, Loss) else _PLAIN
         kinds = {*first_losses(self._parts.world, kind, value if isinstance(value, LossError) else None)}
         if len(kinds - {_UNKNOWN}) > 1:
@@ -485,7 +486,9 @@ class RunParameters:
         self._model_parameters = tuple(model.parameters())
         self._optimizer_parameters = _parameters_of(optimizer)
         self._required_grad = [parameter.requires_grad for parameter in self._model_parameters]
-        self._all = tuple(dict.fromkeys(self._model_parameters + self._optimizer_parameters + _parameters_of(device_optimizer)))
+        self._all = tuple(
+            dict.fromkeys(self._model_parameters + self._optimizer_parameters + _parameters_of(device_optimizer))
+        )
 
     def clear_gradients(self) -> None:
         """Set the gradients of all parameters of the model and the optimizers to None."""

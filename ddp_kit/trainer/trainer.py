@@ -54,7 +54,7 @@ from ddp_kit.memory.choose import (
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.measure import PeakMemory, TrainingPass, config_to_plan, measured
 from ddp_kit.metrics import MetricObject
-from ddp_kit.parallel import Parallelize, Strategy, strategy_for
+from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
@@ -83,10 +83,10 @@ from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.searches import (
     OutOfMemory,
-    RecoverableStep,
     find,
     largest_micro_batch,
     rates_between,
+    release_cached_memory,
     with_hint,
 )
 from ddp_kit.trainer.setup import (
@@ -246,7 +246,8 @@ class Trainer:
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         settings = first_that_fits(settings, model, self.world)
         automatic = settings.micro_batch_size == "auto"
-        strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
+        options = Options(automatic, parallelize, parameters_on_host=settings.memory.offload == "all")
+        strategy = strategy_for(settings.parallel, self.world, options)
         data_ranks = strategy.data_ranks
         if self._plan_request is not None:
             data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
@@ -276,8 +277,6 @@ class Trainer:
             compile_in_place(model, settings.compile)
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
         check_weights_fit(model, strategy)
-        if settings.memory.offload == "all":
-            strategy.offload_parameters()
         strategy.setup(model)
         return precision, activations
 

@@ -320,7 +320,7 @@ def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False)
         return ClosureStep(parts, clock)
     if parts.config.parallel.pipeline > 1:
         return PipelineStep(parts, clock)
-    return RecoverableStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)
+    return RecoverableStep(parts, clock) if parts.strategy.options.recoverable else OptimizerStep(parts, clock)
 
 
 def check_closure(parts: Parts) -> None:
