@@ -199,7 +199,7 @@ def test_without_the_hooks_devices_would_mix() -> None:
 def test_an_output_goes_back_to_where_the_input_was_and_nothing_moves_twice() -> None:
     model = on_devices(Network(), SPLIT)
     strategy = made(model, SPLIT, TWO)
-    strategy.place(model)  # as after a step that ran out of memory: hooks are not doubled
+    strategy._place(model)  # as after a step that ran out of memory: hooks are not doubled
     moved: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         to = Tensor.to
