@@ -77,7 +77,6 @@ class OptimizerStep:
         `record`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
         """
         parts, precision = self._parts, self._parts.precision
-        self.begin()
         buffers = BufferCopies(parts.model) if self._keeps_buffers else None
         finite = self.compute_gradient(share, batch, record, measure_norm=measure_norm)
         if finite and precision.apply(parts.device_optimizer, wait=self._waits):  # optimizer.step()
@@ -90,11 +89,6 @@ class OptimizerStep:
         self._strategy.end_step()
         self._clock.mark(OPTIMIZER)
 
-    def begin(self) -> None:
-        """Begin a step, or another evaluation of its gradient."""
-        self.clear()  # gradients from another Trainer, or from user code
-        self._strategy.begin_step()
-
     def compute_gradient(
         self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool
     ) -> bool:
@@ -103,6 +97,8 @@ class OptimizerStep:
         Returns False if the gradient is not finite and the step must be skipped. For the arguments, see `run`.
         """
         parts, strategy, loss, config = self._parts, self._strategy, self._loss, self._parts.config
+        self.clear()  # gradients from another Trainer, or from user code
+        strategy.begin_step()
         loss.begin(share, record)
         self.run_passes(share.passes, batch)
         loss.reduce_weights()  # on ranks without passes
@@ -608,7 +604,6 @@ class ClosureStep(OptimizerStep):
             own = _ClosureRecord(record, parts.world.device, first=calls == 0)
             calls += 1
             with torch.enable_grad(), nullcontext() if own.first else parts.logged.set_aside():
-                self.begin()
                 self.compute_gradient(share, batches.again(), own, measure_norm=measure_norm)
             return torch.tensor(reduced([own.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
