@@ -46,24 +46,25 @@ def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settin
     `mesh`: a mesh with both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if
     `fully_shard` fails. Call `check_dtypes` first.
     """
-    own = _own_parameters(unit, settings.get("ignored_params") or ())
-    for each in own.values():  # FSDP does not support other layouts, such as channels_last
-        if not is_dtensor(each):
-            each.data = each.data.contiguous()
+    for parameter in _own_parameters(
+        unit, settings.get("ignored_params") or ()
+    ).values():  # FSDP does not support other layouts, such as channels_last
+        if not is_dtensor(parameter):
+            parameter.data = parameter.data.contiguous()
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     try:
         sharded: Any = fully_shard(unit, mesh=over, **settings)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"FSDP cannot shard {name or 'the model'} ({type(unit).__name__}): {error}", hint) from None
-    found: FSDPModule = sharded
-    return found
+    return sharded  # type: ignore[no-any-return]
 
 
 def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
     """The parameters that a unit gathers, without the parameters of units inside it."""
-    nested: list[Any] = [each for each in unit.modules() if each is not unit and isinstance(each, FSDPModule)]
-    inside = {parameter for each in nested for parameter in each.parameters()}
-    return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
+    nested: list[Any] = [module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule)]
+    inside = {parameter for module in nested for parameter in module.parameters()}
+    excluded = inside | {*ignored}
+    return {name: parameter for name, parameter in unit.named_parameters() if parameter not in excluded}
 
 
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
@@ -72,12 +73,12 @@ def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Paramet
     `hint`: another way to fix the error. "{}" in it is replaced with the names of the modules with the rarer dtype.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for each, parameter in _own_parameters(unit, ignored).items():
+    for short_name, parameter in _own_parameters(unit, ignored).items():
         if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{each}" if name else each)
+            by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{short_name}" if name else short_name)
     if len(by_dtype) > 1:
         kinds = "; ".join(f"{dtype} in {some(names)}" for dtype, names in by_dtype.items())
-        rarer = dict.fromkeys(each.rpartition(".")[0] for each in min(by_dtype.values(), key=len))
+        rarer = dict.fromkeys(full_name.rpartition(".")[0] for full_name in min(by_dtype.values(), key=len))
         raise ConfigError(
             f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, but they "
             f"have several dtypes: {kinds}",
@@ -145,7 +146,7 @@ class FsdpUnits:
 
 def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> bool:
     """Whether the unsharded gradients of these parameters fit into memory on every rank. A collective."""
-    size = sum(each.numel() * each.element_size() for each in parameters)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
@@ -165,19 +166,19 @@ def equal_batches(
     Ranks with fewer batches repeat their last batch as a batch of 0 samples. `filler_batch`: a function that returns a
     batch for a rank that has none.
     """
-    arriving, kept = iter(batches), None
+    iterator, filler = iter(batches), None
     while True:
-        own = next(arriving, None)
-        more = torch.tensor(int(own is not None))
+        item = next(iterator, None)
+        more = torch.tensor(int(item is not None))
         dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(world))
         if not more:
             return
-        if own is None:
-            kept = [filler_batch()] if kept is None else kept
-            yield 0, with_copied_containers(kept[0])
+        if item is None:
+            filler = [filler_batch()] if filler is None else filler
+            yield 0, with_copied_containers(filler[0])
         else:
-            kept = [with_copied_containers(own[1])]
-            yield own
+            filler = [with_copied_containers(item[1])]
+            yield item
 
 
 # --- Order of units ---------------------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ class FsdpStrategy(Strategy):
                 "omit it, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
             )
         check_dense_gradients(model, self.config.strategy)
-        scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
+        scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if scalars:
             raise ConfigError(
                 f"FSDP cannot shard scalar parameters: {some(scalars)}",
@@ -336,7 +337,7 @@ class FsdpStrategy(Strategy):
         else:
             self._place(model)
             self.options.parallelize(model, self._mesh)
-            self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
+            self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
             self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._buffers = SharedBuffers(self.world, model)
@@ -346,7 +347,9 @@ class FsdpStrategy(Strategy):
         names_of = {module: name for name, module in model.named_modules()}
         self._named_units = {names_of[unit]: unit for unit in sharded}
         self._order = UnitOrder(self.world, self._named_units)
-        pieces = {each: piece for each in model.parameters() if (piece := piece_of_dtensor(each)) is not None}
+        pieces = {
+            parameter: piece for parameter in model.parameters() if (piece := piece_of_dtensor(parameter)) is not None
+        }
         self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
         shards = {parameter: self._shards.of.get(parameter, parameter) for parameter in self.parameters}
         self._updated_parameters = [*shards.values()]
@@ -367,15 +370,16 @@ class FsdpStrategy(Strategy):
     def _check_spread(self, model: nn.Module) -> None:
         """Raise `ConfigError` for parameters whose gradients are not, or cannot be, reduced over the ranks."""
         needed = {name for name in ("replicate", "shard") if getattr(self.sizes, name) > 1}
-        apart = [
+        missing = [
             name
-            for name, each in model.named_parameters()
-            if each.requires_grad and needed - set(each.device_mesh.mesh_dim_names or () if is_dtensor(each) else ())
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+            and needed - set(parameter.device_mesh.mesh_dim_names or () if is_dtensor(parameter) else ())
         ]
-        if apart:
+        if missing:
             raise ConfigError(
-                f"after parallelize(model, mesh), {some(apart)} are not on the mesh dimensions {sorted(needed)}: each "
-                "rank would train its own copy of these parameters",
+                f"after parallelize(model, mesh), {some(missing)} are not on the mesh dimensions {sorted(needed)}: "
+                "each rank would train its own copy of these parameters",
                 "end the function with fully_shard(model, mesh=mesh['shard']), or use mesh['replicate', 'shard']",
             )
         for name, module in model.named_modules():
@@ -394,25 +398,25 @@ class FsdpStrategy(Strategy):
         else:
             chosen = {}
             for pattern in self.config.fsdp_units:
-                found = fnmatch.filter(modules, pattern)
-                if not found:
+                names = fnmatch.filter(modules, pattern)
+                if not names:
                     raise ConfigError(
                         f"parallel.fsdp_units names {pattern!r}, but {type(model).__name__} has no such module",
                         suggestion(pattern, [*modules], "modules"),
                     )
-                chosen |= {name: modules[name] for name in found}
+                chosen |= {name: modules[name] for name in names}
         _check_shared(model, chosen)
-        return dict(sorted(chosen.items(), key=lambda one: -one[0].count(".")))
+        return dict(sorted(chosen.items(), key=lambda item: -item[0].count(".")))
 
     def _place(self, unit: Any) -> None:
         """Move a unit's buffers and unsharded parameters to the device, and copy rank 0's values to all ranks."""
         device = self.world.device
-        whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
+        whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         for buffer in unit.buffers():
             buffer.data = buffer.data.to(device)
-        broadcast([*(each.detach() for each in whole), *unit.buffers()])
+        broadcast([*(parameter.detach() for parameter in whole), *unit.buffers()])
 
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
         reshard = None if self.config.reshard_after_forward == "auto" else self.config.reshard_after_forward
@@ -427,7 +431,7 @@ class FsdpStrategy(Strategy):
         self._shards.give_to(optimizer)
 
     def local_parameters(self) -> list[Tensor]:
-        return [self._shards.of.get(each, each).detach() for each in self.model.parameters()]
+        return [self._shards.of.get(parameter, parameter).detach() for parameter in self.model.parameters()]
 
     # --- Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -464,7 +468,7 @@ class FsdpStrategy(Strategy):
                 shard.grad = None if whole.grad is None else reduced_part(whole.grad, whole)
         missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
         if missing:
-            names = [self.held_names()[id(parameter)] for parameter in missing]
+            names = [self.parameter_names()[id(parameter)] for parameter in missing]
             when = "the last micro-batch of a step" if self._units.add_up else "a step"
             raise LossError(
                 f"{some(names)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
@@ -481,7 +485,7 @@ class FsdpStrategy(Strategy):
         """The 2-norm of all gradients. Local sums of squares are added up over the ranks that hold different parts."""
         split = set(map(id, self._split))
         rest = [parameter for parameter in self._updated_parameters if id(parameter) not in split]
-        squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
+        squares = torch.stack([_norm(parameters, self.world.device).square() for parameters in (rest, self._split)])
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.sizes.tensor > 1:  # other gradients are the same on all ranks of the tensor group
@@ -524,23 +528,23 @@ class FsdpStrategy(Strategy):
         return state
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        own, loaded = self.model.state_dict(), {}
+        local, loaded = self.model.state_dict(), {}
         with torch.no_grad():
             for name, value in state.items():
-                piece = piece_of_dtensor(own.get(name))
+                piece = piece_of_dtensor(local.get(name))
                 if piece is None:
                     loaded[name] = value
                 else:
                     piece.tensor.copy_(piece.of(value))
-                    loaded[name] = own[name]
+                    loaded[name] = local[name]
         self.model.load_state_dict(loaded)
 
-    def held_names(self) -> dict[int, str]:
-        return super().held_names() | self._shards.names
+    def parameter_names(self) -> dict[int, str]:
+        return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
         piece = self._shards.pieces.get(id(parameter))
-        return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
+        return None if piece is None else self._written(piece, split=any(parameter is other for other in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
         """A copy of a piece, with `owned` set only on the first rank that holds it, which writes it to checkpoints."""
@@ -548,7 +552,7 @@ class FsdpStrategy(Strategy):
 
 
 def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return nn.utils.get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
 
 

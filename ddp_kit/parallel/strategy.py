@@ -98,13 +98,13 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values to all ranks, in place. Sparse tensors are left as they are. A collective."""
     sent: list[Tensor] = []
     received: list[tuple[Tensor, Tensor]] = []
-    for each in tensors:
-        if each.layout != torch.strided or not each.numel():
+    for tensor in tensors:
+        if tensor.layout != torch.strided or not tensor.numel():
             continue
-        if each.dtype in _SENT and each.is_contiguous():
-            sent.append(each)
+        if tensor.dtype in _SENT and tensor.is_contiguous():
+            sent.append(tensor)
         else:
-            memory = stored(each)
+            memory = stored(tensor)
             copy = memory.clone(memory_format=torch.contiguous_format).reshape(-1)
             sent.append(copy.view(_SAME_SIZE[min(copy.element_size(), 8)]))
             received.append((memory, copy))
@@ -138,7 +138,7 @@ BUFFERS_HINT = (
 def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that the ranks share, by name."""
     shared = set(map(id, persistent_buffers(model)))
-    return {name: each for name, each in model.named_buffers() if id(each) in shared}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in shared}
 
 
 class SharedBuffers:
@@ -151,7 +151,7 @@ class SharedBuffers:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
         self._model = model
-        self._kinds = [_kind(each) for each in persistent_buffers(model)]
+        self._kinds = [_kind(buffer) for buffer in persistent_buffers(model)]
         self._named = self._names()
 
     def checked(self) -> list[Tensor]:
@@ -160,7 +160,7 @@ class SharedBuffers:
         All ranks call it in the same order. They communicate only if buffers have changed since the last call.
         """
         buffers = persistent_buffers(self._model)
-        kinds = [_kind(each) for each in buffers]
+        kinds = [_kind(buffer) for buffer in buffers]
         if kinds != self._kinds:
             named = self._names()
             both = {name: (self._named.get(name, "none"), named.get(name, "none")) for name in self._named | named}
@@ -173,8 +173,8 @@ class SharedBuffers:
     def _names(self) -> dict[str, str]:
         """The shape and dtype of each buffer as text, by name."""
         return {
-            name: f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}"
-            for name, each in shared_buffers(self._model).items()
+            name: f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+            for name, buffer in shared_buffers(self._model).items()
         }
 
 
@@ -236,8 +236,8 @@ class Strategy(ABC):
     step        begin_step, accumulating, backward, finish_reduction, abandon_step, end_step; updated_parameters,
                 grad_norm, grad_norms
     evaluation  call, sync_buffers, evaluation
-    state       model_state, load_model_state, held_names, piece_of, optimizer_form, optimizer_state,
-                own_optimizer_state, state_dict, load_state_dict
+    state       model_state, load_model_state, parameter_names, piece_of, optimizer_form, optimizer_state,
+                local_optimizer_state, state_dict, load_state_dict
 
     A strategy has to implement `sync_buffers` and the reduction of gradients: `finish_reduction` and `abandon_step`.
     Methods are collectives unless documented otherwise: all ranks call them in the same order.
@@ -396,9 +396,11 @@ class Strategy(ABC):
         """The 2-norm of the whole gradient of each updated parameter, the same on all ranks; 0 for no gradient."""
         parameters = self.updated_parameters
         # Also on ranks that hold no float64 weights, because the ranks add up these tensors.
-        exact = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
+        exact = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
         zero = torch.zeros((), dtype=exact, device=self.world.device)
-        return torch.stack([zero if each.grad is None else _norm(each.grad).to(zero) for each in parameters])
+        return torch.stack(
+            [zero if parameter.grad is None else _norm(parameter.grad).to(zero) for parameter in parameters]
+        )
 
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
@@ -437,7 +439,7 @@ class Strategy(ABC):
         """Load the result of `model_state`; whole tensors may replace pieces."""
         self.model.load_state_dict(state)
 
-    def held_names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:
         """Parameter names by id, for the parameters that the optimizer holds."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
@@ -453,7 +455,7 @@ class Strategy(ABC):
         """Add entries to an optimizer's state for the parts on other ranks. `forms`: `optimizer_form` of each rank."""
         return state
 
-    def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+    def local_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
         """The entries of a saved optimizer state that this rank needs."""
         return state
 

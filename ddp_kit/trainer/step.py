@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -176,7 +177,7 @@ class OptimizerStep:
         """Let callbacks change the gradients. Raises `ConfigError` if they replaced gradients that are not used."""
         strategy = self._strategy
         if self._gradients is None:
-            names = strategy.held_names()
+            names = strategy.parameter_names()
             updated = {names[id(parameter)]: parameter for parameter in strategy.updated_parameters}
             self._gradients = Gradients(updated, lambda: dict(zip(updated, strategy.grad_norms(), strict=True)))
         before = [parameter.grad for parameter in strategy.parameters] if strategy.shards else []
@@ -184,7 +185,7 @@ class OptimizerStep:
         used = set(map(id, strategy.updated_parameters)) if before else set()
         for parameter, gradient in zip(strategy.parameters, before, strict=False):
             if parameter.grad is not gradient and id(parameter) not in used:
-                name, kind = strategy.held_names()[id(parameter)], strategy.config.strategy
+                name, kind = strategy.parameter_names()[id(parameter)], strategy.config.strategy
                 raise ConfigError(
                     f"on_gradients replaced `grad` of {name}, but with parallel.strategy={kind!r} the optimizer uses a "
                     "part of each gradient, so this has no effect",
@@ -538,7 +539,7 @@ def check_step_hooks(parts: Parts) -> None:
     offloaded = parts.device_optimizer is not parts.optimizer
     if not parts.strategy.shards and not offloaded:
         return
-    hooks = [getattr(each, "__qualname__", type(each).__name__) for each in step_hooks(parts.optimizer)]
+    hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks(parts.optimizer)]
     if hooks:
         where = "copies of the weights in host memory" if offloaded else "parts of the weights"
         config = parts.config
@@ -561,20 +562,19 @@ class StepBatches:
 
     def __init__(self, fetch: Callable[[], Any]) -> None:
         self._fetch = fetch
-        self._kept: list[Any] = []
+        self._batches: list[Any] = []
 
     def again(self) -> Callable[[], Any]:
         """Return a function that returns the next batch of the step at each call, starting with the first batch."""
-        kept = iter(self._from_the_first())
-        return lambda: with_copied_containers(next(kept))
+        numbers = count()
 
-    def _from_the_first(self) -> Iterator[Any]:
-        number = 0
-        while True:
-            if number == len(self._kept):
-                self._kept.append(self._fetch())
-            yield self._kept[number]
-            number += 1
+        def batch() -> Any:
+            number = next(numbers)
+            if number == len(self._batches):
+                self._batches.append(self._fetch())
+            return with_copied_containers(self._batches[number])
+
+        return batch
 
 
 # --- Closure steps ----------------------------------------------------------------------------------------------------
@@ -601,11 +601,11 @@ class ClosureStep(OptimizerStep):
             if calls:
                 self.clear()
                 self._strategy.end_step()
-            own = _ClosureRecord(record, parts.world.device, first=calls == 0)
+            of_call = _ClosureRecord(record, parts.world.device, first=calls == 0)
             calls += 1
-            with torch.enable_grad(), nullcontext() if own.first else parts.logged.set_aside():
-                self.compute_gradient(share, batches.again(), own, measure_norm=measure_norm)
-            return torch.tensor(reduced([own.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
+            with torch.enable_grad(), nullcontext() if of_call.first else parts.logged.set_aside():
+                self.compute_gradient(share, batches.again(), of_call, measure_norm=measure_norm)
+            return torch.tensor(reduced([of_call.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
         parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
         self.step_scheduler(record.step)

@@ -1033,7 +1033,7 @@ class Trainer:
             weights = consistency.facts_of_weights(self.model, strategy.local_parameters(), self.world)
             consistency.check_agreement(self.world, weights, strategy.replicas)
             optimizer = consistency.facts_of_optimizer(
-                strategy.held_names(), parts.device_optimizer, self.optimizer, self.world
+                strategy.parameter_names(), parts.device_optimizer, self.optimizer, self.world
             )
             consistency.check_agreement(self.world, optimizer, strategy.optimizer_replicas)
             progress: consistency.Facts = {

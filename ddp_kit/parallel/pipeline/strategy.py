@@ -418,7 +418,7 @@ class PipelineStrategy(Strategy):
         self._reshard()
         self.buffers.check_passes()
         self._check_foreign(parameter for parameter in self.parameters if parameter.grad is not None)
-        names = self.held_names()
+        names = self.parameter_names()
         without_gradient: list[str] = []
         by_holders: dict[tuple[int, ...], list[Tensor]] = {}
         for parameter in self.parameters:
@@ -462,7 +462,7 @@ class PipelineStrategy(Strategy):
 
     def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
         """Raise `LossError` for weights that this rank has used but does not hold."""
-        names = self.held_names()
+        names = self.parameter_names()
         foreign = [names[id(parameter)] for parameter in used if self._stage_index not in self._holders[parameter]]
         if foreign:
             raise LossError(
@@ -542,8 +542,8 @@ class PipelineStrategy(Strategy):
         owned = self._stage_index == stages[0] and (self._replica, self._shard, self._tensor) == (0, 0, 0)
         return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
 
-    def held_names(self) -> dict[int, str]:
-        return super().held_names() | self._shards.names
+    def parameter_names(self) -> dict[int, str]:
+        return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
         whole = self._whole.get(parameter, parameter)
@@ -575,7 +575,7 @@ class PipelineStrategy(Strategy):
         """The division into stages and, for each weight outside of the blocks, the stages that use it."""
         if not self.learned:
             return {}
-        names = self.held_names()
+        names = self.parameter_names()
         users = {names[id(parameter)]: list(self._holders[parameter]) for parameter in self._outer}
         return {"pipeline": {"stages": [*map(len, self._chain.stages)], "users": users}}
 
@@ -583,7 +583,7 @@ class PipelineStrategy(Strategy):
         saved = state.get("pipeline") or {}
         if self.learned or saved.get("stages") != [*map(len, self._chain.stages)]:
             return
-        names = self.held_names()
+        names = self.parameter_names()
         for parameter in self._outer:
             users = saved["users"].get(names[id(parameter)])
             if users is not None:
@@ -624,7 +624,7 @@ class PipelineStrategy(Strategy):
         value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
         return self._piece_on(value, form["shape"], stages)
 
-    def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+    def local_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
         assert self._optimizer is not None, "`setup_optimizer` was called"
         parameters = self._model_parameters(self._optimizer)
         return {
