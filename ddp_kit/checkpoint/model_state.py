@@ -333,7 +333,7 @@ class OptimizerPart(SavedPart):
 
         Cached, because they never change.
         """
-        names = self._strategy.held_names()
+        names = self._strategy.parameter_names()
         return {
             "kind": self._kind,
             "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
@@ -375,7 +375,7 @@ class OptimizerPart(SavedPart):
         saved["param_groups"], changes = self._with_script_options(state)
         same_kernels = not {name for name, *_ in changes} & {"fused", "capturable"}
         if self._strategy.shards:
-            saved["state"] = self._strategy.own_optimizer_state(saved["state"])
+            saved["state"] = self._strategy.local_optimizer_state(saved["state"])
             saved["state"] = of_pieces(saved["state"], self._device_optimizer, self._strategy)
         try:
             load_optimizer_state(

@@ -372,15 +372,14 @@ class StrategyPart(SavedPart):
     name = "strategy"
     required = False
 
-    def __init__(self, strategy: Strategy, progress: Progress) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._progress = progress
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._strategy.state_dict()
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        self._strategy.load_state_dict(state, self._progress.step)
+        self._strategy.load_state_dict(state)
 
 
 class CallbacksPart(SavedPart):

@@ -64,6 +64,10 @@ _PER_NODE = (
 _GLOBAL = "not needed: `global_batch_size` counts the samples of all ranks"
 _LOGS = "`TensorBoardLogger(dir)`, in the Trainer's callbacks"
 _ON_GRADIENTS = "`Callback.on_gradients`, which may change the reduced gradients at every placement"
+_STATIC_GRAPH = (
+    "not needed: DDP expects a gradient of every parameter in each step; `parallel.find_unused_parameters` makes it "
+    "search for parameters without one"
+)
 _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
@@ -171,7 +175,7 @@ _HUGGING_FACE = _table(
         _BATCH_AS_IT_IS: "remove_unused_columns label_names",
         "`parallel.find_unused_parameters`": "ddp_find_unused_parameters",
         "`parallel.bucket_mb`": "ddp_bucket_cap_mb",
-        "`parallel.static_graph`": "ddp_static_graph",
+        _STATIC_GRAPH: "ddp_static_graph static_graph",
         "not needed: buffers of rank 0 are broadcast once per step": "ddp_broadcast_buffers",
         "not needed: collectives use NCCL on GPUs and gloo on the CPU": "ddp_backend xpu_backend",
         "`ddpkit launch --hang-timeout 600 train.py`, in seconds without progress": "ddp_timeout",

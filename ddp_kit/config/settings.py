@@ -61,7 +61,7 @@ AUTO = "auto"
 """Name that the Trainer replaces with the first strategy that fits in memory; see `ddp_kit.memory.choose`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
 """The names of strategies for type checkers and JSON schemas; a test compares them with STRATEGIES and AUTO."""
-Compression = Literal["bf16", "fp16", "powersgd"]
+Compression = Literal["bf16", "fp16"]
 
 
 def _not_bool(value: Any) -> Any:
@@ -349,18 +349,12 @@ class ParallelConfig(_Part):
         description="Needed for models that do not use every parameter in every step; costs a graph traversal per "
         "step.",
     )
-    static_graph: bool = Field(
-        default=False,
-        description="Promise that every pass uses the same parameters, so that DDP does not search for unused "
-        "parameters.",
-    )
     bucket_mb: PositiveFloat = Field(
         default=25.0, description="Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."
     )
     compression: Compression | None = Field(
         default=None,
-        description="Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); "
-        "None: off.",
+        description="Compression of gradients for communication: bf16 or fp16, half the bytes; None: off.",
     )
     share_gpus: bool = Field(
         default=False,

@@ -93,12 +93,10 @@ class ParallelSettings(TypedDict, total=False):
     """Placement of one model's layers on several devices: a dict from module names, or ranges such as `blocks.0-11`, to the numbers of the rank's devices; "auto": divide the repeated blocks into parts with similar numbers of weights; None: off."""
     find_unused_parameters: bool
     """Needed for models that do not use every parameter in every step; costs a graph traversal per step."""
-    static_graph: bool
-    """Promise that every pass uses the same parameters, so that DDP does not search for unused parameters."""
     bucket_mb: float
     """Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."""
-    compression: Literal["bf16", "fp16", "powersgd"] | None
-    """Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); None: off."""
+    compression: Literal["bf16", "fp16"] | None
+    """Compression of gradients for communication: bf16 or fp16, half the bytes; None: off."""
     share_gpus: bool
     """Allow several ranks per GPU, to test with more ranks than GPUs. Collectives then go through host memory (gloo, not NCCL), which is slow."""
 

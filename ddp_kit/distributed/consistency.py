@@ -319,13 +319,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
-    """Exchange facts about each rank's first loss; returns them in rank order. A collective: all ranks call it once.
+def first_losses(world: World, kind: int, problem: DdpKitError | None) -> list[int]:
+    """Exchange the kind of each rank's first loss; returns them in rank order. A collective: all ranks call it once.
 
     If any rank has a problem, all ranks raise an error; only the lowest rank that has a problem reports it.
     """
-    everyone = gathered(world, [*facts, problem is not None])
-    troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
+    everyone = gathered(world, [kind, problem is not None])
+    troubled = [rank for rank, (_, trouble) in enumerate(everyone) if trouble]
     if problem is not None:
         problem.reported_elsewhere = world.rank != troubled[0]
         raise problem
@@ -333,7 +333,7 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
         error = LossError(f"rank {troubled[0]} cannot continue", f"fix the error that rank {troubled[0]} reports")
         error.reported_elsewhere = True
         raise error
-    return [(first, second) for first, second, _ in everyone]
+    return [kind for kind, _ in everyone]
 
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:

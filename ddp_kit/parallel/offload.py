@@ -31,14 +31,17 @@ class OffloadedOptimizer(Optimizer):
         super().__init__([{"params": [*group["params"]]} for group in optimizer.param_groups], {})
         check_steps_on_cpu(optimizer)
         self._on_host = optimizer
-        trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
-        self._copies = {} if in_place else {each: _HostCopy(each) for each in trained}
-        self._devices = {each.device for each in self._copies if each.is_cuda}
+        trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
+        self._copies = {} if in_place else {parameter: _HostCopy(parameter) for parameter in trained}
+        self._devices = {parameter.device for parameter in self._copies if parameter.is_cuda}
         for group in optimizer.param_groups:
-            group["params"] = [self._copies[each].weight if each in self._copies else each for each in group["params"]]
-        for each, copy in self._copies.items():
-            if each in optimizer.state:
-                optimizer.state[copy.weight] = optimizer.state.pop(each)
+            group["params"] = [
+                self._copies[parameter].weight if parameter in self._copies else parameter
+                for parameter in group["params"]
+            ]
+        for parameter, copy in self._copies.items():
+            if parameter in optimizer.state:
+                optimizer.state[copy.weight] = optimizer.state.pop(parameter)
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the devices of the parameters
 
@@ -46,13 +49,13 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights. Parameters without a gradient are skipped."""
         assert closure is None, "gradients are complete before the step"
-        for each, copy in self._copies.items():
-            copy.fetch(each)
+        for parameter, copy in self._copies.items():
+            copy.fetch(parameter)
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._on_host.step()
-        for each, copy in self._copies.items():
-            copy.send_back(each)
+        for parameter, copy in self._copies.items():
+            copy.send_back(parameter)
 
 
 class _HostCopy:

@@ -43,14 +43,10 @@ class Stage(PipelineStage):
     for a device. Gradients have the shapes of the activations.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        host_group: dist.ProcessGroup,
-        device: torch.device,
-        forward: Forward,
-        backward: Backward,
-    ) -> None:
+    run_forward: Forward
+    run_backward: Backward
+
+    def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> None:
         """Create this rank's stage. `group`, `host_group`: groups of the ranks of all stages, in order."""
         unused = torch.empty(1, device="meta")  # without it, torch runs a hidden pass to infer the shapes
         super().__init__(
@@ -59,8 +55,6 @@ class Stage(PipelineStage):
         self.first_pass = 0
         self._ranks = dist.get_process_group_ranks(group)  # of all stages
         self._host_group = host_group
-        self._forward = forward
-        self._backward = backward
         self._inputs: dict[int, Activation] = {}  # by chunk, as the dictionaries below
         self._outputs: dict[int, Activation] = {}
         self._output_gradients: dict[int, Tensor] = {}
@@ -92,7 +86,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> Tensor:
         """Run a forward pass. Returns the loss on the last stage, and the tensor to send on other stages."""
-        output = self._forward(fwd_chunk_id + self.first_pass, self._inputs.get(fwd_chunk_id))
+        output = self.run_forward(fwd_chunk_id + self.first_pass, self._inputs.get(fwd_chunk_id))
         self._outputs[fwd_chunk_id] = output
         return output.tensor
 
@@ -133,7 +127,7 @@ class Stage(PipelineStage):
     ) -> None:
         """Run a backward pass. `last_backward`: whether it is the last one of the schedule, and so of the step."""
         output = self._outputs.pop(bwd_chunk_id).tensor
-        self._backward(output, self._output_gradients.pop(bwd_chunk_id, None), last_backward)
+        self.run_backward(output, self._output_gradients.pop(bwd_chunk_id, None), last_backward)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operation that sends the gradient of the received activation; zeros if no loss depends on it."""

@@ -6,6 +6,7 @@ schedule of torch.distributed.pipelining determines the order of the passes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleLoopedBFS
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World, host_group, random_states_kept, seed_pass
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.fsdp import FsdpUnits, check_dtypes, equal_batches, fit_whole_on_all_ranks, shard_unit
-from ddp_kit.parallel.pipeline.buffers import PipelineBuffers, changed_buffers
+from ddp_kit.parallel.pipeline.buffers import PipelineBuffers
 from ddp_kit.parallel.pipeline.model import (
     Activation,
     Chain,
@@ -34,9 +34,9 @@ from ddp_kit.parallel.pipeline.model import (
     leaves_of,
     sharded_parameters,
 )
-from ddp_kit.parallel.pipeline.stage import Stage, StageFailedError, move
+from ddp_kit.parallel.pipeline.stage import Stage
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import Passes, Strategy, broadcast, shared_buffers, sizes_of
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of
 from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
@@ -90,13 +90,20 @@ class PipelineStrategy(Strategy):
     shards = True
     divides_weights = True
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
-        self.sizes = sizes_of(config, world.world_size)
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.sizes = sizes = sizes_of(config, world.world_size)
         # This rank's coordinates. The first one is the index of its stage.
-        self._stage_index, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
-        self.equal_passes = self.sizes.shard > 1
-        self.replaces_parameters = self.sizes.shard > 1 or self.sizes.tensor > 1
+        self._stage_index, self._replica, self._shard, self._tensor = sizes.coordinates(world.rank)
+        self.data_ranks, self.data_rank = sizes.data, self._replica * sizes.shard + self._shard
+        self.contributes = self._stage_index == sizes.pipeline - 1 and self._tensor == 0
+        self.replicas = tuple(
+            [sizes.rank(stage, replica, shard, tensor) for replica in range(sizes.replicate)]
+            for stage, shard, tensor in product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))
+        )
+        self.optimizer_replicas = self.replicas
+        self.equal_passes = sizes.shard > 1
+        self.replaces_parameters = sizes.shard > 1 or sizes.tensor > 1
         # The model:
         self._chain: Chain
         self._stage_model: StageModel
@@ -112,44 +119,19 @@ class PipelineStrategy(Strategy):
         self._sharded: set[nn.Parameter] = set()  # parameters sharded over `shard`
         self._split: set[nn.Parameter] = set()  # parameters split over `tensor`
         self._optimizer: Optimizer | None = None
-        self._without_gradient: list[str] = []  # names of parameters, after a step
-        self._buffers: PipelineBuffers
+        self.buffers: PipelineBuffers
         # Communication:
-        self._stage: Stage
+        self.stage: Stage
         self._replica_group: dist.ProcessGroup  # the ranks that hold one whole model between them
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         """Stages -> the ranks that hold the same weights, if only these stages hold these weights; None: one rank."""
         # Passes:
-        self._learned = False  # whether the first pass has found the users of weights and buffers
-        self._schedules: dict[int, Any] = {}  # by number of passes
-        self._passes: Passes | None = None  # of the current step
-        self._received: Activation | None = None  # the input of the current forward pass
+        self.learned = False
+        """Whether the first pass has found the users of weights and buffers."""
+        self._pass: tuple[int, Activation | None] | None = None  # number and input of the current pass of a step
+        self._has_passes = False  # in the current step
         self._step_seed = 0
-        self._pass_seed: tuple[int, ...] = ()  # of the current forward pass
         self._calls_alone = 0  # forward passes outside of optimizer steps, since the last step
-
-    # --- Data-parallel layout -----------------------------------------------------------------------------------------
-
-    @property
-    def data_ranks(self) -> int:
-        return self.sizes.data
-
-    @property
-    def data_rank(self) -> int:
-        return self._replica * self.sizes.shard + self._shard
-
-    @property
-    def contributes(self) -> bool:
-        return self._stage_index == self.sizes.pipeline - 1 and self._tensor == 0
-
-    @property
-    def replicas(self) -> tuple[Sequence[int], ...]:
-        sizes = self.sizes
-        parts = product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))
-        return tuple(
-            [sizes.rank(stage, replica, shard, tensor) for replica in range(sizes.replicate)]
-            for stage, shard, tensor in parts
-        )
 
     # --- Setup --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +155,7 @@ class PipelineStrategy(Strategy):
 
     def _check_settings(self) -> None:
         config, sizes = self.config, self.sizes
-        for name in ("static_graph", "find_unused_parameters", "compression"):
+        for name in ("find_unused_parameters", "compression"):
             if getattr(config, name):
                 raise ConfigError(
                     f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"remove {name}"
@@ -194,13 +176,6 @@ class PipelineStrategy(Strategy):
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
 
-    def check_recoverable(self) -> None:
-        raise ConfigError(
-            "micro_batch_size='auto' is not supported with parallel.pipeline: if one rank runs out of memory, the "
-            "other ranks wait forever for the tensors that it should send",
-            "set micro_batch_size to a number",
-        )
-
     def setup(self, model: nn.Module) -> None:
         self.model = model
         self._chain = chain = chain_of(model, self.config)
@@ -218,7 +193,7 @@ class PipelineStrategy(Strategy):
         self._whole = {shard: whole for whole, shard in self._shards.of.items()}
         self._sharded = {parameter for parameter in pieces if is_divided(parameter, "shard")}
         self._split = {parameter for parameter in pieces if is_divided(parameter, "tensor")}
-        self._buffers = PipelineBuffers(model, chain, self.sizes, self.world)
+        self.buffers = PipelineBuffers(model, chain, self.sizes, self.world)
         self._make_groups()
 
     def _distribute(self, model: nn.Module) -> None:
@@ -277,7 +252,7 @@ class PipelineStrategy(Strategy):
         ]
         group = self._replica_group = _new_group(pipelines)
         host_group = _new_group(pipelines, backend="gloo")
-        self._stage = Stage(group, host_group, self.world.device, self._forward, self._backward)
+        self.stage = Stage(group, host_group, self.world.device)
         if self.replaces_parameters:
             parts = [*product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))]
             replicas = [
@@ -330,110 +305,51 @@ class PipelineStrategy(Strategy):
 
     def begin_step(self) -> None:
         self.sync_buffers()
-
-    def sync_buffers(self) -> None:
-        self._buffers.sync()
-
-    def run_passes(self, passes: Passes) -> None:
+        self.buffers.begin_passes()
         # Between passes, all ranks of a pipeline have the same generator state, so all of them draw the same number.
         self._step_seed = int(torch.randint(2**31, (), device="cpu", generator=torch.default_generator))
         self._calls_alone = 0
-        self._buffers.begin_passes()
-        self._passes, left = passes, passes.count
+        self._has_passes = False
+
+    def sync_buffers(self) -> None:
+        self.buffers.sync()
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+        if self._units is not None:
+            self._units.before_backward(last=last)
+        return super().accumulating(last=last)
+
+    @contextmanager
+    def training_pass(self, number: int, received: Activation | None) -> Iterator[None]:
+        """The context of a step's forward pass, in which `call` raises `StageBoundary` on stages other than the last.
+
+        `number`: the number of the pass in the step. `received`: the input of this rank's stage.
+        """
+        self._pass = number, received
         try:
-            if not self._learned and passes.count:
-                self._run_first_pass(passes)
-                left -= 1
-            elif not self._learned:
-                self._learn(set(), set())
-            if left:
-                self._stage.first_pass = passes.count - left
-                self._schedule(left).step(target=torch.arange(left), return_outputs=False)
+            yield
         finally:
-            self._passes = None
-        if not passes.count:
-            passes.before_reduction(torch.zeros((), device=self.world.device))
-        self._stage.wait_for_headers()
-        self._reshard()
-        self._buffers.check_passes()
-        self._reduce(has_passes=passes.count > 0)
-
-    def _run_first_pass(self, passes: Passes) -> None:
-        """Run the first pass of a training run, without a schedule.
-
-        In this pass, the ranks compare what the loss function returns, and learn which weights each stage uses.
-        """
-        versions = self._buffers.versions()
-        stage = self._stage
-        try:
-            move(stage.get_fwd_recv_ops(0))
-        except StageFailedError:
-            stage.send_failure()
-            passes.without_loss()  # raises, because the failed rank reports its error
-            raise
-        used = leaves_of(stage.forward_one_chunk(0))
-        move(stage.get_fwd_send_ops(0))
-        changed = changed_buffers(versions, self._buffers.versions())
-        if not stage.is_last:
-            passes.without_loss()
-        self._learn(used, changed)  # before the backward pass, which may start the sum of the loss weights
-        move(stage.get_bwd_recv_ops(0))
-        stage.backward_one_chunk(0, last_backward=passes.count == 1)
-        move(stage.get_bwd_send_ops(0))
-
-    def _schedule(self, passes: int) -> Any:
-        """torch's schedule for a number of passes.
-
-        1F1B needs at least as many passes as stages. With fewer passes, all forward passes run before all backward
-        passes, as in GPipe; `ScheduleLoopedBFS` does this, because in torch 2.10 `ScheduleGPipe` fails with fewer
-        passes than stages (pytorch#171462).
-        """
-        if passes not in self._schedules:
-            settings: dict[str, Any] = {"loss_fn": lambda loss, _target: loss, "scale_grads": False}
-            if passes < self.sizes.pipeline:
-                self._schedules[passes] = ScheduleLoopedBFS([self._stage], passes, **settings)
-            else:
-                kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[self.config.pipeline_schedule]
-                self._schedules[passes] = kind(self._stage, passes, **settings)
-        return self._schedules[passes]
+            self._pass = None
 
     def _reshard(self) -> None:
         """Free the gathered weights of this stage, because they become outdated when the shards change."""
         if self._units is not None:
             self._units.reshard()
 
-    def _forward(self, number: int, received: Activation | None) -> Activation:
-        assert self._passes is not None, "called within `run_passes`"
-        self._received, self._pass_seed = received, (self._step_seed, number)
-        try:
-            return Activation(self._passes.forward(number))
-        except StageBoundary as boundary:
-            return boundary.activation
-        finally:
-            self._received = None
-
-    def _backward(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
-        assert self._passes is not None, "called within `run_passes`"
-        if last:
-            self._passes.before_reduction(output)
-        if self._units is not None:
-            self._units.before_backward(last=last)
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
-        self._passes.after_backward()
-
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
-        if self._passes is None:
+        if self._pass is None:
             return self._call_alone(function, batch)
+        number, received = self._pass
+        self._has_passes = True
         try:
-            value = self._run_stage(function, batch, self._received)
+            value = self._run_stage(function, batch, received, (self._step_seed, number))
         except LossError:
-            if not self._learned:  # in the first pass the ranks agree on errors, so the next stage must not wait
-                self._stage.send_failure()
+            if not self.learned:  # in the first pass the ranks agree on errors, so the next stage must not wait
+                self.stage.send_failure()
             raise
         if isinstance(value, Activation):
             raise StageBoundary(value)
-        if not self._learned:  # check the first loss before the ranks agree on its errors
+        if not self.learned:  # check the first loss before the ranks agree on its errors
             leaves = leaves_of(getattr(value, "loss", value))
             self._check_foreign(parameter for parameter in self.parameters if parameter in leaves)
         return value
@@ -441,31 +357,30 @@ class PipelineStrategy(Strategy):
     def _call_alone(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         """Run a forward pass outside of an optimizer step."""
         self._calls_alone += 1
-        self._pass_seed = self._step_seed, -self._calls_alone  # drawing a new seed here would change later steps
-        value = self._run_stage(function, batch, self._stage.receive())
-        if isinstance(value, Activation):
-            activation = replace(value, tensor=value.tensor.detach())
-            self._stage.send(activation)
-            raise StageBoundary(activation)
-        return value
+        seed = self._step_seed, -self._calls_alone  # drawing a new seed here would change later steps
+        value = self._run_stage(function, batch, self.stage.receive(), seed)
+        if not isinstance(value, Activation):
+            return value
+        self.stage.send(replace(value, tensor=value.tensor.detach()))
+        return None
 
-    def _run_stage(self, function: Callable[[nn.Module, T], Any], batch: T, received: Activation | None) -> Any:
+    def _run_stage(
+        self,
+        function: Callable[[nn.Module, T], Any],
+        batch: T,
+        received: Activation | None,
+        seed: tuple[int, int],
+    ) -> Any:
         """Call `function(model, batch)` on this stage; see `StageModel.call`."""
-        before_blocks = partial(seed_pass, self.world, *self._pass_seed, self._stage_index)
+        before_blocks = partial(seed_pass, self.world, *seed, self._stage_index)
         call = partial(self._stage_model.call, function, batch, received, before_blocks)
         with random_states_kept(self.world):  # stages draw different amounts, which must not affect those of the data
-            seed_pass(self.world, *self._pass_seed)
+            seed_pass(self.world, *seed)
             return call() if self._root is None else self._root(call)
-
-    def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
-        try:
-            return (forward(),)
-        except StageBoundary:
-            return ()
 
     # --- Users of weights outside of the blocks -----------------------------------------------------------------------
 
-    def _learn(self, used: set[Tensor], changed: set[str]) -> None:
+    def learn(self, used: set[Tensor], changed: set[str]) -> None:
         """Find out which stages use each weight that is outside of the blocks, and which change each buffer.
 
         `used`: weights that the first pass used on this rank. `changed`: the names of buffers that it changed.
@@ -477,12 +392,12 @@ class PipelineStrategy(Strategy):
         table[self._stage_index] = torch.tensor(row, dtype=torch.int32)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=host_group(self.world))
         users = [[stage for stage, uses in enumerate(column) if uses] for column in table.T.tolist()]
-        self._learned = True
+        self.learned = True
         for parameter, stages in zip(self._outer, users, strict=False):
             if parameter not in self._known:
                 self._keep_on(parameter, tuple(stages) or (0,))
         self._drop_optimizer_state()
-        self._buffers.learn(dict(zip(names, users[len(self._outer) :], strict=True)))
+        self.buffers.learn(dict(zip(names, users[len(self._outer) :], strict=True)))
         for holders in sorted({self._holders[parameter] for parameter in self.parameters}):
             self._make_groups_of_holders(holders)
 
@@ -497,17 +412,20 @@ class PipelineStrategy(Strategy):
     # --- Gradients ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _reduce(self, *, has_passes: bool) -> None:
-        """Sum gradients over the ranks that hold the same weights. A collective."""
+    def finish_reduction(self) -> None:
+        """Sum gradients over the ranks that hold the same weights."""
+        self.stage.wait_for_headers()
+        self._reshard()
+        self.buffers.check_passes()
         self._check_foreign(parameter for parameter in self.parameters if parameter.grad is not None)
-        names = self.held_names()
-        self._without_gradient = []
+        names = self.parameter_names()
+        without_gradient: list[str] = []
         by_holders: dict[tuple[int, ...], list[Tensor]] = {}
         for parameter in self.parameters:
             if self._stage_index not in self._holders[parameter]:
                 continue
             if parameter.grad is None:
-                self._without_gradient += [names[id(parameter)]] if has_passes else []
+                without_gradient += [names[id(parameter)]] if self._has_passes else []
                 gradient = torch.zeros_like(self._optimizer_parameter(parameter))
             else:
                 gradient = reduced_part(parameter.grad, parameter)
@@ -522,6 +440,12 @@ class PipelineStrategy(Strategy):
                     sums = torch.split(flat, [gradient.numel() for gradient in bucket])
                     for gradient, total in zip(bucket, sums, strict=True):
                         gradient.copy_(total.view_as(gradient))
+        if without_gradient:
+            raise LossError(
+                f"{some(without_gradient)} got no gradient in a step, but a pipeline needs the gradients of all "
+                "trained parameters",
+                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
+            )
 
     def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield the gradients in buckets. Each bucket has one dtype and a size of about `bucket_mb` MiB."""
@@ -538,7 +462,7 @@ class PipelineStrategy(Strategy):
 
     def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
         """Raise `LossError` for weights that this rank has used but does not hold."""
-        names = self.held_names()
+        names = self.parameter_names()
         foreign = [names[id(parameter)] for parameter in used if self._stage_index not in self._holders[parameter]]
         if foreign:
             raise LossError(
@@ -548,16 +472,8 @@ class PipelineStrategy(Strategy):
                 "parallel='fsdp', where every rank can use all weights",
             )
 
-    def check_gradients(self) -> None:
-        if self._without_gradient:
-            raise LossError(
-                f"{some(self._without_gradient)} got no gradient in a step, but a pipeline needs the gradients of all "
-                "trained parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
-            )
-
     @property
-    def updated(self) -> list[nn.Parameter]:
+    def updated_parameters(self) -> list[nn.Parameter]:
         return [self._optimizer_parameter(parameter) for parameter in self.parameters]
 
     def grad_norm(self) -> Tensor:
@@ -588,11 +504,11 @@ class PipelineStrategy(Strategy):
 
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
-    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
+    def evaluation(self, batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T]) -> Iterator[tuple[int, T]]:
         # Run a collective: a rank may end an evaluation alone only if it counts no collectives (trainer/evaluation.py).
         dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
         try:
-            yield from equal_batches(batches, spare, self.world) if self.equal_passes else batches
+            yield from equal_batches(batches, filler_batch, self.world) if self.equal_passes else batches
         finally:
             self._reshard()
 
@@ -607,7 +523,7 @@ class PipelineStrategy(Strategy):
             if id(value) not in pieces:
                 if isinstance(value, nn.Parameter):
                     pieces[id(value)] = self._piece(value)
-                elif (stage := self._buffers.stage_of(name)) is not None:
+                elif (stage := self.buffers.stage_of(name)) is not None:
                     pieces[id(value)] = self._piece_on(value, value.shape, (stage,))
             state[name] = pieces.get(id(value), value.detach())  # tied weights are stored once
         return state
@@ -626,8 +542,8 @@ class PipelineStrategy(Strategy):
         owned = self._stage_index == stages[0] and (self._replica, self._shard, self._tensor) == (0, 0, 0)
         return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
 
-    def held_names(self) -> dict[int, str]:
-        return super().held_names() | self._shards.names
+    def parameter_names(self) -> dict[int, str]:
+        return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
         whole = self._whole.get(parameter, parameter)
@@ -647,7 +563,7 @@ class PipelineStrategy(Strategy):
             if isinstance(tensor, nn.Parameter):
                 is_here = self._stage_index in self._holders[tensor]
             else:
-                is_here = self._buffers.stage_of(name) in (None, self._stage_index)
+                is_here = self.buffers.stage_of(name) in (None, self._stage_index)
             if is_here:
                 part = piece_of_dtensor(tensor)
                 saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
@@ -657,17 +573,17 @@ class PipelineStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """The division into stages and, for each weight outside of the blocks, the stages that use it."""
-        if not self._learned:
+        if not self.learned:
             return {}
-        names = self.held_names()
+        names = self.parameter_names()
         users = {names[id(parameter)]: list(self._holders[parameter]) for parameter in self._outer}
         return {"pipeline": {"stages": [*map(len, self._chain.stages)], "users": users}}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state.get("pipeline") or {}
-        if self._learned or saved.get("stages") != [*map(len, self._chain.stages)]:
+        if self.learned or saved.get("stages") != [*map(len, self._chain.stages)]:
             return
-        names = self.held_names()
+        names = self.parameter_names()
         for parameter in self._outer:
             users = saved["users"].get(names[id(parameter)])
             if users is not None:
@@ -708,7 +624,7 @@ class PipelineStrategy(Strategy):
         value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
         return self._piece_on(value, form["shape"], stages)
 
-    def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+    def local_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
         assert self._optimizer is not None, "`setup_optimizer` was called"
         parameters = self._model_parameters(self._optimizer)
         return {
