@@ -136,10 +136,9 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
                 said in problem
                 for said in (
                     "set both or neither",
-                    "set only one of the two",
-                    "leave it out",
+                    "set only one of them",
                     "leave out",
-                    "needs checkpoints",
+                    "needs checkpoint.dir",
                 )
             ):
                 continue
