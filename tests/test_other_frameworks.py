@@ -134,7 +134,7 @@ def test_each_argument_of_another_framework_is_a_setting_or_has_an_answer() -> N
         ("accumulate_grad_batches", "use accumulation_steps"),
         (
             "num_processes",
-            "as in Lightning: the launcher starts the processes: `ddpkit launch --gpus 2 train.py`; as in ",
+            "the launcher starts the processes; pass their number per node: `ddpkit launch --nnodes 2",
         ),
     ],
 )
@@ -164,12 +164,10 @@ def test_unknown_arguments_of_the_trainer_are_listed_once_with_what_works() -> N
 
 # What the answers name ------------------------------------------------------------------------------------------------
 
-TABLES = {"any": other_frameworks._ANY, **other_frameworks._BY_FRAMEWORK}
 CODE = sorted(
     {
         code
-        for table in TABLES.values()
-        for text in table.values()
+        for text in other_frameworks.EQUIVALENTS.values()
         for code in re.findall(r"`(.+?)`", text) or re.findall(r"Trainer\(.+\)", text)
     }
 )
