@@ -29,28 +29,17 @@ class Rule(NamedTuple):
     instead: str
 
 
+_SAMPLES = "which determines the samples of each step"
 _SHARDED = "parallel.strategy = fsdp or tensor or pipeline"
 _EVALUATIONS = "which evaluates the loss several times per step"
 _OTHERWISE = "use the default of this setting, or another optimizer"
 
 EXCLUDES = (
     # Batches
-    Rule(
-        "global_batch_size", "data.batch_sampler", "which determines the samples of each step", "set only one of them"
-    ),
-    Rule(
-        "reference_batch_size",
-        "data.batch_sampler",
-        "which determines the samples of each step",
-        "set only one of them",
-    ),
-    Rule(
-        "micro_batch_size = auto",
-        "data.batch_sampler",
-        "which determines the samples of each step",
-        "set micro_batch_size to a number",
-    ),
-    Rule("data.sampler", "data.batch_sampler", "", "set only one of them"),
+    Rule("global_batch_size", "data.batch_sampler", _SAMPLES, "set only one of them"),
+    Rule("reference_batch_size", "data.batch_sampler", _SAMPLES, "set only one of them"),
+    Rule("micro_batch_size = auto", "data.batch_sampler", _SAMPLES, "set micro_batch_size to a number"),
+    Rule("data.sampler", "data.batch_sampler", _SAMPLES, "set only one of them"),
     Rule(
         "accumulation_steps",
         "micro_batch_size = auto",
@@ -165,7 +154,7 @@ def _shown(config: BaseModel, condition: str) -> str:
 
 
 def _value_and_default(config: BaseModel, name: str) -> tuple[Any, Any]:
-    *parts, last = name.split(".")
-    for part in parts:
-        config = getattr(config, part)
+    *groups, last = name.split(".")
+    for group in groups:
+        config = getattr(config, group)
     return getattr(config, last), type(config).model_fields[last].default

@@ -113,7 +113,7 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
-class _Part(BaseModel):
+class _Settings(BaseModel):
     """The base class of configurations. Instances are frozen, and one `ConfigError` reports all invalid settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
@@ -124,7 +124,10 @@ class _Part(BaseModel):
         super().__pydantic_init_subclass__(**options)
         defaults = {name: {} if _group(field) else field.default for name, field in cls.model_fields.items()}
         cls.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each) for name, each in defaults.items()]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                for name, default in defaults.items()
+            ]
         )
         lines = "\n".join(_help_lines(cls))
         cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_SETTINGS}{lines}\n"
@@ -155,7 +158,7 @@ class _Part(BaseModel):
             )
 
 
-class DataConfig(_Part):
+class DataConfig(_Settings):
     """Settings for loading samples, batching them and moving batches to the device."""
 
     if TYPE_CHECKING:
@@ -229,7 +232,7 @@ class DataConfig(_Part):
     )
 
 
-class CheckpointConfig(_Part):
+class CheckpointConfig(_Settings):
     """Settings for checkpoints of a run: when and where they are saved, and how a run resumes."""
 
     if TYPE_CHECKING:
@@ -277,7 +280,7 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 """For each strategy, a function that returns whether the settings imply the strategy. The first match counts."""
 
 
-class ParallelConfig(_Part):
+class ParallelConfig(_Settings):
     """Settings for distributing the model over the ranks."""
 
     if TYPE_CHECKING:
@@ -405,10 +408,10 @@ class ParallelConfig(_Part):
     def _devices_of_modules(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        found = dict(_flattened(value))
-        if not found or any(type(index) is not int or index < 0 for index in found.values()):
+        devices = dict(_flattened(value))
+        if not devices or any(type(index) is not int or index < 0 for index in devices.values()):
             raise ValueError('map module names to device numbers, counted from 0: {"embed": 0, "blocks.0-11": 1}')
-        return found
+        return devices
 
     @field_validator("tensor_plan", mode="before")
     @classmethod
@@ -425,7 +428,7 @@ class ParallelConfig(_Part):
         return strategy
 
 
-class MemoryConfig(_Part):
+class MemoryConfig(_Settings):
     """Settings that save device memory: activation checkpointing and compression, and offloading to host memory."""
 
     if TYPE_CHECKING:
@@ -457,7 +460,7 @@ class MemoryConfig(_Part):
     )
 
 
-class ProfileConfig(_Part):
+class ProfileConfig(_Settings):
     """Settings for profiling: which optimizer steps torch.profiler records, and on which ranks."""
 
     if TYPE_CHECKING:
@@ -484,7 +487,7 @@ class ProfileConfig(_Part):
         return steps
 
 
-class TrainerConfig(_Part):
+class TrainerConfig(_Settings):
     """Settings of a training run. Batch sizes are numbers of samples.
 
     Two of `global_batch_size`, `micro_batch_size` and `accumulation_steps` determine the third. If none is set, the
@@ -604,7 +607,7 @@ class TrainerConfig(_Part):
 
     @field_validator("data", "checkpoint", "parallel", "memory", "profile", mode="before")
     @classmethod
-    def _empty_part(cls, value: Any) -> Any:
+    def _empty_group(cls, value: Any) -> Any:
         return {} if value is None else value  # a YAML file may have `data:` with nothing below it
 
     @field_validator("verify_ranks", "sanity_check", mode="before")
@@ -730,10 +733,10 @@ def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
         for inner, inner_value in value.items():
             _set_nested(values, f"{name}.{inner}", inner_value)
         return
-    *parts, last = name.split(".")
-    for part in parts:
-        values[part] = _as_table(part, values.get(part))
-        values = values[part]
+    *groups, last = name.split(".")
+    for group in groups:
+        values[group] = _as_table(group, values.get(group))
+        values = values[group]
     values[last] = value
 
 
@@ -809,7 +812,7 @@ def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[st
     seen = set()
     for error in errors:
         inner = error.get("ctx", {}).get("error")
-        if isinstance(inner, ConfigError):  # raised by a nested part, or by the check of combinations
+        if isinstance(inner, ConfigError):  # raised by a group of settings, or by the check of combinations
             prefix = f"{error['loc'][0]}." if error["loc"] else ""
             yield from (f"{prefix}{problem}" for problem in inner.problems)
             continue
@@ -843,7 +846,7 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _group(_field(owner, path)):
-        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_part_with(name, value)}"
+        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
     return f"{name} = {value!r}: must be {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 
@@ -966,7 +969,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else kind_of(value)
 
 
-def _part_with(name: str, value: object) -> str:
+def _group_with(name: str, value: object) -> str:
     """A correct example for a group of settings that got a single value. If possible, the example uses that value."""
     if name == "parallel":
         return '"fsdp"'
@@ -1003,9 +1006,9 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
 
 
 def _field(owner: type[BaseModel], path: tuple[str, ...]) -> Any:
-    *parts, last = path
-    for part in parts:
-        kind = owner.model_fields[part].annotation
-        assert isinstance(kind, type)
-        owner = kind
+    *groups, last = path
+    for name in groups:
+        group = _group(owner.model_fields[name])
+        assert group is not None, "only the last name can be a single setting"
+        owner = group
     return owner.model_fields[last]
