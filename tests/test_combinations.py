@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ddp_kit import ConfigError, TrainerConfig
@@ -90,6 +91,49 @@ def test_rule_about_updates_or_closures_refuses_the_setting(rule: Rule) -> None:
     with pytest.raises(ConfigError, match=f"{name} = .* is not supported with it") as caught:
         combinations.check_with(config, rule.other, "it")
     assert caught.value.hint == rule.instead
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"parallel": {"strategy": "fsdp", "find_unused_parameters": True}},
+            "parallel.find_unused_parameters = True is not supported with parallel.strategy = 'fsdp', which needs each "
+            "trained parameter in each step: leave out find_unused_parameters, or use parallel='ddp'",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "compression": "bf16"}},
+            "parallel.compression = 'bf16' is not supported with parallel.strategy = 'pipeline': leave out "
+            "compression, or use parallel='ddp'",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "shard": 2, "fsdp_units": ["blocks.*"]}},
+            "parallel.fsdp_units = ('blocks.*',) is not supported with parallel.pipeline = 2, in which each block is a "
+            "unit: leave out parallel.fsdp_units",
+        ),
+        (
+            {"parallel": {"strategy": "pipeline"}},
+            "parallel.strategy = 'pipeline' needs parallel.pipeline, the number of stages: set parallel.pipeline",
+        ),
+        (
+            {"micro_batch_size": "auto", "accumulation_steps": 2},
+            "accumulation_steps = 2 is not supported with micro_batch_size = 'auto', which also chooses the "
+            "accumulation steps: leave out accumulation_steps",
+        ),
+        (
+            {"learning_rate_scaling": "sqrt"},
+            "learning_rate_scaling = 'sqrt' needs reference_batch_size: set both or neither",
+        ),
+    ],
+)
+def test_config_with_settings_that_cannot_be_combined_says_what_to_do(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig(**settings)
+    assert caught.value.problems == (problem,)
+
+
+def test_config_with_an_array_as_sampler_is_accepted() -> None:
+    assert len(TrainerConfig(data={"sampler": np.arange(4)}).data.sampler) == 4
 
 
 def test_config_with_several_combinations_lists_all_of_them() -> None:

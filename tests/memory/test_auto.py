@@ -37,7 +37,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         world: World = SimpleNamespace(device=None, world_size=RANKS, local_world_size=RANKS)  # type: ignore[assignment]
         if on_device:
             settings["memory"] = {"offload": None}
-        config = TrainerConfig(parallel={"strategy": "auto", "bucket_mb": 7}, **settings)
+        parallel = {"strategy": "auto", "bucket_mb": 7} | settings.pop("parallel", {})
+        config = TrainerConfig(parallel=parallel, **settings)
         return first_that_fits(config, model(plan), world)
 
     return choose
@@ -90,6 +91,13 @@ def test_auto_without_a_fit_names_every_placement_with_its_size(chosen: Any) -> 
         ConfigError, match=r'found no placement that fits: parallel="ddp" needs 64\.00 MiB of 10\.50 MiB; .*zero1'
     ):
         chosen(15 * MIB)
+
+
+def test_auto_refuses_a_placement_that_cannot_be_combined_with_the_settings(chosen: Any) -> None:
+    parallel = {"find_unused_parameters": True}
+    assert chosen(92 * MIB, parallel=parallel).parallel.strategy == "ddp"
+    with pytest.raises(ConfigError, match=r"find_unused_parameters = True is not supported with .* = 'fsdp'"):
+        chosen(46 * MIB, parallel=parallel)
 
 
 def test_named_strategy_is_kept() -> None:
