@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
-from ddp_kit.config.settings import _RENAMED, AUTO, STRATEGIES, StrategyName
+from ddp_kit.config.settings import _RENAMED, AUTO, STRATEGIES, StrategyName, settings_equal_on_all_ranks
 
 
 def problems_of(**values: object) -> tuple[str, ...]:
@@ -232,6 +232,14 @@ def test_saved_config_loads_equal(config: TrainerConfig, tmp_path_factory: pytes
     file = tmp_path_factory.getbasetemp() / "saved.yaml"
     config.save(file)
     assert TrainerConfig.load(file) == config
+
+
+def test_settings_equal_on_all_ranks_omit_those_that_may_differ() -> None:
+    here = TrainerConfig(data={"num_workers": 4, "pin_memory": False, "prefetch_batches": 1, "timeout": 9})
+    elsewhere = TrainerConfig(data={"timeout": 9})
+    assert settings_equal_on_all_ranks(here) == settings_equal_on_all_ranks(elsewhere)
+    assert settings_equal_on_all_ranks(here) != settings_equal_on_all_ranks(TrainerConfig())
+    assert settings_equal_on_all_ranks(here).keys() == TrainerConfig.model_fields.keys()
 
 
 def test_help_lists_every_setting_with_its_description() -> None:
