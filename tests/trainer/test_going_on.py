@@ -166,7 +166,7 @@ def test_the_best_of_the_last_evaluation_is_marked_too(tmp_path: Path) -> None:
 def test_a_metric_that_is_none_and_a_mode_of_nothing_are_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)checkpoint.best_metric monitors 'los', .*did you mean 'loss'"):
         trainer_for(tmp_path, checkpoint={"best_metric": "los"}, max_steps=1).fit(data(), data())
-    with pytest.raises(ConfigError, match="needs best_metric, which is not set"):
+    with pytest.raises(ConfigError, match="needs checkpoint.best_metric: set both or neither"):
         TrainerConfig(checkpoint={"best_mode": "max"})  # type: ignore[arg-type]
 
 
