@@ -1,5 +1,6 @@
 """Read the current state of the jobs on this machine or on other hosts: heartbeats, memory and GPU usage."""
 
+import shlex
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from pydantic import TypeAdapter
 
 from ddp_kit.env import RECORD_NOTE
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
-from ddp_kit.launcher.clusters import ssh
 from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage
 from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
 
@@ -227,7 +227,8 @@ def readings_of(hosts: Sequence[str]) -> HostReadings:
 
 def _read(host: str) -> tuple[JobReading, ...] | str:
     """Return the readings of a host, or the reason why it could not be read."""
-    remote = ssh.found_first(("ddpkit", "top", "--once", "--json"), str(Path(sys.executable).parent))
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    remote = f'PATH={programs}:"$PATH" ddpkit top --once --json'
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from launching import run, seconds, started
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.request import clock, seconds_of
+from ddp_kit.launcher.clusters.slurm import clock
 from ddp_kit.launcher.commands import submit
+from ddp_kit.launcher.commands.submit import seconds_of
 
 _HOST = "echo up; read code < go; exit $code"
 _SESSION = "import sys; from ddp_kit.launcher.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"

@@ -15,10 +15,10 @@ import ddp_kit
 from ddp_kit.env import reported_variables
 from ddp_kit.errors import DdpKitError, size_text
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters import recognition
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.clusters import engines
 from ddp_kit.launcher.devices.cpus import cpu_quota, memory_limit
 from ddp_kit.launcher.doctor import machine
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked_env
 
 _FURTHER_PACKAGES = (
@@ -88,7 +88,7 @@ def _memory() -> str:
 
 def _cluster(env: Mapping[str, str]) -> str:
     try:
-        place = recognition.read(env)
+        place = engines.recognise(env)
     except DdpKitError as error:
         return error.message
     except SystemExit:  # only process 0 reports an error in the cluster's variables

@@ -12,8 +12,8 @@ from subprocess import Popen
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices import gpus
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.warm.cleanup import die_with_parent
 
 _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"

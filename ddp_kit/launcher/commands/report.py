@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import indent
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.report.charts import write_pictures
 from ddp_kit.launcher.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.launcher.report.page import MARK, page

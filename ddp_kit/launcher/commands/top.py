@@ -22,8 +22,8 @@ from ddp_kit.errors import GIB, LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.clusters.request import hosts_of
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices.gpus import GpuUsage
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 
 _EPILOG = """\

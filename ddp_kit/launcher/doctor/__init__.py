@@ -21,10 +21,10 @@ from pathlib import Path
 from ddp_kit.env import NO_COLOR
 from ddp_kit.errors import printable
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.doctor import checks
 from ddp_kit.launcher.doctor.checks import CheckResult, Status, fail, warn
 from ddp_kit.launcher.doctor.machine import Machine, detect, started
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked
 
 Check = Callable[[Machine], CheckResult | None]

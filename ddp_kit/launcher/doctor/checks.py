@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.errors import GIB, size_text
+from ddp_kit.launcher.clusters.engines import ENGINES
 from ddp_kit.launcher.devices import cpus
 from ddp_kit.launcher.doctor.machine import Machine, Version
 from ddp_kit.launcher.rendezvous import holder
@@ -79,7 +80,8 @@ def memory(machine: Machine) -> CheckResult:
     if may_use < total:
         found = f"memory: {size_text(may_use)} of the machine's {size_text(total)} (cgroup limit)"
     if may_use < _MIN_MEMORY:
-        fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
+        settings = [f"{engine.name}: {engine.memory_setting}" for engine in ENGINES.values() if engine.memory_setting]
+        fix = f"docker run --memory=16g ...  # {'; '.join(settings)}"
         return warn("memory", f"{found} may be too little; torch alone takes about 0.5 GiB per process", fix)
     return ok("memory", found)
 
@@ -97,7 +99,8 @@ def cpu(machine: Machine) -> CheckResult:
     elif may_use < machine.cores:
         found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
     if may_use < 1:
-        fix = "docker run --cpus=4 ...  # Slurm: --cpus-per-task=4; Kubernetes: resources.limits.cpu"
+        settings = [f"{engine.name}: {engine.cpus_setting}" for engine in ENGINES.values() if engine.cpus_setting]
+        fix = f"docker run --cpus=4 ...  # {'; '.join(settings)}"
         return warn("cpu", found, fix)
     return ok("cpu", found)
 

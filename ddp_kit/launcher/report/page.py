@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ddp_kit import __version__
-from ddp_kit.env import LOCAL_RANK, RANK, WORLD_SIZE
+from ddp_kit.env import VARIABLES_OF_ONE_RUN
 from ddp_kit.launcher.report.charts import Chart, Curve, charts_of_run, comparing_charts
 from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, place_of, state
 from ddp_kit.launcher.report.run_history import Attempt, RunHistory
@@ -21,19 +21,6 @@ from ddp_kit.launcher.trace.records import MemorySummary
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
 _PARTS = ("command", "model", "devices", "ranks", "nodes", "host", "config", "versions", "git", "environment")
-_OF_EACH_RUN = (
-    "TORCHELASTIC_",
-    "GROUP_",
-    "ROLE_",
-    "DDPKIT_",
-    "SLURM_",
-    "PET_",
-    "MASTER_",
-    RANK,
-    LOCAL_RANK,
-    WORLD_SIZE,
-)
-"""Prefixes of variables that the launcher or a cluster engine sets; they differ between any two runs."""
 
 
 def settings(run: RunHistory) -> dict[str, str]:
@@ -49,10 +36,11 @@ def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]
     all_settings = [_arguments(run.last.begin.get("command", ())) | settings(run) for run in runs]
     names = dict.fromkeys(name for each in all_settings for name in each if name != "command")
     table = [(name, tuple(each.get(name, "") for each in all_settings)) for name in names]
+    differs_anyway = tuple(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN)
     return [
         (name, values)
         for name, values in table
-        if len(set(values)) > 1 and not _differs_anyway(name) and not _names_the_folders(values, runs)
+        if len(set(values)) > 1 and not name.startswith(differs_anyway) and not _names_the_folders(values, runs)
     ]
 
 
@@ -88,10 +76,6 @@ def _flat(name: str, value: Any) -> dict[str, str]:
     if isinstance(value, list):
         return {name: " ".join(str(each) for each in value)}
     return {} if value is None else {name: str(value)}
-
-
-def _differs_anyway(name: str) -> bool:
-    return name.startswith(tuple(f"environment.{prefix}" for prefix in _OF_EACH_RUN))
 
 
 # --- HTML page --------------------------------------------------------------------------------------------------------
