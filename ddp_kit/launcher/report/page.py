@@ -14,9 +14,9 @@ from typing import Any
 from ddp_kit import __version__
 from ddp_kit.env import VARIABLES_OF_ONE_RUN
 from ddp_kit.launcher.report.charts import Chart, Curve, charts_of_run, comparing_charts
-from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, place_of, state
+from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, state
 from ddp_kit.launcher.report.run_history import Attempt, RunHistory
-from ddp_kit.launcher.trace.records import MemorySummary
+from ddp_kit.launcher.trace.memory_file import MemorySummary
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ def _profile(profile: Profile) -> str:
 
 def _allocations(memory: MemorySummary) -> str:
     """HTML table of the memory allocated at the peak, by line of code."""
-    parts = [(place_of(each), f"{each.count:,}", each.bytes) for each in memory.lines]
+    parts = [(line.place, f"{line.count:,}", line.bytes) for line in memory.lines]
     parts += [("other lines", "", memory.other)] if memory.other else []
     parts.append(("allocated before the recording", "", memory.earlier))
     rows = [

@@ -124,36 +124,3 @@ class TraceSummary:
     synchronisations: tuple[Synchronisation, ...]
     products: tuple[MatrixProduct, ...]
     with_stacks: bool
-
-
-@dataclass(frozen=True)
-class LineMemory:
-    """GPU memory that one line of the user's code held at the peak. `count`: number of tensors.
-
-    `place` is None for allocations without Python code on the stack, such as those of the backward pass.
-    """
-
-    place: CodeLocation | None
-    bytes: int
-    count: int
-
-
-@dataclass(frozen=True)
-class MemorySummary:
-    """The peak of a GPU's memory during the recorded steps.
-
-    `earlier`: bytes that were allocated before the recording. `complete`: False if allocations were dropped because
-    there were too many. `lines`: the lines of code with the most bytes.
-    """
-
-    rank: int
-    steps: tuple[int, int]
-    bytes: int
-    earlier: int
-    complete: bool
-    lines: tuple[LineMemory, ...]
-
-    @property
-    def other(self) -> int:
-        """Bytes allocated by lines of code that are not in `lines`."""
-        return max(0, self.bytes - self.earlier - sum(each.bytes for each in self.lines))
