@@ -40,8 +40,8 @@ def parser() -> Parser:
 def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None]) -> int:
     """Print versions, hardware and environment variables, with secrets masked, and return the exit code."""
     args = parser().parse_args(argv)
-    found = facts(env)
-    print_text(json.dumps(found, indent=1) if args.json else _lines(found))
+    report = facts(env)
+    print_text(json.dumps(report, indent=1) if args.json else _lines(report))
     return ExitCode.OK
 
 
@@ -100,18 +100,18 @@ def _packages() -> dict[str, str]:
     """Versions of the dependencies of ddpkit, and of other packages that training scripts often use."""
     needed = [line.split(";")[0] for line in requires("ddpkit") or () if "extra ==" not in line]
     names = [line.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip() for line in needed]
-    found = {}
+    versions = {}
     for name in sorted({*names, *_FURTHER_PACKAGES} - {"torch"}):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _lines(found: Mapping[str, Any]) -> str:
+def _lines(report: Mapping[str, Any]) -> str:
     lines = []
-    for name, value in found.items():
+    for name, value in report.items():
         if isinstance(value, str):
             lines.append(f"{name + ':':<12} {value}")
             continue

@@ -7,9 +7,8 @@ from statistics import fmean, median
 
 from ddp_kit.errors import UsageError, size_text
 from ddp_kit.launcher.report.run_history import Attempt, Line, RunHistory
-from ddp_kit.launcher.trace.analysis import lines, read_trace
+from ddp_kit.launcher.trace.analysis import Operation, TraceSummary, lines, read_trace
 from ddp_kit.launcher.trace.memory_file import MemorySummary, read_memory
-from ddp_kit.launcher.trace.records import Operation, TraceSummary
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 # Traces, and the largest allocations on GPUs.
@@ -128,9 +127,9 @@ def duration(seconds: float) -> str:
     """A duration as text, such as 3 h 12 min, 4 min 10 s or 2.4 s."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, left = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {left} s"
+        return f"{minutes} min {seconds} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
 
@@ -144,7 +143,7 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
         if before.failed:
             saved = _time_of_step(before, after.begin["step"], run)
             lost += max(0.0, end - saved)
-            repeats |= saved < min(each["time"] for each in before.ends)
+            repeats |= saved < min(end["time"] for end in before.ends)
     if lost >= _WORTH_SAYING:
         yield Finding(
             f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_kit import __version__
 from ddp_kit.env import VARIABLES_OF_ONE_RUN
-from ddp_kit.launcher.report.charts import Chart, Curve, charts_of_run, comparing_charts
+from ddp_kit.launcher.report.charts import Chart, charts_of_run, comparing_charts
 from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, state
 from ddp_kit.launcher.report.run_history import Attempt, RunHistory
 from ddp_kit.launcher.trace.memory_file import MemorySummary
@@ -233,9 +233,9 @@ def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) 
     for chart in own:
         unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
         box = "<label class=control><input type=checkbox data-logarithmic> logarithmic</label>"
-        of_run = "" if run is None else f' data-run="{run}"'
+        name, of_run = (chart.name, "") if run is None else (f"{chart.name}-{run}", f' data-run="{run}"')
         figures.append(
-            f'<figure id="{_identity(chart, run)}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
+            f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
             f"{box if chart.name == 'loss' else ''}</figcaption>"
             f'<div class=plot role=img aria-label="{escape(f"{chart.title}. {chart.summary}")}"'
             f' data-chart="{len(charts)}"{of_run}></div></figure>\n'
@@ -244,10 +244,6 @@ def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) 
     return (
         f"<div class=charts>{''.join(figures)}</div>\n" if figures else "<p>No log point has been recorded yet.</p>\n"
     )
-
-
-def _identity(chart: Chart, run: int | None) -> str:
-    return chart.name if run is None else f"{chart.name}-{run}"
 
 
 def _profile(profile: Profile) -> str:
@@ -352,14 +348,16 @@ def _run_data(run: RunHistory) -> dict[str, Any]:
 
 def _chart_data(chart: Chart) -> dict[str, Any]:
     groups = [
-        {"run": group.run, "x": group.x, "curves": [_curve_data(curve) for curve in group.curves]}
+        {
+            "run": group.run,
+            "x": group.x,
+            "curves": [
+                {name: value for name, value in asdict(curve).items() if value is not None} for curve in group.curves
+            ],
+        }
         for group in chart.groups
     ]
     return {"unit": chart.unit, "x": chart.x, "stacked": chart.stacked, "groups": groups}
-
-
-def _curve_data(curve: Curve) -> dict[str, Any]:
-    return {name: value for name, value in asdict(curve).items() if value is not None}
 
 
 def _json(data: object) -> str:
