@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from launching import run, seconds, started
 
 from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.engine import Engine
+from ddp_kit.launcher.clusters.request import Request
 from ddp_kit.launcher.clusters.slurm import clock
 from ddp_kit.launcher.commands import submit
 from ddp_kit.launcher.commands.submit import seconds_of
@@ -235,6 +237,36 @@ def test_a_job_is_named_after_its_script() -> None:
         Path("sub").mkdir(exist_ok=True)
         Path(words[0]).touch()
         assert f"--job-name={name}\n" in job_file("--on", "slurm", "--nodes", "2", *words)
+
+
+class Lsf(Engine):
+    """What an engine has to have."""
+
+    name = "lsf"
+    help = "a batch script for bsub"
+    flags = frozenset({"cpus"})
+    suffix = ".lsf"
+    program = "bsub"
+    install = "log in to a host that has bsub"
+
+    def text(self, request: Request) -> str:
+        return f"#BSUB -nnodes {request.nodes}\n{shlex.join(request.launch)}\n"
+
+    def submit_command(self, request: Request, path: str) -> tuple[str, ...]:
+        return self.program, path
+
+
+def test_submit_finds_an_engine_by_its_entry_in_the_list_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(submit.ENGINES, "lsf", Lsf())
+    assert "lsf         a batch script for bsub" in submit.parser().format_help()
+    assert job_file("--on", "lsf", "--nodes", "2", "train.py") == "#BSUB -nnodes 2\nddpkit launch train.py"
+    with pytest.raises(UsageError, match="lsf does not support --image"):
+        submit.run(["--on", "lsf", "--nodes", "2", "--image", "x", "train.py"], print, print)
+    (tmp_path / "bsub").write_text('#!/bin/sh\ncp "$1" submitted\nexit 9\n')
+    (tmp_path / "bsub").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert submit.run(["--on", "lsf", "--nodes", "2", "train.py"], print, print) == 9
+    assert "ddpkit launch train.py" in (tmp_path / "submitted").read_text()
 
 
 def test_times() -> None:

@@ -54,9 +54,9 @@ class Engine(Environment):
     copies_folder = False
     """Whether the engine copies the working folder to the nodes."""
     memory_setting = ""
-    """How a job file asks for 16 GB of memory, for hints; empty: shown for another engine with the same setting."""
+    """How a job file asks for 16 GB of memory, shown in hints; empty: not shown."""
     cpus_setting = ""
-    """How a job file asks for 4 CPU cores, for hints."""
+    """How a job file asks for 4 CPU cores, shown in hints; empty: not shown."""
 
     def check(self, request: Request) -> None:
         """Raise `UsageError` if the request is incomplete or invalid for this engine."""

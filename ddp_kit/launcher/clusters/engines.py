@@ -31,10 +31,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     Ray(),
     Ssh(),
 )
-ENGINES: dict[str, Engine] = {
-    engine.name: engine
-    for engine in sorted((each for each in ENVIRONMENTS if isinstance(each, Engine)), key=lambda engine: engine.name)
-}
+ENGINES = dict(sorted((engine.name, engine) for engine in ENVIRONMENTS if isinstance(engine, Engine)))
 """The engines that `ddpkit submit --on` accepts, by name."""
 
 

@@ -57,9 +57,9 @@ def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) 
     """
     text = env.get(name, "")
     if not text.isdecimal() or int(text) < least:
-        found = f"is {text!r}, which is not a valid number" if name in env else "is not set"
+        problem = f"is {text!r}, which is not a valid number" if name in env else "is not set"
         raise UsageError(
-            f"this looks like {environment}, but its variable {name} {found}",
+            f"this looks like {environment}, but its variable {name} {problem}",
             f"to run on this machine alone, unset all variables of {environment} or pass --nnodes 1; otherwise pass "
             "--nnodes, --node-rank, --master-addr and --master-port",
         )

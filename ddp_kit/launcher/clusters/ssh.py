@@ -119,7 +119,7 @@ class _Session:
 
         Returns NODE_LOST if ssh could not reach a host, or lost the connection.
         """
-        stops = [each for each in _STOP if signal.getsignal(each) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        stops = [number for number in _STOP if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
         before = {number: signal.signal(number, self._stop) for number in stops}
         try:
             for host, command in self._commands.items():
