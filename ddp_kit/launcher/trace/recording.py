@@ -96,29 +96,6 @@ class TraceFile:
     events: list[Event]
 
 
-def load(path: Path) -> TraceFile:
-    """Read a trace, gzipped or not.
-
-    Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
-    """
-    with _no_garbage_collection():  # each collection would scan all objects, and free none
-        return _loaded(path)
-
-
-def _loaded(path: Path) -> TraceFile:
-    content = _json(path, _text(path))
-    listed = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(listed, list):
-        what = f"its keys are {sorted(content)[:5]}" if isinstance(content, dict) else f"it contains {kind_of(content)}"
-        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: {what}")
-    origin = next((entry["ts"] for entry in listed if _is_event(entry)), 0)  # large timestamps lose digits
-    events = [_event(entry, origin) for entry in listed if _is_event(entry)]
-    if not events:
-        raise _not_a_trace(path, f"has no operators or kernels among its {len(listed)} entries")
-    facts = {name: value for name, value in content.items() if name != "traceEvents"}
-    return TraceFile(path, facts, events)
-
-
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
@@ -128,6 +105,26 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@_no_garbage_collection()  # each collection would scan all objects, and free none
+def load(path: Path) -> TraceFile:
+    """Read a trace, gzipped or not.
+
+    Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
+    """
+    content = _json(path, _text(path))
+    entries = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        what = f"its keys are {sorted(content)[:5]}" if isinstance(content, dict) else f"it contains {kind_of(content)}"
+        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: {what}")
+    count = len(entries)
+    entries = [entry for entry in entries if _is_event(entry)]
+    if not entries:
+        raise _not_a_trace(path, f"has no operators or kernels among its {count} entries")
+    origin = entries[0]["ts"]  # large timestamps lose digits
+    events = [_event(entry, origin) for entry in entries]
+    return TraceFile(path, {name: value for name, value in content.items() if name != "traceEvents"}, events)
 
 
 def _text(path: Path) -> str:
