@@ -57,9 +57,9 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
 
     train(2, "ddp", 3, "moves")
     train(3, "fsdp", 6, "moves")
-    train(3, "zero1", 8, "moves", "offload_optimizer")
+    train(3, "zero1", 8, "moves", "optimizer")
     train(2, {"tensor": 2, "tensor_plan": PLAN}, 10, "moves")
-    train(4, {"replicate": 2, "shard": 2}, 12, "moves", "offload_parameters")
+    train(4, {"replicate": 2, "shard": 2}, 12, "moves", "all")
     moved, stayed = train(1, "ddp", 14, "moves"), train(1, "ddp", 14, "stays")
     assert moved["weights"] == pytest.approx(stayed["weights"], abs=1e-12)
     assert moved["state"] == pytest.approx(stayed["state"], abs=1e-12)
