@@ -17,7 +17,7 @@ from ddp_kit.env import FLAG_DEFAULT, MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PY
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.request import JobPlace
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
@@ -51,7 +51,7 @@ resumed from a checkpoint has completed new Trainer steps."""
 
 _SHUTDOWN_TIMEOUT = """\
 Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25 if it is
-not set. torchrun's default is 30, but after 30 s Kubernetes kills the launcher too."""
+not set. torchrun's default is 30, but after 30 s a cluster may kill the launcher too."""
 
 _PREFIX_TEMPLATE = """\
 Template for the label at the start of each output line. Macros: ${role_name}, ${local_rank}, ${rank}, ${hostname}.

@@ -20,7 +20,7 @@ from ddp_kit.checkpoint.format import (
 )
 from ddp_kit.errors import CheckpointError, UsageError, size_text
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _EPILOG = f"""\
 exit codes:

@@ -36,7 +36,7 @@ from ddp_kit.checkpoint.weight_files import (
     stored_weights,
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
