@@ -130,8 +130,8 @@ class Plan:
     gpus_per_process: int
     colour: bool
     """Whether labels on a terminal may be coloured."""
-    flags: tuple[str, ...]
-    """The launcher's flags as they were typed, to print the command for the other nodes."""
+    flags: Mapping[str, tuple[str, ...]]
+    """The typed flags with their values, by the names of the settings, to print the command for the other nodes."""
     script_as_typed: str
     """The script as it was typed, with `...` in place of its arguments."""
     notices: tuple[str, ...]
