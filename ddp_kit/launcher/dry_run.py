@@ -101,7 +101,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         ("restarts", f"at most {most} consecutive restarts without progress" if most else "none"),
         ("signals", ", ".join(plan.signals_to_handle) or "none"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
-        ("hangs", _hangs(plan.hang_timeout)),
+        ("hangs", _hangs(plan.spec.hang_timeout)),
         ("logs", _logs(plan.logs)),
         *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
     ]

@@ -72,7 +72,7 @@ def test_workers_are_killed_before_kubernetes_kills_the_launcher_unless_another_
 def test_each_of_torchrun_s_settings_is_stored_once() -> None:
     made = planned("--nnodes 2 --role a --max-restarts 1 --tee 3 train.py --lr 1")
     changed = {"role": "b", "max_restarts": 2, "tee": "0", "shutdown_timeout": 9, "training_script_args": ["--lr", "2"]}
-    other = replace(made, torchrun={**made.torchrun, **changed})
+    other = replace(made, spec=replace(made.spec, torchrun={**made.torchrun, **changed}))
     assert (other.role, other.rendezvous.limits.max_restarts, other.logs.tee, other.shutdown_timeout) == (
         "b",
         2,
@@ -361,7 +361,7 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
             "contradicts --virtual-local-rank, which gives each process a single GPU",
             "remove",
         ),
-        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not specify how many GPUs", "set --gpus to the total"),
+        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not specify how many GPUs", "set --gpus to the number of GPUs of this node"),
         ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "remove"),
     ],
 )
