@@ -361,7 +361,12 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
             "contradicts --virtual-local-rank, which gives each process a single GPU",
             "remove",
         ),
-        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not specify how many GPUs", "set --gpus to the number of GPUs of this node"),
+        (
+            "--gpus-per-process 2 --nproc-per-node auto",
+            4,
+            "does not specify how many GPUs",
+            "set --gpus to the number of GPUs of this node",
+        ),
         ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "remove"),
     ],
 )
