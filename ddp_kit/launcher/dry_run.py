@@ -69,10 +69,10 @@ def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]
     rows = [["rank", "host", "GPU", "cores", "program"]]
     for local_rank, worker in enumerate(workers):
         rank = f"first + {local_rank}" if first is None else str(first + local_rank)
-        gpu = ", ".join(f"{each.index}: {each.name}" for each in worker.gpus) or "-"
+        gpus = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in worker.gpus) or "-"
         cores = "set by --numa-binding" if plan.numa_binding else _ranges(worker.cpus) or "any"
         program = shlex.join(masked_words(plan.command_line(local_rank), {**env, **plan.env}))
-        rows.append([rank if plan.workers else f"{rank}, ...", host, gpu, cores, program])
+        rows.append([rank if plan.workers else f"{rank}, ...", host, gpus, cores, program])
     return rows
 
 
@@ -165,9 +165,9 @@ def _logs(logs: Logs) -> str:
         temporary = f"in the directory for temporary files, {AT_THE_START}"
         where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
     settings = {name: value for name, value in vars(logs).items() if name != "log_dir"}
-    given = {name: value for name, value in settings.items() if value and value != "0"}
+    set_values = {name: value for name, value in settings.items() if value and value != "0"}
     shown = (
-        f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in given.items()
+        f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in set_values.items()
     )
     return ", ".join([where, *shown])
 
@@ -301,8 +301,8 @@ def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     """Describe how the torchrun command behaves differently from this launch."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
-    given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
-    missing = given - plan.read_by_torchrun - defaults.keys()
+    settings = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
+    missing = settings - plan.read_by_torchrun - defaults.keys()
     but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
     but += [f"which does not support --{name.replace('_', '-')} in this version" for name in sorted(missing)]
     return "".join(f", {text}" for text in but)

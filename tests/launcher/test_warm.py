@@ -20,7 +20,6 @@ from ddp_kit.launcher.warm import client, scan
 from ddp_kit.launcher.warm.cleanup import Child, is_stopped
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
-from ddp_kit.launcher.warm.worker import _leave_note
     Channel,
     Clear,
     ClosedError,
@@ -33,6 +32,7 @@ from ddp_kit.launcher.warm.worker import _leave_note
     Start,
     Started,
 )
+from ddp_kit.launcher.warm.worker import _leave_note
 
 
 def a_program(path: Path | str, *arguments: str, module: bool = False) -> Program:

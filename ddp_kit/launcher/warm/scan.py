@@ -51,8 +51,8 @@ class _Scan:
 
     def __init__(self, program: Program) -> None:
         folder = Path.cwd() if program.module else Path(program.name).resolve().parent
-        own = [each for each in sys.path if each and not any(part in each for part in _INSTALLED)]
-        self._folders = list(dict.fromkeys([folder, *map(Path, own)]))
+        user_paths = [path for path in sys.path if path and not any(part in path for part in _INSTALLED)]
+        self._folders = list(dict.fromkeys([folder, *map(Path, user_paths)]))
         self._seen = {"ddp_kit"}
         self.settings: list[_Setting] = []
         with suppress(RecursionError, MemoryError):  # deeply nested code or imports: keep what has been found

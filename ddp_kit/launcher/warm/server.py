@@ -72,10 +72,10 @@ class ParentSignals:
 
     def forward(self) -> None:
         """Forward the first signal from a worker to the launcher, and discard the signals after it."""
-        while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
-            if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
+        while (received := signal.sigtimedwait(_STOPPING, 0)) is not None:
+            if not self._has_forwarded and _is_descendant(received.si_pid) and os.getppid() == self._launcher:
                 self._has_forwarded = True
-                os.kill(self._launcher, found.si_signo)
+                os.kill(self._launcher, received.si_signo)
 
 
 def _is_descendant(pid: int) -> bool:

@@ -242,8 +242,8 @@ def _set_threads(env: Mapping[str, str]) -> None:
 
 def _leading_number(text: str) -> int:
     """The positive number at the beginning of a text, as OpenBLAS reads it, or 0 if there is none."""
-    found = re.match(r"\s*\+?(\d+)", text)
-    return int(found[1]) if found else 0
+    number = re.match(r"\s*\+?(\d+)", text)
+    return int(number[1]) if number else 0
 
 
 def set_title(program: Program) -> None:
@@ -329,8 +329,8 @@ def _report_ineffective_variables(before: Mapping[str, str]) -> None:
 
 def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
     """Call the script's excepthook with the traceback that `python program` would give it."""
-    own = _own_frames(trace)
-    hook(kind, error.with_traceback(own), own)
+    frames = _own_frames(trace)
+    hook(kind, error.with_traceback(frames), frames)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
