@@ -20,12 +20,8 @@ def holder(port: int) -> str:
     """Text such as ` by pid N (COMMAND)` that names the process listening on a port; empty if it cannot be found."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if (
-                connection.laddr
-                and connection.laddr.port == port
-                and connection.status == psutil.CONN_LISTEN
-                and connection.pid
-            ):
+            is_listening = connection.status == psutil.CONN_LISTEN
+            if is_listening and connection.pid and connection.laddr and connection.laddr.port == port:
                 command = masked(" ".join(psutil.Process(connection.pid).cmdline()[:6]))
                 return f" by pid {connection.pid} ({command})"
     return ""
