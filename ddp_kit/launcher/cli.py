@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -94,7 +94,15 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
             if argv and argv[0].partition("=")[0] == _COMPLETION:
                 return completion(argv)
             command = parser.parse_args(argv[:1]).command  # the command parses the rest
-            return launch(argv[1:], warm) if command == "launch" else _command(command)(argv[1:])
+            if command == "launch":
+                return launch(argv[1:], warm)
+            if command not in COMMANDS:
+                close = nearest(command, list(COMMANDS))
+                raise UsageError(
+                    f"there is no command {command!r}; the commands are: {', '.join(COMMANDS)}",
+                    f"run `ddpkit {f'launch {command}' if command.endswith('.py') else close or 'launch'} ...`",
+                )
+            return COMMANDS[command](argv[1:])
         finally:
             _StoppedError.may_be_raised = False
     except _StoppedError as stopped:
@@ -273,17 +281,10 @@ def _later_torchrun_parser() -> argparse.ArgumentParser | None:
 
 
 def import_agent() -> None:
-    """Import the agent, which imports torch."""
-    with _import_quietly():
-        importlib.import_module("ddp_kit.launcher.agent")
-
-
-@contextmanager
-def _import_quietly() -> Iterator[None]:
-    """Context manager for importing torch: hides warnings of its C++ code in this process, but not in the workers."""
+    """Import the agent, which imports torch. Warnings of torch's C++ code are hidden, but not those in the workers."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
-    yield
+    importlib.import_module("ddp_kit.launcher.agent")
     for name in added:
         del os.environ[name]
 
@@ -324,14 +325,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "env": environment,
     "schema": schema,
 }
-
-
-def _command(name: str) -> Callable[[Sequence[str]], int]:
-    if name in COMMANDS:
-        return COMMANDS[name]
-    close = nearest(name, list(COMMANDS))
-    instead = f"`ddpkit launch {name} ...`" if name.endswith(".py") else f"`ddpkit {close or 'launch'} ...`"
-    raise UsageError(f"there is no command {name!r}; the commands are: {', '.join(COMMANDS)}", f"run {instead}")
 
 
 class _StoppedError(BaseException):

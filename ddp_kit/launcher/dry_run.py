@@ -92,6 +92,11 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     started = (
         "forked from the warm server where possible" if plan.program(0) else "each started cold, in a new interpreter"
     )
+    hangs, seconds = "not detected", plan.spec.hang_timeout
+    if seconds is None:
+        hangs = "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
+    elif seconds:
+        hangs = f"a process that makes no progress for {seconds:g} s or more is killed"
     return [
         ("processes", f"{len(plan.workers)}, {started}"),
         *_recognised(plan.rendezvous),
@@ -101,7 +106,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         ("restarts", f"at most {most} consecutive restarts without progress" if most else "none"),
         ("signals", ", ".join(plan.signals_to_handle) or "none"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
-        ("hangs", _hangs(plan.spec.hang_timeout)),
+        ("hangs", hangs),
         ("logs", _logs(plan.logs)),
         *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
     ]
@@ -151,12 +156,6 @@ def _timeouts(rendezvous: Rendezvous) -> list[tuple[str, str]]:
     waits = f"wait up to {limits.join_timeout:g} s for enough nodes, then {limits.last_call_timeout:g} s for more nodes"
     lost = f"a node without a heartbeat for {limits.heartbeat_timeout:g} s counts as lost"
     return [("timeouts", f"{waits}; {lost}; wait up to {limits.replacement_timeout:g} s for a replacement")]
-
-
-def _hangs(seconds: float | None) -> str:
-    if seconds is None:
-        return "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
-    return f"a process that makes no progress for {seconds:g} s or more is killed" if seconds else "not detected"
 
 
 def _logs(logs: Logs) -> str:
@@ -276,7 +275,9 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     del wanted["training_script"], wanted["training_script_args"]
     usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}
     flags = [_flag(name, value) for name, value in wanted.items() if name not in usual | plan.read_by_torchrun]
-    dashes = ["--"] if _taken_for_flags(plan.script_arguments, wanted) else []
+    # torchrun drops the first `--`, which must not be the script's own.
+    protect = plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, wanted)
+    dashes = ["--"] if protect else []
     words = ["torchrun", *flags, *dashes, plan.script, *plan.script_arguments]
     command = masked_words(words, {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])

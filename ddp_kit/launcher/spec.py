@@ -364,9 +364,14 @@ def parse(
         known = parser(env, torchrun)
         flags, words = _split(argv, known)
     settings = vars(known.parse_known_args([word for typed in flags.values() for word in typed])[0])
-    for name in flags:
+    for name, typed in flags.items():
         if name.startswith("-"):
-            raise _unknown_flag(flags[name][0], known)
+            close = nearest(name, [spelling for action in known.actions for spelling in action.option_strings])
+            raise UsageError(
+                f"there is no flag {typed[0]!r}",
+                f"{f'did you mean {close}? ' if close else ''}`ddpkit launch --help` lists all flags; put the script's "
+                "flags after the script",
+            )
     if not words and settings["print_completion"] is None:
         known.error("the following arguments are required: script.py")
     settings |= {"training_script": "".join(words[:1]), "training_script_args": words[1:]}
@@ -443,16 +448,6 @@ def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tup
     yield f"-{letters[0]}", letters[1:].removeprefix("=") if len(letters) > 1 else None
 
 
-def _unknown_flag(word: str, known: Parser) -> UsageError:
-    spellings = [spelling for action in known.actions for spelling in action.option_strings]
-    close = nearest(word.split("=")[0], spellings)
-    hint = f"did you mean {close}? " if close else ""
-    return UsageError(
-        f"there is no flag {word!r}",
-        f"{hint}`ddpkit launch --help` lists all flags; put the script's flags after the script",
-    )
-
-
 # --- Checks of the script ---------------------------------------------------------------------------------------------
 
 
@@ -480,19 +475,15 @@ def _check_file(script: str) -> None:
         raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
     if path.is_dir() and not (path / "__main__.py").exists():
         raise UsageError(f"{script!r} is a folder without a __main__.py", "give the path of the script in this folder")
-    if path.suffix == ".py" and path.is_file():
-        _check_syntax(path)
-
-
-def _check_syntax(path: Path) -> None:
-    """Report a syntax error in the script once, before any process starts. Otherwise, each would print a traceback."""
-    try:
+    if path.suffix != ".py" or not path.is_file():
+        return
+    try:  # a syntax error is reported once, before any process starts; otherwise, each would print a traceback
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # these warnings are shown when the script runs
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        what = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UsageError(f"Python cannot parse {path}:\n{what}", "fix this error; nothing was started") from None
+        problem = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"Python cannot parse {path}:\n{problem}", "fix this error; nothing was started") from None
 
 
 def _nearest_script(missing: Path) -> str:
