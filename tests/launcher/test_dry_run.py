@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Callable
@@ -240,6 +241,14 @@ def test_the_torchrun_command_does_not_repeat_what_torchrun_reads_from_variables
         assert word not in command
 
 
+@pytest.mark.parametrize(
+    ("words", "command"), [("train.py -- -- x", "-- train.py -- x"), ("train.py -- x", "train.py x")]
+)
+def test_torchrun_command_keeps_the_dashes_of_the_script(words: str, command: str) -> None:
+    assert described(words).endswith(f" {command}")
+    assert spec.parse(shlex.split(command), {}).torchrun == spec.parse(words.split(), {}).torchrun
+
+
 TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n1:1 --log-dir logs"
 
 
@@ -297,7 +306,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_as_at_the_start() -> None:
 
 def test_dry_run_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "t.py").touch()
-    monkeypatch.setattr(client, "WarmServer", None)
+    monkeypatch.delattr(client.WarmServer, "__init__")  # a start would fail
     assert cli.launch(["--dry-run", str(tmp_path / "t.py")]) == 0
 
 
