@@ -133,17 +133,17 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
     """`ddpkit launch`: parse the command line, make the plan, run it, and print the verdict."""
     from ddp_kit.launcher import spec
 
-    launch_spec = spec.parse(argv, os.environ, _later_torchrun_parser)
-    if launch_spec.torchrun["print_completion"] is not None:
-        return completion([f"{_COMPLETION}={launch_spec.torchrun['print_completion']}"])
-    spec.check_script(launch_spec, os.environ)
-    defaults = allocator_defaults(os.environ)
-    # The server is started before this process imports torch, so that both import it at the same time.
-    if warm is None and sys.platform == "linux" and not launch_spec.dry_run:
-        from ddp_kit.launcher.warm.client import WarmServer
-
-        warm = WarmServer(argv, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
     try:
+        launch_spec = spec.parse(argv, os.environ, _later_torchrun_parser)
+        if launch_spec.torchrun["print_completion"] is not None:
+            return completion([f"{_COMPLETION}={launch_spec.torchrun['print_completion']}"])
+        spec.check_script(launch_spec, os.environ)
+        defaults = allocator_defaults(os.environ)
+        # The server is started before this process imports torch, so that both import it at the same time.
+        if warm is None and sys.platform == "linux" and not launch_spec.dry_run:
+            from ddp_kit.launcher.warm.client import WarmServer
+
+            warm = WarmServer(argv, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
         import_agent()
         from ddp_kit.launcher import agent
 
