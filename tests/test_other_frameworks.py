@@ -14,7 +14,7 @@ from ddp_kit import ConfigError, Trainer, TrainerConfig
 from ddp_kit.config import other_frameworks
 from ddp_kit.config.other_frameworks import equivalent
 from ddp_kit.config.settings import _setting_names
-from ddp_kit.launcher import agent, cli
+from ddp_kit.launcher import cli
 from ddp_kit.launcher.spec import parse
 
 # Arguments of the frameworks, from their releases: Hugging Face, Lightning, Accelerate.
@@ -185,7 +185,7 @@ def check(code: str) -> None:
         _, command, *words = code.split()
         assert command in cli.COMMANDS
         if command == "launch":
-            parse(words, agent.torchrun_parser(), {})
+            parse(words, {})
         return
     if re.fullmatch(r"[a-z_]+=.+", code):  # a setting with a value
         TrainerConfig(**eval(f"dict({code})"))

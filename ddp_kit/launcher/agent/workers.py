@@ -84,7 +84,7 @@ class Workers:
         self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
         self._round_file = None if self._folder is None else RoundFile(self._folder)
         self._record_keeper: RecordKeeper | None = None
-        self.hang_monitor = HangMonitor(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
+        self.hang_monitor = HangMonitor(plan.spec.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
         self._interrupted = False
@@ -220,7 +220,7 @@ class Workers:
         if self._plan.numa_binding is None:
             return self._plan.workers[local_rank].cpus
         try:
-            first = local_rank * self._plan.gpus_per_process
+            first = local_rank * (self._plan.spec.gpus_per_process or 1)
             return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
         except Exception as error:  # torch raises different errors, depending on what is missing
             raise UsageError(

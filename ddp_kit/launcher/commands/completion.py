@@ -20,7 +20,7 @@ _FOLDERS, _FILES = {"dir", "log_dir"}, {"script", "training_script", "source", "
 """Names of the arguments that take a folder or a file."""
 
 
-def run(argv: Sequence[str], torchrun: argparse.ArgumentParser, print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     """Print the completion script for one shell. Raises `UsageError` if shtab is not installed."""
     try:
         import shtab
@@ -30,11 +30,11 @@ def run(argv: Sequence[str], torchrun: argparse.ArgumentParser, print_text: Call
     flags = Parser(prog="ddpkit", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--print-completion", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
     shell = flags.parse_args(argv).print_completion
-    print_text(shtab.complete(_combined_parser(torchrun, shtab.FILE, shtab.DIRECTORY), shell))
+    print_text(shtab.complete(_combined_parser(shtab.FILE, shtab.DIRECTORY), shell))
     return ExitCode.OK
 
 
-def _combined_parser(torchrun: argparse.ArgumentParser, file: object, folder: object) -> argparse.ArgumentParser:
+def _combined_parser(file: object, folder: object) -> argparse.ArgumentParser:
     """Combine the parsers of all commands. `file` and `folder`: shtab's completers for files and folders."""
     combined = argparse.ArgumentParser(
         prog="ddpkit", description="Run PyTorch training on several GPUs or nodes with one command."
@@ -43,7 +43,7 @@ def _combined_parser(torchrun: argparse.ArgumentParser, file: object, folder: ob
     combined.add_argument("--print-completion", metavar="SHELL", help="print the completion script for a shell")
     commands = combined.add_subparsers()
     parsers = {
-        "launch": spec.parser(torchrun),
+        "launch": spec.parser({}),
         "devices": devices.parser(),
         "top": top.parser(),
         "submit": submit.parser(),
@@ -57,8 +57,6 @@ def _combined_parser(torchrun: argparse.ArgumentParser, file: object, folder: ob
     }
     for name, parser in parsers.items():
         for action in parser.actions:
-            dashed = [flag for flag in action.option_strings if "_" not in flag]
-            action.option_strings = dashed or action.option_strings  # torchrun accepts each flag with - and with _
             if action.dest in _FOLDERS | _FILES:
                 vars(action)["complete"] = folder if action.dest in _FOLDERS else file
         commands.add_parser(name, parents=[parser], add_help=False, help=(parser.description or "").partition(".")[0])
