@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
 from ddp_kit.distributed.world import World, gathered, host_group
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.torch_internals import pytree
@@ -248,9 +248,6 @@ class Difference:
         return error
 
 
-_MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
-
-
 def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False) -> None:
     """Raise `DataError` if the ranks' facts differ. A collective: all ranks call it with the same fact names.
 
@@ -338,8 +335,7 @@ def first_losses(world: World, kind: int, problem: DdpKitError | None) -> list[i
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
     """Facts about configuration, optimizer and metrics that must be the same on all ranks."""
-    settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
-    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
+    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings_equal_on_all_ranks(config).items()}
     return facts | {
         "the optimizer and its settings": settings_of(optimizer),
         "the names of the metrics": repr(list(metrics)),

@@ -25,8 +25,8 @@ from ddp_kit.log import logger
 from ddp_kit.memory.estimate import BlockMemory, MemoryPlan, ModelMemory, ParameterRow, PassMemory
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel.activations import Activations
+from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
-from ddp_kit.parallel.shards import settings_of
 from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.precision import Precision
 from ddp_kit.structures import repeated_blocks, with_copied_containers
@@ -269,7 +269,7 @@ def state_to_come(optimizer: Optimizer) -> int:
 
     Measured in a step of a small optimizer of the same class on the CPU, which is fast enough to do at every start.
     """
-    kind: Any = type(optimizer)
+    kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or issubclass(kind, torch.optim.LBFGS):
         return 0  # a short run never fills the history of LBFGS
     total = 0
@@ -279,7 +279,7 @@ def state_to_come(optimizer: Optimizer) -> int:
             values = sum(each.numel() for each in trained if each.dtype == dtype)
             with suppress(RuntimeError, TypeError, ValueError):  # this check must not end a run by its own error
                 tried = nn.Parameter(torch.ones(8, dtype=dtype))
-                per_value, _ = _states(kind([tried], **settings_of(kind, group)))[tried]
+                per_value, _ = _states(trial_of(optimizer, group, [tried]))[tried]
                 total += values * per_value
     return total
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError
-from ddp_kit.parallel.shards import settings_of
+from ddp_kit.parallel.optimizer_trial import check_steps_on_cpu
 
 
 class OffloadedOptimizer(Optimizer):
@@ -85,38 +84,3 @@ class _HostCopy:
 
 def _on_host(like: nn.Parameter) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, requires_grad=False)
-
-
-def check_steps_on_cpu(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` if an optimizer does not support the CPU. Tries one step with a small tensor."""
-    kind, group = type(optimizer), optimizer.param_groups[0]
-    like = next(iter(group["params"]), torch.empty(0))
-    parameter = nn.Parameter(torch.ones(2, 2, dtype=like.dtype))
-    try:
-        trial = kind([parameter], **settings_of(kind, group, kernels=True))
-    except (TypeError, ValueError):  # the optimizer cannot be created from its settings, so it is not checked
-        return
-    except RuntimeError as error:
-        raise _only_on_gpu(optimizer, error) from None
-    failed: Exception | None = None
-    for gradient in (torch.ones_like(parameter), torch.ones_like(parameter).to_sparse(1)):  # SparseAdam: the second
-        parameter.grad = gradient
-        try:
-            with torch.random.fork_rng(devices=[]):
-                trial.step()
-        except TypeError:  # `step` needs a closure, which the Trainer refuses together with offload
-            return
-        except (RuntimeError, AssertionError) as error:
-            failed = failed or error
-        else:
-            return
-    assert failed is not None, "a step has failed"
-    raise _only_on_gpu(optimizer, failed) from None
-
-
-def _only_on_gpu(optimizer: Optimizer, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"memory.offload runs the optimizer on the CPU, which {type(optimizer).__name__} does not support: {error}",
-        "leave out capturable=True and other settings for GPU kernels (fused=True works with Adam, AdamW and SGD), "
-        "or leave out memory.offload",
-    )

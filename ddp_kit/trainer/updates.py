@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_kit.config import combinations
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.feed import Share
 from ddp_kit.errors import ConfigError, kind_of
@@ -183,7 +184,7 @@ def checked_updates(
             "pass the optimizer, loss function and scheduler of each update in Update(name, loss_fn, optimizer, "
             "scheduler=...)",
         )
-    _check_settings(config)
+    combinations.check_with(config, combinations.UPDATES, combinations.UPDATES)
     if not isinstance(updates, Sequence) or not all(isinstance(update, Update) for update in updates):
         raise ConfigError(
             "updates is not a list of Update(...)", "pass updates=[Update(name, loss_fn, optimizer), ...]"
@@ -216,21 +217,6 @@ def checked_updates(
             "all updates set `every`, but at least one must run in every step", "leave out `every` for one of them"
         )
     return tuple(updates)
-
-
-def _check_settings(config: TrainerConfig) -> None:
-    """Raise `ConfigError` for settings that are not supported with several updates."""
-    problems = {
-        "precision='fp16'": (
-            config.precision == "fp16",
-            "use precision='bf16': with fp16, all updates would share one loss scale",
-        ),
-        "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
-        "memory.offload": (config.memory.offload is not None, "leave it out"),
-    }
-    for setting, (asked, hint) in problems.items():
-        if asked:
-            raise ConfigError(f"{setting} is not supported with several updates", hint)
 
 
 def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
@@ -316,28 +302,11 @@ def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False)
     Raises `ConfigError` for settings that are not supported with a closure.
     """
     if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
-        check_closure(parts)
+        combinations.check_with(parts.config, combinations.CLOSURE, type(parts.optimizer).__name__)
         return ClosureStep(parts, clock)
     if parts.config.parallel.pipeline > 1:
         return PipelineStep(parts, clock)
     return RecoverableStep(parts, clock) if parts.strategy.options.recoverable else OptimizerStep(parts, clock)
-
-
-def check_closure(parts: Parts) -> None:
-    """Raise `ConfigError` for settings that are not supported if a step evaluates its loss several times."""
-    optimizer, config = type(parts.optimizer).__name__, parts.config
-    for setting, asked in {
-        "precision='fp16'": config.precision == "fp16",
-        "non_finite_gradients='skip'": config.non_finite_gradients == "skip",
-        f"memory.offload={config.memory.offload!r}": config.memory.offload is not None,
-        "micro_batch_size='auto'": config.micro_batch_size == "auto",
-        f"parallel.strategy={config.parallel.strategy!r}": config.parallel.strategy != "ddp",
-    }.items():
-        if asked:
-            raise ConfigError(
-                f"{setting} is not supported with {optimizer}, which evaluates the loss several times per step",
-                "use the default of this setting, or another optimizer",
-            )
 
 
 def joint_step(

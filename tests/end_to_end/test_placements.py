@@ -149,6 +149,20 @@ def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None
 
 
 @pytest.mark.slow
+def test_fsdp_with_a_mixed_precision_policy_gathers_half_the_bytes(ddpkit: Ddpkit) -> None:
+    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("gathered_in_bf16.py"))
+    assert run.returncode == 0, run.stderr
+    found = {name: rest.split() for name, rest in re.findall(r"^(autocast|policy) (.*)", run.stdout, re.MULTILINE)}
+    gathered = {name: int(bytes_) for name, (bytes_, *_) in found.items()}
+    assert gathered["autocast"] == 2 * gathered["policy"] > 0
+    assert found["autocast"][1:3] == ["torch.float32", "torch.float32"], "the weights, and those that a norm uses"
+    assert found["policy"][1:3] == ["torch.float32", "torch.bfloat16"]
+    losses = {name: list(map(float, rest)) for name, (_, _, _, *rest) in found.items()}
+    assert losses["policy"] == pytest.approx(losses["autocast"], rel=0.01)
+    assert losses["policy"] != losses["autocast"]
+
+
+@pytest.mark.slow
 def test_an_overflow_of_fp16_is_left_out_on_all_ranks_of_every_strategy(ddpkit: Ddpkit) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("scaled.py"))
     assert run.returncode == 0, run.stderr

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from ddp_kit import ConfigError, LossError, TrainerConfig
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
+from ddp_kit.parallel.pipeline.buffers import PipelineBuffers, changed_buffers
 from ddp_kit.parallel.pipeline.model import Activation, StageModel, chain_of, sharded_parameters
 from ddp_kit.parallel.pipeline.strategy import PipelineStrategy
+from ddp_kit.parallel.strategy import sizes_of
 
 
 class Block(nn.Module):
@@ -81,7 +83,7 @@ def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() 
 
 
 @pytest.mark.parametrize(
-    ("model", "function", "found"),
+    ("model", "function", "message"),
     [
         (
             Model(order=(0, 2, 1, 3)),
@@ -95,9 +97,9 @@ def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() 
     ],
 )
 def test_stages_of_a_model_that_is_no_chain_of_blocks_raise_an_error(
-    model: nn.Module, function: Any, found: str
+    model: nn.Module, function: Any, message: str
 ) -> None:
-    with pytest.raises(LossError, match=found):
+    with pytest.raises(LossError, match=message):
         loss_in_two_stages(model, function)
     assert all(type(block) is Block for block in model.blocks)  # type: ignore[union-attr]
 
@@ -123,7 +125,7 @@ def test_stages_with_names_begin_at_these_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "found"),
+    ("model", "settings", "message"),
     [
         (nn.Linear(2, 2), {}, "no repeated blocks"),
         (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
@@ -137,15 +139,15 @@ def test_stages_with_names_begin_at_these_modules() -> None:
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
+        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*remove fsdp_units"),
     ],
 )
 def test_pipeline_of_an_unsupported_model_or_setting_raises_an_error(
-    model: nn.Module, settings: dict[str, Any], found: str
+    model: nn.Module, settings: dict[str, Any], message: str
 ) -> None:
     parallel = config(**settings)
     ranks = parallel.pipeline * max(1, parallel.shard)
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=message):
         PipelineStrategy(World(0, ranks, 0, ranks, 0, torch.device("cpu")), parallel).check(model)
 
 
@@ -181,12 +183,72 @@ def test_sharded_parameters_are_those_of_exactly_one_block() -> None:
     model.blocks[1].layer.weight = model.blocks[0].layer.weight  # type: ignore[union-attr]
     model.blocks[2].layer.bias = model.head.weight  # type: ignore[union-attr]
     model.blocks[3].scale = nn.Parameter(torch.tensor(1.0))  # type: ignore[union-attr]
-    names = {each: name for name, each in model.named_parameters()}
-    found = {names[each]: block for each, block in sharded_parameters(model, chain_of(model, config())).items()}
-    assert found == {
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    sharded = sharded_parameters(model, chain_of(model, config()))
+    assert {names[parameter]: block for parameter, block in sharded.items()} == {
         "blocks.0.layer.bias": "blocks.0",
         "blocks.1.layer.bias": "blocks.1",
         "blocks.2.layer.weight": "blocks.2",
         "blocks.3.layer.weight": "blocks.3",
         "blocks.3.layer.bias": "blocks.3",
     }
+
+
+class Counting(nn.Module):
+    """A block with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+def buffers_of(model: nn.Module, ranks: int) -> PipelineBuffers:
+    world = World(0, ranks, 0, ranks, 0, torch.device("cpu"))
+    return PipelineBuffers(model, chain_of(model, config()), sizes_of(config(), ranks), world)
+
+
+def model_with_buffers() -> nn.ModuleDict:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Counting(), Counting()])})
+    model.register_buffer("seen", torch.zeros(()))
+    model.register_buffer("table", torch.zeros(()))
+    return model
+
+
+def test_buffers_of_blocks_are_valid_on_their_stage_and_others_on_the_first_stage_that_changes_them() -> None:
+    buffers = buffers_of(model_with_buffers(), 2)
+    buffers.learn({"seen": [0, 1], "table": [], "blocks.0.calls": [], "blocks.1.calls": [1]})
+    stages = {name: buffers.stage_of(name) for name in ("seen", "table", "blocks.0.calls", "blocks.1.calls")}
+    assert stages == {"seen": 0, "table": None, "blocks.0.calls": 0, "blocks.1.calls": 1}
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "table"), (4, "table"), (4, "blocks.0.calls")])
+def test_buffers_that_only_a_later_pass_changes_raise_an_error(ranks: int, name: str) -> None:
+    model = model_with_buffers()
+    buffers = buffers_of(model, ranks)
+    buffers.learn({"seen": [1], "table": [], "blocks.0.calls": [], "blocks.1.calls": []})
+    model.get_buffer(name).add_(1)  # between steps, as a callback may
+    buffers.begin_passes()
+    model.get_buffer("seen").add_(1)
+    buffers.check_passes()
+    model.get_buffer(name).add_(1)
+    with pytest.raises(LossError, match=f"a pass changed {name}, which the first pass of the run did not change"):
+        buffers.check_passes()
+
+
+def test_buffers_of_a_block_that_only_one_rank_uses_may_change_in_later_passes() -> None:
+    model = model_with_buffers()
+    buffers = buffers_of(model, 2)
+    buffers.learn({"seen": [], "table": [], "blocks.0.calls": [], "blocks.1.calls": []})
+    buffers.begin_passes()
+    model.get_buffer("blocks.0.calls").add_(1)
+    buffers.check_passes()
+
+
+def test_changed_buffers_are_those_changed_in_place_and_those_replaced() -> None:
+    model = model_with_buffers()
+    buffers = buffers_of(model, 2)
+    before = buffers.versions()
+    model.get_buffer("seen").add_(1)
+    model.table = torch.zeros(())
+    assert changed_buffers(before, buffers.versions()) == {"seen", "table"}

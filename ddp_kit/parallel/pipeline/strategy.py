@@ -150,7 +150,7 @@ class PipelineStrategy(Strategy):
         if sparse:
             raise ConfigError(
                 f"a pipeline does not support modules with sparse gradients: {some(sparse)}",
-                "leave out sparse=True, or use parallel='ddp'",
+                "remove sparse=True, or use parallel='ddp'",
             )
 
     def _check_settings(self) -> None:
@@ -158,7 +158,7 @@ class PipelineStrategy(Strategy):
         for name in ("find_unused_parameters", "compression"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"leave out {name}"
+                    f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"remove {name}"
                 )
         if sizes.pipeline == 1:
             raise ConfigError(
@@ -168,7 +168,7 @@ class PipelineStrategy(Strategy):
             raise ConfigError(
                 f"parallel.fsdp_units = {config.fsdp_units} is not supported with a pipeline, in which each block is a "
                 "unit",
-                "leave it out",
+                "remove fsdp_units",
             )
         if config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
@@ -209,8 +209,8 @@ class PipelineStrategy(Strategy):
             if number in stage_blocks and plan:
                 split_layers(model, {*block.modules()}, plan, self._mesh["tensor"])
             if number in stage_blocks and self.sizes.shard > 1:
-                check_dtypes(name, block, "leave out parallel.shard", unsharded)
-                shard_unit(name, block, self._mesh, "leave out parallel.shard", ignored_params=unsharded)
+                check_dtypes(name, block, "remove parallel.shard", unsharded)
+                shard_unit(name, block, self._mesh, "remove parallel.shard", ignored_params=unsharded)
         self._put_on_device([parameter for parameter in model.parameters() if parameter in shared], holders)
         if plan:
             inside = {module for block in blocks for module in block.modules()}
