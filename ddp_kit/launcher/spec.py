@@ -240,7 +240,7 @@ TORCHRUN_FLAGS = (
         "--shutdown-timeout",
         "SECONDS",
         f"seconds from SIGTERM to SIGKILL when processes are stopped. Default: {GRACE_DEFAULT}, or 25 if it is not set."
-        " torchrun's default is 30, but after 30 s Kubernetes kills the launcher too",
+        " torchrun's default is 30, but after 30 s a cluster may kill the launcher too",
         type=int,
     ),
     Flag(
