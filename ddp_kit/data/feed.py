@@ -374,7 +374,7 @@ class EvaluationData:
 
     batches: Callable[[], Iterable[tuple[int, Any]]]
     """A function that returns this rank's batches, as an iterable of (number of samples, batch on the device)."""
-    spare: Callable[[], Any]
+    filler_batch: Callable[[], Any]
     """A function that returns a batch for a rank that has no batch of its own. Raises `DataError` for a stream."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
     """A function that reads this rank's first batch without DataLoader workers; None for a stream.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
 from ddp_kit.distributed.world import World, gathered, host_group
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.torch_internals import pytree
@@ -248,9 +248,6 @@ class Difference:
         return error
 
 
-_MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
-
-
 def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False) -> None:
     """Raise `DataError` if the ranks' facts differ. A collective: all ranks call it with the same fact names.
 
@@ -319,13 +316,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
-    """Exchange facts about each rank's first loss; returns them in rank order. A collective: all ranks call it once.
+def first_losses(world: World, kind: int, problem: DdpKitError | None) -> list[int]:
+    """Exchange the kind of each rank's first loss; returns them in rank order. A collective: all ranks call it once.
 
     If any rank has a problem, all ranks raise an error; only the lowest rank that has a problem reports it.
     """
-    everyone = gathered(world, [*facts, problem is not None])
-    troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
+    everyone = gathered(world, [kind, problem is not None])
+    troubled = [rank for rank, (_, trouble) in enumerate(everyone) if trouble]
     if problem is not None:
         problem.reported_elsewhere = world.rank != troubled[0]
         raise problem
@@ -333,13 +330,12 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
         error = LossError(f"rank {troubled[0]} cannot continue", f"fix the error that rank {troubled[0]} reports")
         error.reported_elsewhere = True
         raise error
-    return [(first, second) for first, second, _ in everyone]
+    return [kind for kind, _ in everyone]
 
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
     """Facts about configuration, optimizer and metrics that must be the same on all ranks."""
-    settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
-    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
+    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings_equal_on_all_ranks(config).items()}
     return facts | {
         "the optimizer and its settings": settings_of(optimizer),
         "the names of the metrics": repr(list(metrics)),

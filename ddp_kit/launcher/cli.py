@@ -24,7 +24,7 @@ from ddp_kit import __version__
 from ddp_kit.env import QUIET_IMPORT, allocator_defaults
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest, printable
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked
 from ddp_kit.uncaught import open_standard_streams
 
@@ -37,7 +37,7 @@ commands:
   devices       list the GPUs, the processes on them, and which ones are free
   top           show what each rank of the running jobs is doing
   report        write an HTML report about runs: loss, speed, ranks, memory, restarts, advice
-  submit        run a script on several nodes, with Slurm, Kubernetes, Ray, SkyPilot or ssh
+  submit        run a script on several nodes, through the scheduler of a cluster or ssh
   plan          estimate the memory per device before a run, and suggest changes if it does not fit
   checkpoints   list the checkpoints in a folder, verify them, or compare two of them
   export        write the weights of a checkpoint to safetensors files
@@ -52,7 +52,7 @@ examples:
   ddpkit devices                               show which GPUs are free
   ddpkit top                                   show what each rank is doing
   ddpkit report runs/1                         write report.html about the run in this folder
-  ddpkit submit --on slurm --nodes 4 --gpus 8 train.py   launch on four nodes of a cluster
+  ddpkit submit --on ENGINE --nodes 4 --gpus 8 train.py   launch on four nodes of a cluster
   ddpkit plan --gpus 8 --memory 80GiB train.py   check whether the job fits in memory; needs no GPU
   ddpkit checkpoints runs/1 --verify           read every byte of the checkpoints and compare hashes
   ddpkit export runs/1 model.safetensors       write the newest checkpoint's weights for other programs
@@ -149,14 +149,13 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
 
         if _StoppedError.first is not None:
             raise _StoppedError.first
-        from ddp_kit.launcher import dry_run, plan, verdict
-        from ddp_kit.launcher.clusters import recognition
+        from ddp_kit.launcher import dry_run, plan, rendezvous, verdict
         from ddp_kit.launcher.devices import cpus, gpus, reservations
 
         ignored = (number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
         processes = agent.nproc_per_node(launch_spec.processes)
         launch_spec = replace(launch_spec, processes=processes, ignored_signals=frozenset(ignored))
-        launch_spec = recognition.completed(launch_spec, os.environ)
+        launch_spec = rendezvous.complete_from_cluster(launch_spec, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, launch_spec, machine, os.environ, run_id, cpus.here(), defaults=defaults)
         with reservations.reserved(make, hold=not launch_spec.dry_run) as job_plan:
@@ -253,9 +252,9 @@ def environment(argv: Sequence[str]) -> int:
 
 def schema(argv: Sequence[str]) -> int:
     """`ddpkit schema`: print the JSON schema of TrainerConfig."""
-    from ddp_kit.launcher.commands.schema import run
+    from ddp_kit.launcher.commands.completion import run_schema
 
-    return run(argv, _print_text)
+    return run_schema(argv, _print_text)
 
 
 def completion(argv: Sequence[str]) -> int:

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 
 from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.engines import recognise
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits
+from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.masking import masked
 
 # --- Process on a port ------------------------------------------------------------------------------------------------
@@ -287,3 +290,48 @@ def _number(value: str) -> float:
 
 def _is_usable(name: str, number: float) -> bool:
     return 0 < number <= _MAX_SECONDS or (number == 0 and name == _REPLACEMENT)
+
+
+# --- Cluster ----------------------------------------------------------------------------------------------------------
+
+
+_ENDPOINT_FLAGS = {"rdzv_backend", "rdzv_endpoint"}
+
+
+def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
+    """Complete the launch settings with this node's rank and the rendezvous settings from the cluster's variables.
+
+    Values given by flags are kept. Returns `spec` unchanged outside of a cluster, and if the flags are complete or
+    restrict the job to this machine. Raises `UsageError` if variables are missing or contradict each other.
+    """
+    if spec.torchrun["standalone"] or ("nnodes" in spec.flags and _is_one_node(spec.torchrun)):
+        return spec
+    if "nnodes" in spec.flags and spec.flags.keys() & {"rdzv_endpoint", "node_rank"}:
+        return spec  # the command line is complete
+    place = recognise(env)
+    if place is None:
+        return spec
+    settings = dict(spec.torchrun)
+    if "nnodes" not in spec.given:
+        settings["nnodes"] = str(place.nodes)
+    if _is_one_node(settings) or _ENDPOINT_FLAGS & spec.given:
+        if "node_rank" not in spec.given and not _is_one_node(settings):
+            settings["node_rank"] = place.node_rank
+        return replace(spec, torchrun=MappingProxyType(settings), place=place)
+    if "rdzv_id" not in spec.given:
+        settings["rdzv_id"] = place.run_id
+    host = settings["master_addr"] if "master_addr" in spec.given else place.host
+    port = settings["master_port"] if "master_port" in spec.given else place.port
+    if ":" in str(settings["nnodes"]):  # any number of nodes, in any order
+        is_host = f"is_host={int(place.node_rank == 0)}"
+        conf = ",".join(filter(None, [settings["rdzv_conf"], is_host]))
+        settings |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{host}:{port}", "rdzv_conf": conf}
+    else:
+        settings |= {"rdzv_backend": "static", "rdzv_endpoint": "", "master_addr": host, "master_port": port}
+        if "node_rank" not in spec.given:
+            settings["node_rank"] = place.node_rank
+    return replace(spec, torchrun=MappingProxyType(settings), place=place)
+
+
+def _is_one_node(settings: Mapping[str, Any]) -> bool:
+    return str(settings["nnodes"]) in ("1", "1:1")

@@ -20,7 +20,7 @@ from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.request import JobPlace
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
@@ -240,7 +240,7 @@ TORCHRUN_FLAGS = (
         "--shutdown-timeout",
         "SECONDS",
         f"seconds from SIGTERM to SIGKILL when processes are stopped. Default: {GRACE_DEFAULT}, or 25 if it is not set."
-        " torchrun's default is 30, but after 30 s Kubernetes kills the launcher too",
+        " torchrun's default is 30, but after 30 s a cluster may kill the launcher too",
         type=int,
     ),
     Flag(
@@ -320,11 +320,6 @@ class LaunchSpec:
     """Names of the settings in `torchrun` that were set by a flag on the command line or by a PET_ variable."""
     place: JobPlace | None = None
     """This node's place in the job, from the cluster's variables; None: no cluster, or flags set the place."""
-
-    @property
-    def typed(self) -> frozenset[str]:
-        """Names of the settings that were set by a flag on the command line."""
-        return frozenset(self.flags)
 
     @property
     def script(self) -> str:

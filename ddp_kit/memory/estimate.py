@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import GIB, size_text
@@ -218,13 +219,12 @@ def plan_memory(
     device_memory: int | None = None,
     checkpointing: float = 0.0,
     offload_activations: bool = False,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
+    offload: Literal["optimizer", "all"] | None = None,
 ) -> MemoryPlan:
     """Calculate the memory plan for the device that needs the most memory.
 
     `device_memory`: the bytes of a device, which determine what FSDP keeps unsharded. `checkpointing`: the fraction of
-    the blocks that are recomputed. `offload_*`: as in the configuration.
+    the blocks that are recomputed. `offload_activations`, `offload`: as in `MemoryConfig`.
     Raises `ConfigError` if the sizes of `parallel` do not match the number of ranks.
     """
     sizes = sizes_of(parallel, ranks)
@@ -239,19 +239,19 @@ def plan_memory(
     weights = _size(local)
     gradients, whole = (_size(row for row in each if row.trained) for each in (local, rows))
     state, copies = sum(row.state for row in local), gradients if model.copies_weights else 0
-    if parallel.shard_optimizer and ranks > 1:
+    if parallel.strategy == "zero1" and ranks > 1:
         state, padding = _flat_state(rows, sizes.data)
         weights, copies = weights + padding, -(-copies // sizes.data)
     accumulates_whole = sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained])
     gathered = sizes.pipeline > 1 and fit_whole(sharded)
-    communication = _communication(rows, parallel, sizes, gradients, gathered=gathered)
+    communication = _communication(rows, parallel, sizes, gathered=gathered)
 
     held, host = whole if accumulates_whole else gradients, 0
-    if offload_parameters and sizes.data > 1:
+    if offload == "all" and sizes.data > 1:
         host = weights + gradients + state
         weights, held, state, copies = 0, whole if accumulates_whole else 0, 0, 0
-    elif offload_optimizer or offload_parameters:
-        updated = -(-gradients // sizes.data) if parallel.shard_optimizer else gradients
+    elif offload is not None:
+        updated = -(-gradients // sizes.data) if parallel.strategy == "zero1" else gradients
         host, state, copies = 2 * updated + state, 0, 0
 
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload_activations)
@@ -332,17 +332,14 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
     return max(state) + sum(row.state_besides if row.shape else row.state for row in rows), padding
 
 
-def _communication(
-    rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int, *, gathered: bool
-) -> int:
+def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, *, gathered: bool) -> int:
     """Bytes for communication: buffers and gathered weights.
 
     DDP's buckets take no extra memory, because gradients are views into them. FSDP gathers the weights of one unit
     while it computes another. `gathered`: whether `reshard_after_forward="auto"` keeps all units gathered.
     """
     if sizes.shard == 1:
-        half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
-        return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps its compression errors
+        return 0 if parallel.compression is None else int(parallel.bucket_mb * MIB)
     weights, trained = Counter({"": 0}), Counter({"": 0})
     for row in rows:
         if row.unit or sizes.pipeline == 1:  # in a pipeline, weights outside of the blocks are not sharded

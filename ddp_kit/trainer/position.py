@@ -150,22 +150,18 @@ class Position:
 
     @staticmethod
     def check_state(state: dict[str, Any]) -> None:
-        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values.
-
-        Values that older versions did not save may be missing.
-        """
-        for name in ("step", "epoch", "steps_in_epoch"):
+        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values."""
+        for name in ("step", "epoch", "steps_in_epoch", "samples"):
             whole_number(state[name], name)
-        whole_number(state.get("samples", 0), "samples")
-        real_number(state.get("loss", math.nan), "loss")
-        whole_number(state.get("evaluated", -1), "evaluated", -1)
-        if state.get("epoch_length") is not None:
+        real_number(state["loss"], "loss")
+        whole_number(state["evaluated"], "evaluated", -1)
+        if state["epoch_length"] is not None:
             whole_number(state["epoch_length"], "epoch_length", 1)
         for name in ("evaluation_pending", "was_stopping"):
-            flag(state.get(name, False), name)
-        for ranks, size in state.get("micro_batches", {}).items():
+            flag(state[name], name)
+        for ranks, size in state["micro_batches"].items():
             whole_number(size, f"the micro-batch of {ranks} ranks", 1)
-        for name, fact in state.get("epoch_facts", {}).items():
+        for name, fact in state["epoch_facts"].items():
             if not isinstance(fact, str | int):
                 raise ValueError(f"{name} is {fact!r}")
 
@@ -187,10 +183,6 @@ class ProgressPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._position.state()
-
-    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
-        renamed = {"owes_evaluation": "evaluation_pending"}
-        return {renamed.get(name, name): value for name, value in state.items()}
 
     def check(self, state: Any) -> str | None:
         Position.check_state(state)

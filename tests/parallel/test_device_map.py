@@ -25,6 +25,7 @@ from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel import device_map, strategy_for
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
+from ddp_kit.parallel.strategy import scale_gradients
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))
 SPLIT = {"": 0, "blocks.2-3": 1}
@@ -65,7 +66,7 @@ def world(gpus: tuple[torch.device, ...] = ()) -> World:
 
 
 def made(model: nn.Module, given_map: Any, gpus: tuple[torch.device, ...] = ()) -> SingleRankDeviceMap:
-    strategy = strategy_for(ParallelConfig(device_map=given_map), world(gpus), recoverable=False)
+    strategy = strategy_for(ParallelConfig(device_map=given_map), world(gpus))
     assert isinstance(strategy, SingleRankDeviceMap)
     strategy.check(model)
     strategy.setup(model)
@@ -110,7 +111,7 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
 def test_a_map_that_cannot_be_used_is_refused_with_what_is_wrong(given_map: dict[str, int], said: str) -> None:
     model = Network(tied=True)
     with pytest.raises(ConfigError) as caught:
-        strategy_for(ParallelConfig(device_map=given_map), world(TWO), recoverable=False).check(model)
+        strategy_for(ParallelConfig(device_map=given_map), world(TWO)).check(model)
     assert said in str(caught.value)
 
 
@@ -127,13 +128,13 @@ def test_a_map_may_override_that_of_a_file(tmp_path: Path) -> None:
     assert config.parallel.device_map == {"blocks.0-11": 0, "head": 1, "blocks.12-23": 1}
 
 
-def test_the_configuration_takes_a_map_by_itself_and_no_other_strategy_with_it() -> None:
+def test_device_map_implies_its_strategy_and_excludes_others() -> None:
     assert ParallelConfig(device_map="auto") == ParallelConfig(strategy="device_map")
-    for others in ({"strategy": "ddp"}, {"tensor": 2}, {"shard_optimizer": True}):
+    for others in ({"strategy": "ddp"}, {"tensor": 2}, {"strategy": "zero1"}):
         with pytest.raises(ConfigError, match="device_map"):
             ParallelConfig(device_map="auto", **others)
     several = World(0, 2, 0, 2, 0, torch.device("cpu"))
-    assert type(strategy_for(ParallelConfig(device_map="auto"), several, recoverable=False)) is DeviceMapStrategy
+    assert type(strategy_for(ParallelConfig(device_map="auto"), several)) is DeviceMapStrategy
 
 
 # --- placement --------------------------------------------------------------------------------------------------------
@@ -178,9 +179,9 @@ def test_every_operation_has_its_tensors_on_one_device(given_map: dict[str, int]
     assert output.device == TWO[0]
     output.sum().backward()
     assert all(each.grad is not None and each.grad.device == each.device for each in model.parameters())
-    strategy.scale_gradients(torch.ones((), dtype=torch.float64, device=TWO[0]))
-    strategy.clip_grad_norm(1.0, strategy.grad_norm())
-    strategy.clip_grad_value(1.0)
+    scale_gradients(strategy.updated_parameters, torch.ones((), dtype=torch.float64, device=TWO[0]))
+    nn.utils.clip_grads_with_norm_(strategy.updated_parameters, 1.0, strategy.grad_norm())
+    nn.utils.clip_grad_value_(strategy.updated_parameters, 1.0)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     assert all(optimizer.state[each]["exp_avg"].device == each.device for each in model.parameters())
@@ -198,7 +199,7 @@ def test_without_the_hooks_devices_would_mix() -> None:
 def test_an_output_goes_back_to_where_the_input_was_and_nothing_moves_twice() -> None:
     model = on_devices(Network(), SPLIT)
     strategy = made(model, SPLIT, TWO)
-    strategy.place(model)  # as after a step that ran out of memory: hooks are not doubled
+    strategy._place(model)  # as after a step that ran out of memory: hooks are not doubled
     moved: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         to = Tensor.to

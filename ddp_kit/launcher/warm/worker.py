@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from ddp_kit.env import BLAS_THREADS, LOCAL_RANK, NOTE_AT_START, READ_BY_TORCH, STACKS_SIGNAL, THREADS
 from ddp_kit.errors import DdpKitError
-from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory
+from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory, note_exiting
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.warm.messages import Program, Start
 from ddp_kit.uncaught import folded_traceback, leave_note
@@ -331,6 +331,7 @@ def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: 
     """Call the script's excepthook with the traceback that `python program` would give it."""
     frames = _own_frames(trace)
     hook(kind, error.with_traceback(frames), frames)
+    note_exiting()
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
