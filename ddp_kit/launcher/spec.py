@@ -343,6 +343,14 @@ class LaunchSpec:
         return not (self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env)
 
 
+class UnknownFlagError(UsageError):
+    """The command line has a flag that neither ddpkit nor torchrun has. `flag`: the flag, without its value."""
+
+    def __init__(self, flag: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.flag = flag
+
+
 def parse(
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -362,7 +370,8 @@ def parse(
     for name, typed in flags.items():
         if name.startswith("-"):
             close = nearest(name, [spelling for action in known.actions for spelling in action.option_strings])
-            raise UsageError(
+            raise UnknownFlagError(
+                name,
                 f"there is no flag {typed[0]!r}",
                 f"{f'did you mean {close}? ' if close else ''}`ddpkit launch --help` lists all flags; put the script's "
                 "flags after the script",
