@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import checked_batches, identity_collate
-from ddp_kit.data.loading import ExposeUserDataset, loader_options
+from ddp_kit.data.loading import expose_user_dataset, loader_options
 from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
 from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states, seed_generators, set_random_states
 
@@ -147,7 +147,7 @@ class SampleComparison:
             return
         # Fetch in a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
-        options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
+        options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
         loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=identity_collate, **options)
         yield from checked_batches(loader)
 
