@@ -43,7 +43,8 @@ def on_device(
         stays = device.type == "cpu" and dtype is None
         for batch in batches:
             fetched()
-            arrived = batch if stays and _is_plain(batch) else each_leaf(move, batch)
+            plain = type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
+            arrived = batch if stays and plain else each_leaf(move, batch)
             arrived = arrived if transform is None else transform(arrived)
             moved()
             yield arrived
@@ -82,11 +83,6 @@ def _with_first_checked(batches: Iterator[Any], check: Callable[[Any], None]) ->
     yield from batches
 
 
-def _is_plain(batch: Any) -> bool:
-    """Whether a batch is a plain list or tuple of CPU tensors."""
-    return type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
-
-
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Copy the dense host tensors of a batch on the side stream, and leave everything else as it is.
 
@@ -94,11 +90,12 @@ def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     a GPU, and `record_stream` cannot be called for sparse tensors, nested tensors, or tensors inside objects with a
     `to` method.
     """
-    return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 
+    def move_dense(leaf: Any) -> Any:
+        dense = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
+        return _moved(leaf, device, dtype) if dense else leaf
 
-def _is_dense_on_host(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
+    return each_leaf(move_dense, batch)
 
 
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -163,7 +163,10 @@ def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
 def can_read_batches_at_once(dataset: Dataset[Any]) -> bool:
     """Whether a dataset is a TensorDataset of dense CPU tensors, or a Subset of one, as `TensorBatches` requires."""
     _, inner = _unwrapped(dataset)
-    return type(inner) is TensorDataset and all(map(_is_dense_on_cpu, inner.tensors))
+    return type(inner) is TensorDataset and all(
+        type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        for tensor in inner.tensors
+    )
 
 
 def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
@@ -173,10 +176,6 @@ def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
         subsets.append(dataset)
         dataset = dataset.dataset
     return subsets, dataset
-
-
-def _is_dense_on_cpu(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 class WithEpoch:

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -176,7 +176,10 @@ class ExactDistributedSampler(Sampler[Any]):
         """The keys of all samples of this epoch, over all ranks, in order."""
         if self.own is not None:
             if self._drawn is None or self._drawn[0] != self.epoch:
-                self._drawn = (self.epoch, _compact(_draw(self.own, self.seed, self.epoch, "sampler")))
+                order: Sequence[Any] = _draw(self.own, self.seed, self.epoch, "sampler")
+                with suppress(TypeError, OverflowError):  # keys that are no integers
+                    order = array("q", order)  # 8 bytes per key
+                self._drawn = (self.epoch, order)
             return self._drawn[1]
         if not self._shuffle:
             return range(self.total_size)
@@ -316,7 +319,7 @@ class TrainBatches(_Steps):
         """The largest number of forward passes on any rank in step `step`."""
         return len(self._plan.micro_batches(0, self.samples(step)))
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
@@ -325,10 +328,8 @@ class TrainBatches(_Steps):
         return self._sampler.fingerprint()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._from(self._sampler.order(), self.first_step)
-
-    def _from(self, order: Sequence[Any], first_step: int) -> Iterator[list[Any]]:
-        for step in range(first_step, self.steps):
+        order = self._sampler.order()
+        for step in range(self.first_step, self.steps):
             start = step * self._plan.global_batch
             for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
                 yield list(order[start + positions.start : start + positions.stop])
@@ -398,7 +399,7 @@ class UserTrainBatches(_Steps):
         batches = min(self.per_step, self._drawn.batches - step * self.per_step)
         return len(split(batches, self._world_size, 0))
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """The first batch, for a rank that has no batch of its own."""
         return list(self._drawn.first[0])
 
@@ -486,7 +487,7 @@ class EvalBatches(Sampler[list[Any]]):
         total = len(self._sampler)
         return [min(self._size, total - start) for start in range(0, total, self._size)]
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
@@ -511,7 +512,7 @@ class UserEvalBatches(Sampler[list[Any]]):
         """The number of samples in each batch."""
         return list(map(len, self._batches))
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """The first batch, for a rank that has no batch of its own."""
         return list(self._first[0])
 
@@ -542,20 +543,16 @@ def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], 
     lengths = []
     for epoch in (*epochs, then):
         with _seeded(own, mixed_seed(seed, epoch)):
-            _set_epoch(own, epoch)
+            for set_epoch in _set_epochs(own):
+                set_epoch(epoch)
             lengths.append(_length(own, what))
     return lengths[:-1]
 
 
 def _set_epochs(own: Iterable[Any]) -> list[Callable[[int], object]]:
     """The `set_epoch` methods of a sampler and of the samplers inside it."""
-    found = [getattr(part, "set_epoch", None) for part in _parts(own)]
+    found = [getattr(part, "set_epoch", None) for part in samplers_in(own)]
     return [each for each in found if callable(each)]
-
-
-def _set_epoch(own: Iterable[Any], epoch: int) -> None:
-    for set_epoch in _set_epochs(own):
-        set_epoch(epoch)
 
 
 def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
@@ -564,7 +561,8 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
     Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
     """
     with _seeded(own, mixed_seed(seed, epoch)):
-        _set_epoch(own, epoch)
+        for set_epoch in _set_epochs(own):
+            set_epoch(epoch)
         length = _length(own, what)
         drawn = list(own)
         # A sampler that counts epochs itself may now report the length of the next epoch, or may not have known the
@@ -596,7 +594,7 @@ def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)
-        for part in _parts(own):
+        for part in samplers_in(own):
             for value in [*getattr(part, "__dict__", {}).values()]:
                 _seed_one(value, seed, stack)
         yield
@@ -620,19 +618,11 @@ def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
         source.state = type(source)(seed).state
 
 
-def _parts(own: Iterable[Any]) -> Iterator[Any]:
+def samplers_in(sampler: Iterable[Any]) -> Iterator[Any]:
     """A sampler and the samplers inside it; a batch sampler usually contains one."""
-    part: Any = own
+    part: Any = sampler
     for _ in range(5):  # a limit, in case a sampler contains itself
         yield part
         part = getattr(part, "sampler", None)
         if part is None:
             return
-
-
-def _compact(order: list[Any]) -> Sequence[Any]:
-    """Convert the order to an array of 8-byte integers if all keys are integers; otherwise return it unchanged."""
-    try:
-        return array("q", order)
-    except (TypeError, OverflowError):
-        return order

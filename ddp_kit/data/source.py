@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.config.settings import DataConfig
+from ddp_kit.data.sampler import samplers_in
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError, kind_of
 
@@ -18,7 +19,7 @@ Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 _WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
 _SHOWN = 4  # keys in a message
-_MAX_NESTING = 5  # the largest depth of nested samplers and datasets
+_MAX_NESTING = 5  # the largest depth of nested datasets
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
@@ -140,32 +141,15 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
             "each item of the dataset would be a whole batch",
             "return one sample from __getitem__ and set a batch_size, or yield the batches from an IterableDataset",
         )
-    for sampler in _samplers(batches):
-        if hasattr(sampler, "num_replicas") and not _divides_all(sampler, loader):
+    dataset: Any = loader.dataset
+    for sampler in samplers_in(batches):
+        # The Trainer can replace torch's own DistributedSampler over the whole dataset.
+        plain = type(sampler) is DistributedSampler and type(batches) is BatchSampler
+        if hasattr(sampler, "num_replicas") and not (plain and len(sampler.dataset) == len(dataset)):
             raise DataError(
                 f"{role} is a DataLoader with a {type(sampler).__name__}, which yields only this rank's samples",
                 "leave out this sampler, or use one over all samples: the Trainer divides the samples among the ranks",
             )
-
-
-def _samplers(batches: Any) -> Iterator[Any]:
-    """A batch sampler and the samplers inside it."""
-    part = batches
-    for _ in range(_MAX_NESTING):
-        if part is None:
-            return
-        yield part
-        part = getattr(part, "sampler", None)
-
-
-def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
-    """Whether a sampler is torch's DistributedSampler over the whole dataset, and so the Trainer can replace it."""
-    plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
-    return plain and _length(sampler.dataset) == _length(loader.dataset)
-
-
-def _length(data: object) -> int:
-    return len(cast(Sized, data))
 
 
 @dataclass(frozen=True)
@@ -196,7 +180,9 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
     size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
     if isinstance(sampler, DistributedSampler):  # torch's own: `open_data` rejects others
         return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
-    if _is_default_order(sampler, loader.dataset):
+    dataset: Any = loader.dataset
+    known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    if known and len(cast(Sized, sampler)) == len(dataset):  # made by DataLoader(shuffle=...): each sample once
         return Batching(size, isinstance(sampler, RandomSampler), drop_last)
     return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
 
@@ -221,19 +207,13 @@ def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: Da
             f"pass the dataset itself, with settings such as num_workers and collate_fn in data={{...}}; or leave out "
             f"{name}",
         )
-    for part in _samplers(sampler if batches is None else batches):
+    for part in samplers_in(cast(Iterable[Any], sampler if batches is None else batches)):
         if hasattr(part, "num_replicas"):
             raise DataError(
                 f"{name} contains a {type(part).__name__}, which yields only this rank's samples",
                 "leave out this sampler, or use one over all samples: the Trainer divides the samples among the ranks",
             )
     return Batching(None, shuffle=False, drop_last=False, sampler=sampler, batches=batches, divided=batches is not None)
-
-
-def _is_default_order(sampler: Any, dataset: object) -> bool:
-    """Whether the sampler is one that DataLoader(shuffle=...) creates: each sample once, in order or shuffled."""
-    known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
-    return known and len(sampler) == _length(dataset)
 
 
 def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:

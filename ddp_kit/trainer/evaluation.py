@@ -77,7 +77,7 @@ class Evaluator:
         before = random_states(parts.world)
         try:
             with parts.heartbeat.during(Phase.EVALUATION):
-                return evaluate(parts, self._metrics, EvaluationData(first, data.spare)) or {}
+                return evaluate(parts, self._metrics, EvaluationData(first, data.filler_batch)) or {}
         except RuntimeError as error:
             if "does not have a grad_fn" not in str(error):  # raised by backward() under no_grad
                 raise
@@ -222,7 +222,7 @@ def evaluate(
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs, parts.logged.set_aside():
-        batches = parts.strategy.evaluation(data.batches(), data.spare)
+        batches = parts.strategy.evaluation(data.batches(), data.filler_batch)
         for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, parts.world.is_main)):
             # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun

@@ -33,7 +33,7 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
     columns: dict[str, list[Tensor]] = {}
     spec = None
     with evaluating(parts.model) as outputs, parts.logged.set_aside():
-        batches = parts.strategy.evaluation(data.batches(), data.spare)
+        batches = parts.strategy.evaluation(data.batches(), data.filler_batch)
         for samples, batch in with_bar(batches, "prediction", data.count, parts.world.is_main):
             parts.heartbeat.mark(Phase.EVALUATION)
             found = parts.strategy.result_of(partial(_predicted, parts, function, batch, outputs))

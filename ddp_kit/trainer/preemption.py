@@ -88,7 +88,8 @@ class Requests:
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         limit = config.max_seconds
-        self._stop_at = None if limit is None else time.monotonic() + limit - _seconds_so_far()
+        job_start = job_start_time() or psutil.Process().create_time()  # before restarts
+        self._stop_at = None if limit is None else time.monotonic() + limit - (time.time() - job_start)
         self._end_time = job_end_time()
         left = 0.0 if self._end_time is None else self._end_time - time.time()
         self._reserve = min(_RESERVE_SECONDS, max(0.0, left * _LONGEST_RESERVE))
@@ -255,8 +256,3 @@ def _save_others(stopping: Preemption, world: World) -> None:
                     other._position.step,
                     other._folder,
                 )
-
-
-def _seconds_so_far() -> float:
-    """Seconds since the job started, restarts included."""
-    return time.time() - (job_start_time() or psutil.Process().create_time())
