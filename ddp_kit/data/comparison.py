@@ -124,10 +124,10 @@ class SampleComparison:
         loader: "DataLoader[Any] | None",
     ) -> bool:
         """Whether every rank gets the same samples as before when it fetches them again. A collective."""
-        own = [table[self._world.rank][number] for number in numbers]
+        before = [table[self._world.rank][number] for number in numbers]
         # Repeat in one call, and so in one process: a new DataLoader worker may repeat the last one's random numbers.
         again = self._fetch(dataset, [*keys] * _REPEATS, loader)
-        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _REPEATS, strict=True))
+        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, before * _REPEATS, strict=True))
         return all(each for (each,) in gathered(self._world, [repeatable]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:

@@ -390,8 +390,8 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
     """The batch size of the user's DataLoader; None without a DataLoader, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
-    own = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
-    return None if own is None else own.size
+    options = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
+    return None if options is None else options.size
 
 
 @dataclass(frozen=True)
@@ -430,9 +430,9 @@ class FeedBuilder:
         """
         dataset, template = open_data(data, "train_data")
         config, world = self.config, self.world
-        own = train_batching(dataset, template, config.data)
+        options = train_batching(dataset, template, config.data)
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
-        check_batch_size(own, self.plan.micro_batch, asked=asked)
+        check_batch_size(options, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
@@ -445,14 +445,14 @@ class FeedBuilder:
             return StreamFeed(stream, len(sizes), world, self._move, facts, self.part, at_least=full)
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
-        batches = self._train_batches(dataset, own, epoch)
+        batches = self._train_batches(dataset, options, epoch)
         if asked and isinstance(batches, TrainBatches) and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
                 "the global batch is {} samples, but train_data has only {}: each step uses all samples",
                 self.plan.global_batch,
                 len(dataset),
             )
-        epoch_facts = partial(self._map_facts, dataset, own, batches)
+        epoch_facts = partial(self._map_facts, dataset, options, batches)
         self._check_epoch(batches, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
@@ -465,26 +465,28 @@ class FeedBuilder:
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch)
 
-    def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
+    def _map_facts(self, dataset: Any, options: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         """Properties that determine the samples of each step of the current epoch."""
         config = self.config
         facts: Facts = {
             "the setting seed": config.seed,
             "the number of samples": len(dataset),
-            "drop_last": config.data.drop_last or bool(own and own.drop_last),
+            "drop_last": config.data.drop_last or bool(options and options.drop_last),
         }
         if order := batches.fingerprint():
-            configured = own is not None and (own.divided or (own.size is None and own.sampler is not None))
+            configured = options is not None and (
+                options.divided or (options.size is None and options.sampler is not None)
+            )
             facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
         chosen = subset_indices(dataset)
         if chosen:
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
         if isinstance(batches, UserTrainBatches):
-            kind = type(own.batches).__name__ if own else ""
+            kind = type(options.batches).__name__ if options else ""
             return facts | {"the sampler": kind, "the batches of a step over all ranks": batches.per_step}
-        kind = "in random order" if (own.shuffle if own else config.data.shuffle) else "in the dataset's order"
-        if own is not None and own.sampler is not None:
-            kind = type(own.sampler).__name__
+        kind = "in random order" if (options.shuffle if options else config.data.shuffle) else "in the dataset's order"
+        if options is not None and options.sampler is not None:
+            kind = type(options.sampler).__name__
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
@@ -534,16 +536,16 @@ class FeedBuilder:
         `role`: such as "eval_data", for messages.
         """
         dataset, template = open_data(data, role)
-        own, config = batching(template), self.config
-        size = own.size if own and own.size else self.plan.micro_batch
+        options, config = batching(template), self.config
+        size = options.size if options and options.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
             stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
             return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _raise_no_batch)
         batches: EvalBatches | UserEvalBatches
-        if own is not None and own.batches is not None:
-            batches = UserEvalBatches(own.batches, self.part.rank, self.part.ranks, seed=config.seed)
+        if options is not None and options.batches is not None:
+            batches = UserEvalBatches(options.batches, self.part.rank, self.part.ranks, seed=config.seed)
         else:
-            batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
+            batches = EvalBatches(self._sampler(dataset, options, shuffle=False), size)
         transform = config.data.eval_device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
@@ -569,26 +571,28 @@ class FeedBuilder:
         loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
         return unpacked(len(indices), next(iter(self._on_device(loader, self._transform(transform)))))
 
-    def _train_batches(self, dataset: Any, own: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
+    def _train_batches(self, dataset: Any, options: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
         config = self.config
-        drop_last, seed = config.data.drop_last or bool(own and own.drop_last), config.seed
-        if own is not None and own.batches is not None:
+        drop_last, seed = config.data.drop_last or bool(options and options.drop_last), config.seed
+        if options is not None and options.batches is not None:
             passes = config.accumulation_steps or 1
-            if own.divided:
+            if options.divided:
                 micro_batch = config.micro_batch_size
                 largest = micro_batch if isinstance(micro_batch, int) else sys.maxsize
                 plan = BatchPlan(1, largest, passes, self.part.ranks)
-                return DividedTrainBatches(own.batches, self.part.rank, plan, seed=seed, epoch=epoch)
+                return DividedTrainBatches(options.batches, self.part.rank, plan, seed=seed, epoch=epoch)
             return UserTrainBatches(
-                own.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
+                options.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
             )
-        sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
+        sampler = self._sampler(dataset, options, shuffle=options.shuffle if options else config.data.shuffle)
         sampler.set_epoch(epoch)
         return TrainBatches(sampler, self.plan, drop_last=drop_last)
 
-    def _sampler(self, dataset: Any, own: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
-        seed, order = self.config.seed, own.sampler if own else None
-        return ExactDistributedSampler(dataset, self.part.rank, self.part.ranks, shuffle=shuffle, seed=seed, own=order)
+    def _sampler(self, dataset: Any, options: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
+        seed, order = self.config.seed, options.sampler if options else None
+        return ExactDistributedSampler(
+            dataset, self.part.rank, self.part.ranks, shuffle=shuffle, seed=seed, user_sampler=order
+        )
 
     def _check_epoch(
         self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False

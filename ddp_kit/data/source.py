@@ -78,8 +78,8 @@ def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
     if nesting < _MAX_NESTING:
         for each in _inside(dataset):
             set_epoch(each, epoch, nesting + 1)
-    if callable(own := getattr(dataset, "set_epoch", None)):
-        own(epoch)
+    if callable(method := getattr(dataset, "set_epoch", None)):
+        method(epoch)
 
 
 def _inside(dataset: Any) -> list[Any]:
@@ -216,24 +216,24 @@ def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: Da
     return Batching(None, shuffle=False, drop_last=False, sampler=sampler, batches=batches, divided=batches is not None)
 
 
-def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:
+def check_batch_size(options: Batching | None, micro_batch: int, asked: bool = False) -> None:
     """Raise `DataError` if the user's DataLoader and the configuration have different batch sizes.
 
     `asked`: whether the configuration sets global_batch_size or micro_batch_size.
     """
-    if own is None:
+    if options is None:
         return
-    if own.size is None and asked and own.sampler is None and not own.divided:
-        maker = "the DataLoader has batch_size=None, so the dataset" if own.batches is None else "the batch sampler"
+    if options.size is None and asked and options.sampler is None and not options.divided:
+        maker = "the DataLoader has batch_size=None, so the dataset" if options.batches is None else "the batch sampler"
         raise DataError(
             f"{maker} decides the batch size, but the configuration sets one too",
             "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "
             "accumulation_steps is the number of micro-batches per rank and optimizer step",
         )
-    if own.size is not None and own.size != micro_batch:
+    if options.size is not None and options.size != micro_batch:
         raise DataError(
-            f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
+            f"the DataLoader has batch_size={options.size}, but the configuration makes micro-batches of "
             f"{micro_batch} samples",
-            f"set micro_batch_size={own.size} in the TrainerConfig (samples per rank and pass, so the global batch "
+            f"set micro_batch_size={options.size} in the TrainerConfig (samples per rank and pass, so the global batch "
             f"grows with the number of ranks), or pass the dataset itself instead of a DataLoader",
         )

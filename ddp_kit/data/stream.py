@@ -212,9 +212,9 @@ class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]])
             if reader < turn % turns:
                 yield _SKIPPED_TURN, None, None
         # The seed depends on the epoch, so reading the same epoch again draws the same random numbers.
-        own = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
+        isolated = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
         dataset: Any = self.dataset
-        with own:
+        with isolated:
             set_epoch(dataset, epoch)
             if start is not None:
                 dataset.load_state_dict(start.dataset)
@@ -223,7 +223,7 @@ class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]])
                 set_random_states(start.random)
         for number in count(reader if start is None else start.number, turns):
             size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
-            with own:
+            with isolated:
                 samples: list[Any] = []
                 try:
                     samples.extend(islice(stream, size))
@@ -238,7 +238,7 @@ class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]])
                     return
                 batch = self._collate(samples[0], 0) if self._sizes is None else self._collate(samples, len(samples))
                 dataset_state = copy.deepcopy(dataset.state_dict()) if self._record_states else None
-            after = ReaderState(reader, number + turns, own.states, dataset_state) if self._record_states else None
+            after = ReaderState(reader, number + turns, isolated.states, dataset_state) if self._record_states else None
             yield None if self._sizes is None else len(samples), batch, after if after is None else self._sent(after)
 
 
