@@ -75,11 +75,11 @@ PLACEMENTS = {
     "device_map 2, 2 ranks": Placement(2, {"device_map": {"": 0, "blocks.2-3": 1}}),
     "ddp, checkpointing": Placement(2, "ddp", {"memory": {"activation_checkpointing": "blocks"}}),
     "fsdp, checkpointing": Placement(2, "fsdp", {"memory": {"activation_checkpointing": "blocks"}}),
-    "ddp, offloaded optimizer": Placement(2, "ddp", {"memory": {"offload_optimizer": True}}),
-    "fsdp, offloaded optimizer": Placement(3, "fsdp", {"memory": {"offload_optimizer": True}}),
-    "fsdp, offloaded": Placement(2, "fsdp", {"memory": {"offload_parameters": True}}),
+    "ddp, offloaded optimizer": Placement(2, "ddp", {"memory": {"offload": "optimizer"}}),
+    "fsdp, offloaded optimizer": Placement(3, "fsdp", {"memory": {"offload": "optimizer"}}),
+    "fsdp, offloaded": Placement(2, "fsdp", {"memory": {"offload": "all"}}),
     "fsdp x tensor 2x2, offloaded": Placement(
-        4, {"shard": 2, "tensor": 2, "tensor_plan": PLAN}, {"memory": {"offload_parameters": True}}
+        4, {"shard": 2, "tensor": 2, "tensor_plan": PLAN}, {"memory": {"offload": "all"}}
     ),
     "fsdp, checkpointed operations": Placement(2, "fsdp", {"memory": {"activation_checkpointing": "ops"}}),
 }

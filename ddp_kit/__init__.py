@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 _HOME = {
     "BatchPlan": "data.sampler",
-    "BestModel": "callbacks",
     "Callback": "callbacks",
     "CheckpointConfig": "config.settings",
     "CheckpointError": "errors",
@@ -57,7 +56,6 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from ddp_kit.callbacks import EMA as EMA
-    from ddp_kit.callbacks import BestModel as BestModel
     from ddp_kit.callbacks import Callback as Callback
     from ddp_kit.callbacks import CSVLogger as CSVLogger
     from ddp_kit.callbacks import EarlyStopping as EarlyStopping

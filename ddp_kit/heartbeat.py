@@ -3,6 +3,7 @@
 import mmap
 import os
 import struct
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,11 +30,13 @@ class Phase(IntEnum):
     CHECKPOINT = 9
     FAILED = 10
     """The Trainer raised an exception, which the script may handle."""
+    EXITING = 11
+    """An uncaught exception has ended the script, and its traceback is printed; the process is exiting."""
 
     @property
     def in_user_code(self) -> bool:
         """Whether the script's own code is running, which may take any amount of time."""
-        return self in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.FAILED)
+        return self in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.FAILED, Phase.EXITING)
 
     @property
     def description(self) -> str:
@@ -41,6 +44,7 @@ class Phase(IntEnum):
         return {
             Phase.OUTSIDE: "the script",
             Phase.FAILED: "the script, after an exception",
+            Phase.EXITING: "the exit, after an exception",
             Phase.BETWEEN_STEPS: "the script, between two steps",
             Phase.TRANSFER: "the transfer to the device",
             Phase.FORWARD: "the forward pass",
@@ -156,6 +160,16 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
         finally:
             os.close(descriptor)
     return None
+
+
+def note_exiting() -> None:
+    """Record that the worker is exiting after an uncaught exception. Called after the exception was printed."""
+    if os.getpid() != os.getsid(0):
+        return  # not the worker, which leads a session, but a process that it has started
+    memory = heartbeat_memory()
+    if memory is not None:
+        memory[HeartbeatField.CHANGED_AT] = time.monotonic_ns()
+        memory[HeartbeatField.PHASE] = Phase.EXITING
 
 
 def read_heartbeat(error_file: str) -> Heartbeat:

@@ -35,6 +35,11 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+def abort_process_groups() -> None:
+    """Abort all process groups without waiting for other ranks, and end their NCCL kernels."""
+    distributed_c10d._abort_process_group()
+
+
 def collectives_of_default_group() -> int:
     """The number of collectives that this process has started in the default group; 0 if the backend does not count."""
     with suppress(RuntimeError, AttributeError, ValueError):

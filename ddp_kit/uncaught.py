@@ -32,6 +32,7 @@ from ddp_kit.env import (
     error_file,
 )
 from ddp_kit.errors import DdpKitError
+from ddp_kit.heartbeat import note_exiting
 
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
@@ -76,6 +77,10 @@ class _MessageHook:
         self.rank = 0
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._show(kind, error, trace)
+        note_exiting()
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and (notes := getattr(error, "__notes__", ())):
             if self.rank == 0:
                 sys.stderr.write(f"ddpkit: interrupted {'; '.join(notes)}\n")

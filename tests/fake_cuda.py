@@ -63,9 +63,11 @@ def on_gpu(thing: T, index: int = 0) -> T:
 
 
 @contextmanager
-def visible_gpus(count: int, memory: int = 80 * GIB) -> Iterator[None]:
-    """Context manager in which torch reports GPUs. `memory`: bytes of each."""
-    kind = SimpleNamespace(name="Fake H100", total_memory=memory, major=9, minor=0, multi_processor_count=132)
+def visible_gpus(count: int, memory: int = 80 * GIB, uuid: str = "GPU-0") -> Iterator[None]:
+    """Context manager in which torch reports GPUs. `memory`: bytes of each. `uuid`: the UUID that all of them have."""
+    kind = SimpleNamespace(
+        name="Fake H100", total_memory=memory, major=9, minor=0, multi_processor_count=132, uuid=uuid
+    )
     answers: dict[str, Any] = {
         "is_available": True,
         "device_count": count,

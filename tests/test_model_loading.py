@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, BestModel, Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, load_model
+from ddp_kit import EMA, Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.launcher.commands.export import run as export
 
@@ -72,7 +72,7 @@ def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **
             max_steps=6,
             global_batch_size=8,
             eval_every_steps=2,
-            checkpoint={"dir": folder, "background": False, **best, **checkpoint},  # type: ignore[arg-type]
+            checkpoint={"dir": folder, "save": "blocking", **best, **checkpoint},  # type: ignore[arg-type]
         ),
         callbacks=[*callbacks],
     )
@@ -142,7 +142,7 @@ class Compiled(nn.Module):
 
 
 def test_names_of_a_compiled_model_in_older_checkpoints_are_those_of_the_plain_one(tmp_path: Path) -> None:
-    old = train(tmp_path / "run", EMA(0.5), BestModel(), model=Compiled(Net())).model.state_dict()
+    old = train(tmp_path / "run", EMA(0.5), model=Compiled(Net())).model.state_dict()
     plain = {name.removeprefix("_orig_mod."): value for name, value in old.items()}
     assert "one.weight" in plain
     model = Net()
@@ -157,7 +157,7 @@ def test_names_of_a_compiled_model_in_older_checkpoints_are_those_of_the_plain_o
     named = {name: value for name, value in old.items() if isinstance(value, Tensor) and "two.weight" not in name}
     safetensors.torch.save_file(named, tmp_path / "old.safetensors")
     assert load_model(tmp_path / "old.safetensors", Net(), strict=False).missing == ("_extra_state",)
-    resumed = train(tmp_path / "run", EMA(0.5), BestModel())
+    resumed = train(tmp_path / "run", EMA(0.5))
     assert resumed.step == 6
     assert same(resumed.model.state_dict(), plain)
 
@@ -266,21 +266,20 @@ def test_the_average_is_loaded_and_exported(tmp_path: Path, said: list[str]) -> 
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_the_best_is_the_same_on_the_disk_and_in_memory(averaged: bool, tmp_path: Path) -> None:
-    best = BestModel()  # by what checkpoint.best_metric names
-    trainer = train(tmp_path, *([EMA(0.5)] if averaged else []), best)
-    best.restore()
+@pytest.mark.parametrize(("mode", "step"), [("max", 2), ("min", 6)])
+def test_load_model_best_loads_the_weights_of_the_best_evaluation(
+    averaged: bool, mode: str, step: int, tmp_path: Path
+) -> None:
+    evaluated: dict[int, dict[str, Tensor]] = {}
+
+    class KeepsWeights(Callback):
+        def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            evaluated[trainer.step] = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+
+    train(tmp_path, *([EMA(0.5)] if averaged else []), KeepsWeights(), best_mode=mode)
     model = Net()
-    result = load_model(tmp_path, model, which="best", ema=averaged)
-    assert (best.step, best.step) == (result.step, 2)
-    assert same(model.state_dict() | {"_extra_state": 0}, trainer.model.state_dict() | {"_extra_state": 0})
-
-
-def test_a_run_has_one_best(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"BestModel monitors 'loss' \(min\), but .*best_metric is 'loss' \(max\)"):
-        train(tmp_path / "one", BestModel("loss", "min"))
-    train(tmp_path / "two", best := BestModel("loss", "min"), best_mode="min")
-    assert best.step == 6
+    assert load_model(tmp_path, model, which="best", ema=averaged).step == step
+    assert same(dict(model.named_parameters()), evaluated[step])
 
 
 class Recorded(nn.Module):

@@ -178,3 +178,21 @@ def test_closed_standard_streams_do_not_affect_training(closed: str, launcher: l
         timeout=seconds(120),
     )
     assert [found.step for found in checkpoints(tmp_path / "run", hashes=True) if found.whole] == [4, 2]
+
+
+NOTES_EXITING = """
+import os, subprocess, sys
+from ddp_kit.heartbeat import note_exiting, read_heartbeat
+code = "from ddp_kit.heartbeat import note_exiting; note_exiting()"
+subprocess.run([sys.executable, "-c", code], check=True)
+started = read_heartbeat(os.environ["TORCHELASTIC_ERROR_FILE"]).phase.name
+note_exiting()
+sys.exit(f"{started} {read_heartbeat(os.environ['TORCHELASTIC_ERROR_FILE']).phase.name}")
+"""
+
+
+def test_exit_of_a_process_that_the_worker_has_started_is_not_recorded(tmp_path: Path) -> None:
+    env = clean_environment({ERROR_FILE: str(tmp_path / "error.json")})
+    command = [sys.executable, "-c", NOTES_EXITING]
+    worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    assert said(worker) == "OUTSIDE EXITING\n"

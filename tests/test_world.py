@@ -1,9 +1,11 @@
 """This process among the others."""
 
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,6 +46,54 @@ def test_a_group_that_the_script_made_itself_is_used(
     assert sorted(run.stdout.splitlines()) == ["0 2 True", "1 2 False"]
 
 
+ENDS_LATE = """
+import os, pathlib, time
+import torch.distributed as dist
+from ddp_kit.distributed import world
+rank, folder = world.join().rank, pathlib.Path(__file__).parent
+def wait_for(number):
+    while len([*folder.glob("ended.*")]) < number:
+        time.sleep(0.01)
+late = sys.argv[1] == "late"
+if late and rank == 2:
+    wait_for(2)
+all_end = world.all_ranks_end(3, seconds=0.1 if late else 1000)
+say(rank, all_end, dist.is_initialized())
+(folder / f"ended.{rank}").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["together", "late"])
+def test_all_ranks_end_has_the_same_result_on_a_late_rank(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path], when: str
+) -> None:
+    run = start("ddpkit", 3, script(ENDS_LATE), when)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [f"{rank} {when == 'together'} True" for rank in range(3)]
+
+
+WORKS_AFTER_THE_OTHERS = """
+import os, time
+import torch.distributed as dist
+from ddp_kit.distributed import world
+joined = world.join()
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+if joined.is_main:
+    while os.path.exists(f"/proc/{pids[1]}"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_works_after_the_others_does_not_keep_them_from_ending(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
+) -> None:
+    run = start("ddpkit", 2, script(WORKS_AFTER_THE_OTHERS), env={"OMP_NUM_THREADS": "1"})
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
 def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_rank() -> None:
     def drawn(rank: int) -> tuple[float, float, float]:
         seed_everything(3, rank)
@@ -73,7 +123,11 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(
+        torch.distributed, "rendezvous", lambda url, timeout: iter([(torch.distributed.HashStore(), 1, 2)])
+    )
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **rest: made.append({"backend": backend, **rest})
     )
@@ -81,11 +135,44 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     return made
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_refused_with_what_to_do(one_gpu: list[dict[str, object]]) -> None:
-    with pytest.raises(WorldError, match="rank 1 has no GPU: 2 processes on this node; visible GPUs: 1") as caught:
+def test_join_with_more_processes_than_gpus_refuses_the_last_rank(
+    one_gpu: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match="rank 2 has no GPU: 3 processes on this node; visible GPUs: 2") as caught:
         world.join()
     assert "share_gpus" in caught.value.hint
     assert not one_gpu
+
+
+ONE_GPU_EACH = """
+import os, sys
+from unittest import mock
+import fake_cuda
+import torch.distributed as dist
+from ddp_kit.distributed import world
+uuid = "GPU-" + (os.environ["LOCAL_RANK"] if sys.argv[1] == "own" else "0")
+nccl = mock.patch.object(dist, "is_nccl_available", return_value=True)
+with fake_cuda.visible_gpus(1, uuid=uuid), nccl, mock.patch.object(dist, "init_process_group") as init:
+    found = world.join()
+say(found.local_rank, found.device, init.call_args.args[0], init.call_args.kwargs["device_id"])
+"""
+
+
+@pytest.mark.slow
+def test_join_with_one_visible_gpu_per_process_uses_it_if_no_other_rank_does(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
+) -> None:
+    main, env = script(ONE_GPU_EACH), {"PYTHONPATH": str(Path(__file__).parent)}
+    run = start("ddpkit", 2, main, "own", env=env)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [f"{rank} cuda:0 cpu:gloo,cuda:nccl cuda:0" for rank in range(2)]
+    run = start("ddpkit", 2, main, "same", env=env)
+    assert run.returncode == 1
+    assert re.search(r"rank [01] has no GPU: 2 processes on this node; visible GPUs: 1\n", run.stderr), run.stderr
+    assert "share_gpus" in run.stderr
 
 
 def test_ranks_that_share_a_gpu_reduce_over_gloo(one_gpu: list[dict[str, object]]) -> None:

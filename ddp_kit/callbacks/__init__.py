@@ -1,6 +1,5 @@
 """Callbacks: the base class `Callback`, loggers, and ready-made callbacks."""
 
-from ddp_kit.callbacks.best_model import BestModel
 from ddp_kit.callbacks.callback import Callback, Gradients
 from ddp_kit.callbacks.csv_logger import CSVLogger
 from ddp_kit.callbacks.early_stopping import EarlyStopping
@@ -14,7 +13,6 @@ from ddp_kit.callbacks.wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
-    "BestModel",
     "CSVLogger",
     "Callback",
     "EarlyStopping",

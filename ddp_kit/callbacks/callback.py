@@ -28,9 +28,9 @@ class Gradients(MutableMapping[str, Tensor]):
     - fsdp, tensor: a plain tensor with this rank's part, possibly empty, of the DTensor in the model parameter's `grad`
     - pipeline: as with fsdp, but only of the weights that this rank holds, so names differ between ranks
 
-    With `memory.offload_optimizer` the gradients are still on the device, and with `memory.offload_parameters` in host
-    memory. Apply the same change on all ranks. Changes to single values are then exact at every placement; for a value
-    computed from a whole gradient, such as a norm, use `norms`.
+    With `memory.offload="optimizer"` the gradients are still on the device, and with `"all"` in host memory. Apply the
+    same change on all ranks. Changes to single values are then exact at every placement; for a value computed from a
+    whole gradient, such as a norm, use `norms`.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], norms: Callable[[], dict[str, Tensor]]) -> None:

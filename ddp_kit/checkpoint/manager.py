@@ -263,12 +263,12 @@ class Checkpoints:
             self._saver = RetryingSaver(
                 self._folder,
                 keep_last=self._config.keep_last,
-                background=self._config.background,
+                background=self._config.save != "blocking",
                 writer=writer,
                 writers=len(self._writers),
             )
             lock = FolderLock(self._folder, job_id()) if writer == 0 else None
-            if self._config.overlap:
+            if self._config.save == "overlapped":
                 optimizer.register_step_pre_hook(copy_finisher(self._saver))
         self._folder_use = FolderUse(world, self._folder, lock)
 
@@ -424,7 +424,7 @@ class Checkpoints:
             best=self._best.is_best,
             token=everyone[first][0],
             replicated=self._is_replicated,
-            overlap=self._config.overlap,
+            overlap=self._config.save == "overlapped",
         )
         self._saved_step, self._newest_kept, self._saving = step, None, True
 

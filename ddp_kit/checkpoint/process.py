@@ -712,6 +712,6 @@ def _done(job: Job, memory: int, parent: int) -> dict[str, str | bool]:
         return {
             "message": f"the checkpoint of step {job.step} could not be written:\n"
             f"{traceback.format_exc()[-_LONGEST_TEXT:]}",
-            "hint": "this is a bug in ddpkit: please report it; until it is fixed, try checkpoint.background=False",
+            "hint": "this is a bug in ddpkit: please report it; until it is fixed, try checkpoint.save='blocking'",
         }
     return {}

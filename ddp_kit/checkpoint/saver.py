@@ -535,7 +535,7 @@ class _Copying:
             raise CheckpointError(
                 f"the checkpoint of step {self.job.step} was not saved: during the copy, something other than "
                 f"optimizer.step() wrote to {', '.join(changed[:_SHOWN])}{more}",
-                "set checkpoint.overlap=False: the state is then copied before training continues",
+                "set checkpoint.save='background': the state is then copied before training continues",
             )
 
 

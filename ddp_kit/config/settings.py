@@ -254,27 +254,19 @@ class CheckpointConfig(_Part):
         description="Save only buffers and the parameters that require gradients. On resume, frozen parameters are "
         "taken from the script's model, and must be the same as at the start of the run.",
     )
-    background: bool = Field(
-        default=True, description="Write checkpoints in a separate process while training continues."
-    )
-    overlap: bool = Field(
-        default=False,
-        description="Copy weights and optimizer state during the next forward and backward pass instead of before it. "
-        "Use this only if nothing but `optimizer.step()` modifies weights and optimizer state. Other modifications "
-        "raise an error if torch detects them; torch cannot detect writes through `.data`, NumPy views or custom "
-        "kernels.",
+    save: Literal["blocking", "background", "overlapped"] = Field(
+        default="background",
+        description="How training continues during a save. blocking: after the checkpoint is on disk; background: "
+        "after the state is copied to host memory, while a separate process writes it; overlapped: at once, while a "
+        "thread copies weights and optimizer state until the next `optimizer.step()`. Use overlapped only if nothing "
+        "but `optimizer.step()` modifies weights and optimizer state. Other modifications raise an error if torch "
+        "detects them; torch cannot detect writes through `.data`, NumPy views or custom kernels.",
     )
     resume: Literal["auto"] | Path | None = Field(
         default="auto",
         description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not '
         "resume.",
     )
-
-    @model_validator(mode="after")
-    def _overlap_needs_background(self) -> Self:
-        if self.overlap and not self.background:
-            raise ValueError("overlap = True needs background = True: otherwise training waits for the whole save")
-        return self
 
     @model_validator(mode="after")
     def _best_mode_needs_best_metric(self) -> Self:
@@ -287,7 +279,6 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "pipeline": lambda values: values.get("pipeline", 1) != 1,
     "tensor": lambda values: values.get("tensor", 1) != 1,
     "fsdp": lambda values: values.get("shard", 1) != 1,
-    "zero1": lambda values: values.get("shard_optimizer", False) is True,
     "device_map": lambda values: values.get("device_map") is not None,
 }
 """For each strategy, a function that returns whether the settings imply the strategy. The first match counts."""
@@ -335,10 +326,6 @@ class ParallelConfig(_Part):
         "two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per "
         "rank in V order, and backward passes that send the input's gradient before they compute the weights' "
         "gradients.",
-    )
-    shard_optimizer: bool = Field(
-        default=False,
-        description="Each rank holds and updates an equal share of the optimizer state (ZeRO-1).",
     )
     fsdp_units: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
@@ -400,8 +387,6 @@ class ParallelConfig(_Part):
             values.setdefault("replicate", 1 if values["shard"] == -1 else -1)
         if values.get("strategy") == "device_map" and values.get("device_map") is None:
             values["device_map"] = "auto"
-        if named == "zero1":
-            values.setdefault("shard_optimizer", True)
         return values
 
     @model_validator(mode="after")
@@ -471,15 +456,11 @@ class MemoryConfig(_Part):
         description="8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; "
         "gradients are approximate. None: off.",
     )
-    offload_optimizer: bool = Field(
-        default=False,
-        description="Keep the optimizer state in host memory and run the optimizer step on the CPU. The step uses "
-        "pinned copies of the weights that this rank updates, and of their gradients.",
-    )
-    offload_parameters: bool = Field(
-        default=False,
-        description="With FSDP: keep sharded weights and gradients in pinned host memory between uses; the optimizer's "
-        "step then also runs on the CPU.",
+    offload: Literal["optimizer", "all"] | None = Field(
+        default=None,
+        description="What to keep in host memory; the optimizer step then runs on the CPU. optimizer: the optimizer "
+        "state; the step uses pinned copies of the weights that this rank updates, and of their gradients; all, with "
+        "FSDP: also the sharded weights and gradients, pinned, between uses; None: off.",
     )
 
 
@@ -599,10 +580,10 @@ class TrainerConfig(_Part):
         "loss function is called once more after the first step, with fake tensors, which have shapes but no values.",
     )
     eval_every_steps: Count | None = Field(
-        default=None, description="Optimizer steps between evaluations; None: after each epoch."
+        default=None, description="Optimizer steps between evaluations; None: see eval_every_epochs."
     )
-    eval_every_epochs: Count | None = Field(
-        default=None, description="Epochs between evaluations; an alternative to eval_every_steps."
+    eval_every_epochs: Count = Field(
+        default=1, description="Epochs between evaluations; not used if eval_every_steps is set."
     )
     sanity_check: Literal["auto", "off"] = Field(
         default="auto",
@@ -639,27 +620,21 @@ class TrainerConfig(_Part):
                         f"{setting} = {found!r} and data.batch_sampler, which determines the samples of each step: "
                         f"set only one of the two"
                     )
-        if self.eval_every_steps is not None and self.eval_every_epochs is not None:
-            raise ValueError(
-                f"eval_every_steps = {self.eval_every_steps} and eval_every_epochs = {self.eval_every_epochs}: set "
-                "only one of the two"
-            )
         if self.max_seconds is not None and self.checkpoint.dir is None:
             raise ValueError(
                 f"max_seconds = {self.max_seconds:g} needs checkpoints, because the run saves one at the time limit: "
                 'set checkpoint={"dir": "run"}'
             )
-        if self.memory.offload_parameters and self.parallel.shard == 1:
+        if self.memory.offload == "all" and self.parallel.shard == 1:
             raise ValueError(
-                "memory.offload_parameters needs sharded weights, but parallel.strategy is "
-                f"{self.parallel.strategy!r}: set parallel='fsdp', or use offload_optimizer instead"
+                f"memory.offload = 'all' needs sharded weights, but parallel.strategy is {self.parallel.strategy!r}: "
+                "set parallel='fsdp', or use offload='optimizer' instead"
             )
-        for moved in ("offload_optimizer", "offload_parameters"):
-            if getattr(self.memory, moved) and self.parallel.pipeline > 1:
-                raise ValueError(
-                    f"memory.{moved} is not supported with parallel.pipeline = {self.parallel.pipeline}: leave one of "
-                    "them out"
-                )
+        if self.memory.offload is not None and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"memory.offload = {self.memory.offload!r} is not supported with parallel.pipeline = "
+                f"{self.parallel.pipeline}: leave one of them out"
+            )
         if self.compile == "model" and self.parallel.pipeline > 1:
             raise ValueError(
                 f"compile = 'model' compiles the whole model, but parallel.pipeline = {self.parallel.pipeline} runs "
@@ -968,8 +943,13 @@ _EXAMPLES = {
 # Settings that had another name up to version 0.1.
 _RENAMED = {
     "checkpoint.keep_best": "checkpoint.best_metric",
+    "checkpoint.background": 'checkpoint.save ("blocking", "background" or "overlapped")',
+    "checkpoint.overlap": 'checkpoint.save ("blocking", "background" or "overlapped")',
     "memory.checkpointing": "memory.activation_checkpointing",
-    "parallel.optimizer": "parallel.shard_optimizer",
+    "memory.offload_optimizer": 'memory.offload ("optimizer")',
+    "memory.offload_parameters": 'memory.offload ("all")',
+    "parallel.optimizer": 'parallel.strategy ("zero1")',
+    "parallel.shard_optimizer": 'parallel.strategy ("zero1")',
     "parallel.stages": "parallel.pipeline_stages",
     "parallel.schedule": "parallel.pipeline_schedule",
     "parallel.units": "parallel.fsdp_units",

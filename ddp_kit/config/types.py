@@ -60,10 +60,8 @@ class CheckpointSettings(TypedDict, total=False):
     """Whether lower or higher values of best_metric are better."""
     trainable_only: bool
     """Save only buffers and the parameters that require gradients. On resume, frozen parameters are taken from the script's model, and must be the same as at the start of the run."""
-    background: bool
-    """Write checkpoints in a separate process while training continues."""
-    overlap: bool
-    """Copy weights and optimizer state during the next forward and backward pass instead of before it. Use this only if nothing but `optimizer.step()` modifies weights and optimizer state. Other modifications raise an error if torch detects them; torch cannot detect writes through `.data`, NumPy views or custom kernels."""
+    save: Literal["blocking", "background", "overlapped"]
+    """How training continues during a save. blocking: after the checkpoint is on disk; background: after the state is copied to host memory, while a separate process writes it; overlapped: at once, while a thread copies weights and optimizer state until the next `optimizer.step()`. Use overlapped only if nothing but `optimizer.step()` modifies weights and optimizer state. Other modifications raise an error if torch detects them; torch cannot detect writes through `.data`, NumPy views or custom kernels."""
     resume: Literal["auto"] | str | Path | None
     """Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not resume."""
 
@@ -85,8 +83,6 @@ class ParallelSettings(TypedDict, total=False):
     """Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with similar numbers of weights."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
     """Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per rank in V order, and backward passes that send the input's gradient before they compute the weights' gradients."""
-    shard_optimizer: bool
-    """Each rank holds and updates an equal share of the optimizer state (ZeRO-1)."""
     fsdp_units: Literal["auto"] | tuple[str, ...] | list[str]
     """FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks."""
     tensor_plan: Literal["auto"] | Mapping[str, str]
@@ -116,10 +112,8 @@ class MemorySettings(TypedDict, total=False):
     """Keep activations of 1 MiB or more in pinned host memory until the backward pass. This does not change results. When training on the CPU, activations are copied without saving memory."""
     activation_bits: Literal[8] | None
     """8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; gradients are approximate. None: off."""
-    offload_optimizer: bool
-    """Keep the optimizer state in host memory and run the optimizer step on the CPU. The step uses pinned copies of the weights that this rank updates, and of their gradients."""
-    offload_parameters: bool
-    """With FSDP: keep sharded weights and gradients in pinned host memory between uses; the optimizer's step then also runs on the CPU."""
+    offload: Literal["optimizer", "all"] | None
+    """What to keep in host memory; the optimizer step then runs on the CPU. optimizer: the optimizer state; the step uses pinned copies of the weights that this rank updates, and of their gradients; all, with FSDP: also the sharded weights and gradients, pinned, between uses; None: off."""
 
 
 class ProfileSettings(TypedDict, total=False):
@@ -179,9 +173,9 @@ class TrainerSettings(TypedDict, total=False):
     mfu: bool
     """Log the model FLOPs utilisation, on GPUs whose peak rate is known. To count FLOPs, the loss function is called once more after the first step, with fake tensors, which have shapes but no values."""
     eval_every_steps: int | None
-    """Optimizer steps between evaluations; None: after each epoch."""
-    eval_every_epochs: int | None
-    """Epochs between evaluations; an alternative to eval_every_steps."""
+    """Optimizer steps between evaluations; None: see eval_every_epochs."""
+    eval_every_epochs: int
+    """Epochs between evaluations; not used if eval_every_steps is set."""
     sanity_check: Literal["auto", "off"]
     """auto: if the dataset has a length, evaluate one batch before the first step, so that a mistake in the loss or the metrics is found at once."""
     verify_ranks: Literal["weights", "all", "off"]

@@ -4,7 +4,6 @@ import atexit
 import json
 import random
 import sys
-import threading
 import time
 from array import array
 from base64 import b64decode, b64encode
@@ -23,11 +22,13 @@ from torch import Tensor
 from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, plan_request, rank_for_messages
 from ddp_kit.errors import WorldError
 from ddp_kit.state_values import real_number
+from ddp_kit.torch_internals import abort_process_groups, default_store
 from ddp_kit.uncaught import show_without_traceback
 
 _TIMEOUT = timedelta(minutes=10)  # NCCL's default; gloo's is 30 minutes
 _DRAIN_SECONDS = 0.05
-_DESTROY_SECONDS = 5.0
+_END_SECONDS = 5.0  # how long a rank that ends waits for the others to end too
+_POLLS_PER_SECOND = 2000  # the maximum number of the polls in that wait, summed over all ranks
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def join(
         torch.cuda.set_device(device)
     if place.world_size > 1 and not dist.is_initialized():
         with starting(place.rank, place.world_size) if starting is not None else nullcontext():
-            _start_group(device, share_gpus, binds=len(gpus) <= 1)
+            _start_group(place, device, share_gpus, binds=len(gpus) <= 1)
         show_without_traceback(place.rank)  # again, because init_process_group installs an excepthook
     return World(
         rank=place.rank,
@@ -195,46 +196,88 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     if share_gpus:
         return (torch.device("cuda", place.local_rank % there),)
     each = place.gpus_per_process or (there if place.world_size == 1 else 1)
-    first = place.local_rank * each
+    # If only one GPU is visible, it may be this rank's own: `srun --gpus-per-task` shows each process another one.
+    first = 0 if there == each == 1 else place.local_rank * each
     if first + each <= there:
         return tuple(torch.device("cuda", index) for index in range(first, first + each))
-    processes = f"{place.local_world_size} processes on this node; visible GPUs: {there}"
     if each == 1:
-        error = WorldError(
-            f"rank {place.rank} has no GPU: {processes}",
-            f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
-            f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
-        )
+        error = _no_gpu(place)
     else:
         error = WorldError(
-            f"rank {place.rank} needs {each} GPUs, which are not available: {processes}",
+            f"rank {place.rank} needs {each} GPUs, which are not available: {place.local_world_size} processes on this "
+            f"node; visible GPUs: {there}",
             f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (currently {each})",
         )
     error.only_this_rank = place.local_rank == there // each  # the lowest such rank; higher ones have the same error
     raise error
 
 
-def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None:
-    """Initialise the process group. `binds`: whether to bind NCCL to the device and initialise it eagerly."""
+def _no_gpu(place: WorkerEnv) -> WorldError:
+    there = torch.cuda.device_count()
+    return WorldError(
+        f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node; visible GPUs: {there}",
+        f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
+        f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
+    )
+
+
+def _start_group(place: WorkerEnv, device: torch.device, share_gpus: bool, *, binds: bool) -> None:
+    """Initialise the process group. `binds`: whether to bind NCCL to the device and initialise it eagerly.
+
+    Raises `WorldError` if NCCL would use the same GPU on two ranks.
+    """
     # Must not depend on this node's number of GPUs: all nodes need the same backend.
     nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl and binds else None)
-    atexit.register(_stop_group)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    if nccl:
+        key = f"ddpkit/gpu/{torch.cuda.get_device_properties(device).uuid}"
+        if int(store.compare_set(key, "", str(rank))) != rank:
+            raise _no_gpu(place)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+        device_id=device if nccl and binds else None,
+    )
+    atexit.register(_stop_group, nccl)
 
 
-def _stop_group() -> None:
+def _stop_group(nccl: bool) -> None:
     if not dist.is_initialized():
         return
+    failed = getattr(sys, "last_value", None) is not None
+    # NCCL sends what other nodes still need, and then waits for the other ranks of the node: a rank that works after
+    # `fit`, or is in a collective, would keep it waiting.
+    together = not nccl or (not failed and all_ranks_end(dist.get_world_size()))
     # gloo's threads release a collective's tensors shortly after it has returned, and need the GIL for that. A thread
     # that finds the interpreter shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13,
     # pytorch/pytorch pull request 179291). Nothing signals when the threads are done, so give them a moment.
     time.sleep(_DRAIN_SECONDS)
-    if getattr(sys, "last_value", None) is not None:
-        return  # this rank failed: other ranks may be in a collective, and NCCL's teardown would wait for them
-    destroying = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    destroying.start()
-    destroying.join(_DESTROY_SECONDS)
+    if failed:
+        return  # other ranks may be in a collective, and torch aborts NCCL without waiting for them
+    if together:
+        dist.destroy_process_group()
+    else:
+        abort_process_groups()
+
+
+def all_ranks_end(world_size: int, seconds: float = _END_SECONDS) -> bool:
+    """Whether all ranks call this within about `seconds`. The result is the same on all ranks, however late they call.
+
+    Uses only the store of the process group. False if the store has closed.
+    """
+    deadline, pause = time.monotonic() + seconds, max(_DRAIN_SECONDS, world_size / _POLLS_PER_SECOND)
+    try:
+        store: Any = default_store()
+        is_last = store.add("ddpkit/ending", 1) == world_size
+        while not is_last and time.monotonic() < deadline and not store.check(["ddpkit/all-end"]):
+            time.sleep(pause)
+        return bool(store.compare_set("ddpkit/all-end", "", "yes" if is_last else "no") == b"yes")
+    except RuntimeError:
+        return False
 
 
 # --- All-gathers of small values --------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("zero1", {}),
     ("fsdp", {}),
     ("fsdp", _RECOMPUTED),
-    ("fsdp", _RECOMPUTED | {"offload_optimizer": True}),
+    ("fsdp", _RECOMPUTED | {"offload": "optimizer"}),
     ("tensor", _RECOMPUTED),
 )
 """Strategies with changes to `memory`, ordered by how much they slow down training. The user's settings are kept."""
@@ -115,7 +115,7 @@ def candidates(
         seen.append((placement, changes))
         sizes = {"shard": ranks // tensor, "tensor": tensor} if placement == "tensor" else {"strategy": placement}
         implied = ParallelConfig.model_validate(sizes)
-        fields = ("strategy", "replicate", "shard", "tensor", "shard_optimizer")
+        fields = ("strategy", "replicate", "shard", "tensor")
         placed = parallel.model_copy(update={field: getattr(implied, field) for field in fields})
         yield candidate_for(model, placed, memory.model_copy(update=changes), ranks, device_memory, **changes)
 
@@ -129,8 +129,7 @@ def candidate_for(
         parallel,
         ranks,
         device_memory=device_memory,
-        offload_optimizer=memory.offload_optimizer,
-        offload_parameters=memory.offload_parameters,
+        offload=memory.offload,
     )
     share = COUNTED_SHARE_RECOMPUTED if memory.activation_checkpointing == "blocks" else COUNTED_SHARE
     sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor", "pipeline")}
@@ -206,8 +205,7 @@ def planned(
         # The measured pass already recomputes as configured, so only a change by "auto" has to be estimated.
         checkpointing=float(chosen.memory.activation_checkpointing != config.memory.activation_checkpointing),
         offload_activations=chosen.memory.offload_activations,
-        offload_optimizer=chosen.memory.offload_optimizer,
-        offload_parameters=chosen.memory.offload_parameters,
+        offload=chosen.memory.offload,
     )
     if config.parallel.strategy == "device_map":
         problem = "device_map: the plan is for the whole model on one device"
@@ -297,7 +295,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, per_node: int) 
             ranks,
             device_memory=device_memory,
             checkpointing=float("activation_checkpointing" in memory),
-            **{name: True for name in memory if name != "activation_checkpointing"},
+            **{name: value for name, value in memory.items() if name != "activation_checkpointing"},
         )
         if plan.host:
             note = f"the optimizer runs on the CPU; each rank needs {size_text(plan.host)} of host memory"
@@ -325,8 +323,8 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, per_node: int) 
     if tensor > 1:
         unknown = "" if model.splits_known else "an estimate; requires a tensor_plan"
         yield setting({"shard": ranks // tensor, "tensor": tensor}, recomputed, unknown)
-    for moved in ("offload_optimizer", "offload_parameters") if ranks > 1 else ("offload_optimizer",):
-        yield setting(most, recomputed | {moved: True})
+    for offload in ("optimizer", "all") if ranks > 1 else ("optimizer",):
+        yield setting(most, recomputed | {"offload": offload})
 
 
 # --- Checks at the start ----------------------------------------------------------------------------------------------

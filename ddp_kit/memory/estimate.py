@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import GIB, size_text
@@ -218,13 +219,12 @@ def plan_memory(
     device_memory: int | None = None,
     checkpointing: float = 0.0,
     offload_activations: bool = False,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
+    offload: Literal["optimizer", "all"] | None = None,
 ) -> MemoryPlan:
     """Calculate the memory plan for the device that needs the most memory.
 
     `device_memory`: the bytes of a device, which determine what FSDP keeps unsharded. `checkpointing`: the fraction of
-    the blocks that are recomputed. `offload_*`: as in the configuration.
+    the blocks that are recomputed. `offload_activations`, `offload`: as in `MemoryConfig`.
     Raises `ConfigError` if the sizes of `parallel` do not match the number of ranks.
     """
     sizes = sizes_of(parallel, ranks)
@@ -239,7 +239,7 @@ def plan_memory(
     weights = _size(local)
     gradients, whole = (_size(row for row in each if row.trained) for each in (local, rows))
     state, copies = sum(row.state for row in local), gradients if model.copies_weights else 0
-    if parallel.shard_optimizer and ranks > 1:
+    if parallel.strategy == "zero1" and ranks > 1:
         state, padding = _flat_state(rows, sizes.data)
         weights, copies = weights + padding, -(-copies // sizes.data)
     accumulates_whole = sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained])
@@ -247,11 +247,11 @@ def plan_memory(
     communication = _communication(rows, parallel, sizes, gradients, gathered=gathered)
 
     held, host = whole if accumulates_whole else gradients, 0
-    if offload_parameters and sizes.data > 1:
+    if offload == "all" and sizes.data > 1:
         host = weights + gradients + state
         weights, held, state, copies = 0, whole if accumulates_whole else 0, 0, 0
-    elif offload_optimizer or offload_parameters:
-        updated = -(-gradients // sizes.data) if parallel.shard_optimizer else gradients
+    elif offload is not None:
+        updated = -(-gradients // sizes.data) if parallel.strategy == "zero1" else gradients
         host, state, copies = 2 * updated + state, 0, 0
 
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload_activations)

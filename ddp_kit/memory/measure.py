@@ -45,7 +45,7 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
         "checkpoint": CheckpointConfig(),
         "compile": None,
         "mfu": False,
-        "memory": config.memory.model_copy(update={"offload_optimizer": False, "offload_parameters": False}),
+        "memory": config.memory.model_copy(update={"offload": None}),
         "data": config.data.model_copy(update={"num_workers": 0, "seed_samples": False, "compare_items": 0}),
     }
     if config.micro_batch_size == "auto":

@@ -379,7 +379,7 @@ class FsdpStrategy(Strategy):
     def offload_parameters(self) -> None:
         if self._parallelize is not None:
             raise ConfigError(
-                "memory.offload_parameters has no effect on weights that parallelize=... shards",
+                "memory.offload = 'all' has no effect on weights that parallelize=... shards",
                 "leave it out, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
             )
         self._offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")

@@ -113,8 +113,7 @@ def check_steps_on_cpu(optimizer: Optimizer) -> None:
 
 def _only_on_gpu(optimizer: Optimizer, error: Exception) -> ConfigError:
     return ConfigError(
-        f"memory.offload_optimizer runs the optimizer on the CPU, which {type(optimizer).__name__} does not support: "
-        f"{error}",
+        f"memory.offload runs the optimizer on the CPU, which {type(optimizer).__name__} does not support: {error}",
         "leave out capturable=True and other settings for GPU kernels (fused=True works with Adam, AdamW and SGD), "
-        "or leave out offload_optimizer",
+        "or leave out memory.offload",
     )

@@ -226,11 +226,6 @@ class PipelineStrategy(Strategy):
             raise ConfigError(
                 "parallel.strategy is 'pipeline', but parallel.pipeline is 1", "set pipeline to the number of stages"
             )
-        if config.shard_optimizer:
-            raise ConfigError(
-                "parallel.shard_optimizer = True is not supported with a pipeline",
-                "leave it out, or set parallel.shard, which shards weights, gradients and optimizer state",
-            )
         if sizes.shard > 1 and config.pipeline_schedule == "zbv":
             raise ConfigError(
                 "parallel.pipeline_schedule = 'zbv' splits each backward pass in two, which FSDP does not "

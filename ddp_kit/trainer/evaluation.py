@@ -32,7 +32,7 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
     """Whether `fit` evaluates after this step."""
     if config.eval_every_steps is not None:
         return step.number % config.eval_every_steps == 0
-    return step.ends_epoch and (step.epoch + 1) % (config.eval_every_epochs or 1) == 0
+    return step.ends_epoch and (step.epoch + 1) % config.eval_every_epochs == 0
 
 
 class Evaluator:

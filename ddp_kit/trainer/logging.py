@@ -608,13 +608,11 @@ class LogPoints:
 
 def _waits(config: TrainerConfig) -> bool:
     """Whether the settings may make the host wait for the device in each step."""
-    memory = config.memory
     return (
         config.non_finite_gradients == "skip"
         or config.precision == "fp16"
         or config.parallel.share_gpus
-        or memory.offload_optimizer
-        or memory.offload_parameters
+        or config.memory.offload is not None
     )
 
 

@@ -194,7 +194,7 @@ class Parts:
     """The user's model."""
     strategy: Strategy
     optimizer: Optimizer
-    """The user's optimizer. With `memory.offload_optimizer`, its parameters are copies of the weights on the host."""
+    """The user's optimizer. With `memory.offload`, its parameters are copies of the weights on the host."""
     device_optimizer: Optimizer
     """The optimizer that holds the model's parameters and whose `step` does the update: `optimizer` itself, or an
     `OffloadedOptimizer` around it."""

@@ -250,8 +250,10 @@ def check_step_hooks(parts: Parts) -> None:
     hooks = [getattr(each, "__qualname__", type(each).__name__) for each in step_hooks(parts.optimizer)]
     if hooks:
         where = "copies of the weights in host memory" if offloaded else "parts of the weights"
-        offload = "memory.offload_optimizer" if parts.config.memory.offload_optimizer else "memory.offload_parameters"
-        setting = offload if offloaded else f"parallel.strategy={parts.config.parallel.strategy!r}"
+        config = parts.config
+        setting = f"parallel.strategy={config.parallel.strategy!r}"
+        if offloaded:
+            setting = f"memory.offload={config.memory.offload!r}"
         raise ConfigError(
             f"the optimizer {type(parts.optimizer).__name__} has hooks around its step ({some(hooks)}), but with "
             f"{setting} it updates {where}, so hooks cannot read or change whole gradients and weights of the model",

@@ -213,7 +213,7 @@ class Trainer:
             loss_fn = loss_to_evaluate(self._updates, logged)
         self.optimizer = optimizer_for(model, optimizer, strategy)
         device_optimizer = self.optimizer
-        if settings.memory.offload_optimizer or settings.memory.offload_parameters:
+        if settings.memory.offload is not None:
             device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
         schedulers = self._schedulers(settings, scheduler, scheduler_every, plateau_metric)
         self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
@@ -276,7 +276,7 @@ class Trainer:
             compile_in_place(model, settings.compile)
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
         check_weights_fit(model, strategy)
-        if settings.memory.offload_parameters:
+        if settings.memory.offload == "all":
             strategy.offload_parameters()
         strategy.setup(model)
         return precision, activations
@@ -582,7 +582,7 @@ class Trainer:
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
             name: The start of the log line, such as "test" for the line "test at step 300: loss 0.1".
-            notify_callbacks: Whether to pass the values to callbacks (`BestModel`, `EarlyStopping`, loggers) and use
+            notify_callbacks: Whether to pass the values to callbacks (`EarlyStopping`, loggers) and use
                 them for `checkpoint.best_metric`. None: yes, unless `fit` was given other eval_data, so that a test
                 set does not determine which weights are best.
 

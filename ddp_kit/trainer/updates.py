@@ -227,7 +227,7 @@ def _check_settings(config: TrainerConfig) -> None:
         ),
         "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
         "parallel.static_graph": (config.parallel.static_graph, "leave it out"),
-        "memory.offload_optimizer": (config.memory.offload_optimizer, "leave it out"),
+        "memory.offload": (config.memory.offload is not None, "leave it out"),
     }
     for setting, (asked, hint) in problems.items():
         if asked:
@@ -328,7 +328,7 @@ def check_closure(parts: Parts) -> None:
     for setting, asked in {
         "precision='fp16'": config.precision == "fp16",
         "non_finite_gradients='skip'": config.non_finite_gradients == "skip",
-        "memory.offload_optimizer": config.memory.offload_optimizer,
+        f"memory.offload={config.memory.offload!r}": config.memory.offload is not None,
         "micro_batch_size='auto'": config.micro_batch_size == "auto",
         f"parallel.strategy={config.parallel.strategy!r}": config.parallel.strategy != "ddp",
     }.items():

@@ -20,7 +20,7 @@ SECTIONS = {
         *("TrainerConfig", "DataConfig", "CheckpointConfig", "ParallelConfig", "MemoryConfig", "ProfileConfig"),
     ),
     "Callbacks": (
-        *("Callback", "Gradients", "BestModel", "EarlyStopping", "EMA", "CSVLogger", "JSONLinesLogger", "MLflowLogger"),
+        *("Callback", "Gradients", "EarlyStopping", "EMA", "CSVLogger", "JSONLinesLogger", "MLflowLogger"),
         *("TensorBoardLogger", "TrackioLogger", "WandbLogger", "RowLogger"),
     ),
     "Functions on several GPUs": ("launch",),

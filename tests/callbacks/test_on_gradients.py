@@ -52,7 +52,7 @@ def trainer_for(
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"accumulation_steps": 4}, {"precision": "fp16"}, {"memory": {"offload_optimizer": True}}]
+    "settings", [{}, {"accumulation_steps": 4}, {"precision": "fp16"}, {"memory": {"offload": "optimizer"}}]
 )
 @pytest.mark.parametrize("loss_fn", [weighted, plain])
 def test_on_gradients_gets_the_gradient_of_the_global_batch_before_clipping(

@@ -51,7 +51,7 @@ def trainer(folder: Path, **settings: Any) -> Trainer:
         TrainerConfig(
             global_batch_size=4,
             max_steps=4,
-            checkpoint={"dir": folder, "every_steps": 1, "background": False},
+            checkpoint={"dir": folder, "every_steps": 1, "save": "blocking"},
             **settings,
         ),
     )

@@ -234,12 +234,12 @@ def test_what_is_not_overlapped_may_change_at_once_and_the_rest_once_the_copy_is
     assert same(load(tmp_path / name_of(1)), expected)
 
 
-def test_a_write_during_an_overlapped_copy_is_an_error_that_names_it(tmp_path: Path, same: Same) -> None:
+def test_saver_names_the_tensor_that_a_write_changed_during_an_overlapped_copy(tmp_path: Path, same: Same) -> None:
     changing = state(1.0)
     with Saver(tmp_path, keep_last=1) as saver:
         saver.save(1, changing, replicated=of_the_optimizer, overlap=True)
         changing["model"]["w"].add_(0)
-        with pytest.raises(CheckpointError, match=r"of step 1 was not saved: .* wrote to model: w\n.*overlap=False"):
+        with pytest.raises(CheckpointError, match=r"step 1 was not saved: .* wrote to model: w\n.*save='background'"):
             saver.wait()
         saver.save(2, changing, replicated=of_the_optimizer, overlap=True)
     assert steps(tmp_path) == [2]

@@ -76,7 +76,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"parallel": "zero1"},
     "fsdp": {"parallel": "fsdp"},
-    "offload": {"memory": {"offload_optimizer": True}},
+    "offload": {"memory": {"offload": "optimizer"}},
 }
 
 
@@ -111,7 +111,7 @@ def trained(folder: Path | None, steps: int, optimizer: str, data: Any, settings
     """The weights that this rank holds at the end."""
     torch.manual_seed(0)
     sizes = {} if isinstance(data, DataLoader) else {"global_batch_size": 8}
-    config = TrainerConfig(max_steps=steps, checkpoint={"dir": folder, "background": False}, **sizes, **settings)
+    config = TrainerConfig(max_steps=steps, checkpoint={"dir": folder, "save": "blocking"}, **sizes, **settings)
     trainer = Trainer(
         Rows() if optimizer == "SparseAdam" else Net(),
         lambda parameters: getattr(torch.optim, optimizer)(parameters, lr=0.01, **OPTIMIZERS[optimizer]),

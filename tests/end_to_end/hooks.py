@@ -34,10 +34,10 @@ COMBINED: dict[str, Any] = {
     "tensor x pipeline": {"tensor": 2, "tensor_plan": PLAN, "pipeline": 2},
 }
 """Placements of four ranks."""
-MEMORY: dict[str, dict[str, bool]] = {
+MEMORY: dict[str, dict[str, str]] = {
     "": {},
-    "offload_optimizer": {"offload_optimizer": True},
-    "offload_parameters": {"offload_parameters": True},
+    "memory.offload='optimizer'": {"offload": "optimizer"},
+    "memory.offload='all'": {"offload": "all"},
 }
 
 

@@ -85,7 +85,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         log_every_steps=3,
         micro_batch_size="auto" if case["auto"] else None,
         parallel={"bucket_mb": 0.001, "strategy": case.get("strategy", "ddp")},
-        memory={"offload_optimizer": case.get("offload", False)},
+        memory={"offload": case.get("offload")},
     )
     optimizers = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p)}
     trainer = Trainer(Net(), optimizers[case.get("optimizer", "sgd")], loss_fn, config)

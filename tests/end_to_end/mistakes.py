@@ -148,7 +148,6 @@ SETTINGS: Mistakes = {
     'output_dir="run"': lambda: config(output_dir="run"),
     "devices=2": lambda: config(devices=2),
     "compile=True": lambda: config(compile=True),
-    "eval_every_steps=100, eval_every_epochs=1": lambda: config(eval_every_steps=100, eval_every_epochs=1),
     "max_seconds=3600 without checkpoints": lambda: config(max_seconds=3600),
     'TrainerConfig({"epochs": 3})': lambda: TrainerConfig({"epochs": 3}),  # type: ignore[call-arg]
     "config.epochs = 3, later": set_later,

@@ -1,10 +1,11 @@
 """Run by test_placements.py: trains to a step, from the newest checkpoint in the folder.
 
-moved.py PARALLEL STEPS FOLDER [OFFLOAD]    PARALLEL: as JSON; OFFLOAD: a setting of memory
+moved.py PARALLEL STEPS FOLDER [OFFLOAD]    PARALLEL: as JSON; OFFLOAD: the setting memory.offload
 """
 
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class Model(nn.Module):
         return out
 
 
-def main(parallel: object, steps: int, folder: str, *offload: str) -> None:
+def main(parallel: object, steps: int, folder: str, offload: Any = None) -> None:
     torch.manual_seed(0)
     model = Model().double()
     data = [(torch.randn(4, dtype=torch.float64), torch.tensor(number % 5)) for number in range(31)]
@@ -53,7 +54,7 @@ def main(parallel: object, steps: int, folder: str, *offload: str) -> None:
             global_batch_size=12,
             max_grad_norm=0.5,
             parallel=parallel,
-            memory=dict.fromkeys(offload, True),
+            memory={"offload": offload},
             checkpoint={"dir": folder, "every_steps": 100},
         ),
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, BestModel, Loss, Trainer, TrainerConfig
+from ddp_kit import EMA, Loss, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.weight_files import TensorFiles
 
@@ -120,7 +120,7 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
             checkpoint=checkpoint,
         ),
         metrics={"accuracy": accuracy},
-        callbacks=[EMA(0.5), BestModel()] if case.get("averaged") else [],
+        callbacks=[EMA(0.5)] if case.get("averaged") else [],
     )
 
 

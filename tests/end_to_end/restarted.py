@@ -42,7 +42,7 @@ trainer = Trainer(
         max_steps=12,
         global_batch_size=4,
         log_every_steps=1,
-        checkpoint={"dir": FOLDER, "every_steps": 1, "background": False},
+        checkpoint={"dir": FOLDER, "every_steps": 1, "save": "blocking"},
     ),
     callbacks=[Fails()],
 )

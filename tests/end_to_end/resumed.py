@@ -2,7 +2,7 @@
 
 resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH [PARALLEL [OFFLOAD]]]
 
-PARALLEL: as JSON. OFFLOAD: a setting of memory.
+PARALLEL: as JSON. OFFLOAD: the setting memory.offload.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None, *offload: str) -> None:
+def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None, offload: Any = None) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(width, 4), nn.GELU(), nn.Linear(4, 1))
     pipeline = "pipeline" in (parallel or {})
@@ -71,7 +71,7 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
             warmup_steps=3,
             data={"num_workers": workers},
             checkpoint={"dir": folder, "every_steps": 2},
-            memory=dict.fromkeys(offload, True),
+            memory={"offload": offload},
             parallel=parallel or {"share_gpus": "RESUMED_SHARES_GPUS" in os.environ},
         ),
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),

@@ -695,3 +695,47 @@ def test_a_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script
     assert "Too many open files" in done.stderr
     assert "hint: the limit of open files is reached: run `ulimit -n 65536`" in done.stderr
     assert "space" not in done.stderr
+
+
+EXIT_BLOCKS = f"""{MEETS}
+import atexit, ctypes
+from datetime import timedelta
+from torch.distributed.elastic.multiprocessing.errors import record
+from ddp_kit.uncaught import show_without_traceback
+
+@record
+def fail(message):
+    raise ValueError(message)
+
+show_without_traceback(rank)  # as a Trainer does
+group = dist.new_group(timeout=timedelta(seconds=float(sys.argv[1])))
+if rank == 1:
+    atexit.register(ctypes.PyDLL(None).pause)  # blocks in C with the interpreter lock held, as a clean-up of NCCL may
+    fail("no luck")
+if "catches" in sys.argv:
+    try:
+        fail("caught")
+    except ValueError:
+        pass
+dist.barrier(group=group)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shutdown-timeout", 1], [1000, "catches"]),
+        (["--shutdown-timeout", 1, "--cold"], [1000, "catches"]),
+        (["--shutdown-timeout", 10, "--hang-timeout", 0.8], [1000]),  # ten times as long during the first collectives
+        (["--shutdown-timeout", 1000], [2]),
+    ],
+    ids=["warm", "cold", "hang-timeout", "collective-times-out"],
+)
+def test_rank_whose_exit_blocks_fails_with_its_exception(
+    script: Script, flags: Sequence[object], words: Sequence[object]
+) -> None:
+    """But not a rank that has caught an exception, though @record has written an error file for that."""
+    run = launch(*flags, "--nproc-per-node", 2, script(EXIT_BLOCKS), *words)
+    assert run.returncode == 1
+    assert re.search(r"rank 1 failed first: exit code 1 \(.*\): ValueError: no luck", run.stderr), run.stderr
+    assert "hung" not in run.stderr

@@ -36,7 +36,7 @@ def test_changes_around_the_step_are_those_of_one_process_or_refused_in_words(st
     ]
     if ranks > 1:
         assert {strategy for strategy, _ in placements} == {*(hooks.PARALLEL if ranks == 2 else hooks.COMBINED)}
-        assert {"offload_optimizer", "offload_parameters"} <= {offload for _, offload in placements}
+        assert {*hooks.MEMORY} <= {offload for _, offload in placements}
     changed = {(strategy, offload, name): found for strategy, offload, name, found in rows if name}
     assert {*changed} == {(*placement, name) for placement in placements for name in hooks.names(ranks)}
     problems = {}

@@ -57,9 +57,9 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
 
     train(2, "ddp", 3, "moves")
     train(3, "fsdp", 6, "moves")
-    train(3, "zero1", 8, "moves", "offload_optimizer")
+    train(3, "zero1", 8, "moves", "optimizer")
     train(2, {"tensor": 2, "tensor_plan": PLAN}, 10, "moves")
-    train(4, {"replicate": 2, "shard": 2}, 12, "moves", "offload_parameters")
+    train(4, {"replicate": 2, "shard": 2}, 12, "moves", "all")
     moved, stayed = train(1, "ddp", 14, "moves"), train(1, "ddp", 14, "stays")
     assert moved["weights"] == pytest.approx(stayed["weights"], abs=1e-12)
     assert moved["state"] == pytest.approx(stayed["state"], abs=1e-12)
@@ -146,6 +146,20 @@ def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None
     assert len(losses[1]) == 6
     assert losses[4] == pytest.approx(losses[1], abs=1e-12)
     assert "0.weight, 0.bias, 2.weight, 2.bias are not on the mesh dimensions ['shard']" in run.stdout
+
+
+@pytest.mark.slow
+def test_fsdp_with_a_mixed_precision_policy_gathers_half_the_bytes(ddpkit: Ddpkit) -> None:
+    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("gathered_in_bf16.py"))
+    assert run.returncode == 0, run.stderr
+    found = {name: rest.split() for name, rest in re.findall(r"^(autocast|policy) (.*)", run.stdout, re.MULTILINE)}
+    gathered = {name: int(bytes_) for name, (bytes_, *_) in found.items()}
+    assert gathered["autocast"] == 2 * gathered["policy"] > 0
+    assert found["autocast"][1:3] == ["torch.float32", "torch.float32"], "the weights, and those that a norm uses"
+    assert found["policy"][1:3] == ["torch.float32", "torch.bfloat16"]
+    losses = {name: list(map(float, rest)) for name, (_, _, _, *rest) in found.items()}
+    assert losses["policy"] == pytest.approx(losses["autocast"], rel=0.01)
+    assert losses["policy"] != losses["autocast"]
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ def ended_with(output: str) -> list[str]:
     [
         (3, "zero1", ()),
         (3, "fsdp", ()),
-        (2, "fsdp", ("offload_parameters",)),
-        (3, "zero1", ("offload_optimizer",)),
+        (2, "fsdp", ("all",)),
+        (3, "zero1", ("optimizer",)),
         (4, {"replicate": 2, "shard": 2}, ()),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}, ()),
         (4, {"pipeline": 2, "pipeline_stages": ["3"], "shard": 2}, ()),

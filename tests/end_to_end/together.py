@@ -21,11 +21,10 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_kit import BestModel, Callback, CheckpointError, DataError, LossError, Trainer, TrainerConfig
+from ddp_kit import Callback, CheckpointError, DataError, LossError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -241,10 +240,10 @@ class InSave(Callback):
 
 
 def all_ranks_return_when_the_checkpoint_is_complete(folder: Path) -> None:
-    for background in (True, False):
-        place = folder / f"complete-{background}"
+    for save in ("background", "blocking"):
+        place = folder / f"complete-{save}"
         slow = InSave(lambda: time.sleep(0.5))
-        trainer = trainer_for(place, max_steps=2, callbacks=[slow], checkpoint={"background": background})
+        trainer = trainer_for(place, max_steps=2, callbacks=[slow], checkpoint={"save": save})
         trainer.fit(Rows(0))
         assert [found.step for found in checkpoints(place) if found.whole] == [2]
         torch.distributed.barrier()
@@ -262,26 +261,13 @@ def all_ranks_raise_the_error_of_a_failed_save(folder: Path) -> None:
         for process in (os.getpid(), *(child.pid for child in psutil.Process().children())):
             resource.prlimit(process, resource.RLIMIT_FSIZE, (1, before[1]))
 
-    for background in (True, False):
-        place = folder / f"failed-{background}"
-        trainer = trainer_for(
-            place, max_steps=2, callbacks=[InSave(limit_files)], checkpoint={"background": background}
-        )
+    for save in ("background", "blocking"):
+        place = folder / f"failed-{save}"
+        trainer = trainer_for(place, max_steps=2, callbacks=[InSave(limit_files)], checkpoint={"save": save})
         for call in (partial(trainer.fit, Rows(0)), trainer.save):
             refused(call, CheckpointError, "cannot be written")
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert checkpoints(place) == ()
-
-
-def all_ranks_find_the_file_of_the_best_model(folder: Path) -> None:
-    path = folder / "best" / "model.safetensors"
-    trainer = trainer_for(max_steps=2, callbacks=[BestModel("loss", path=path)])
-    if RANK == 0:
-        trainer.model.register_state_dict_pre_hook(lambda *_: time.sleep(0.3))  # writing takes long
-    trainer.evaluate(Rows(0))
-    assert path.exists()
-    trainer.fit(Rows(0), Rows(0))
-    assert torch.equal(load_file(path)["weight"], trainer.model.weight)
 
 
 SCENARIOS = (
@@ -298,7 +284,6 @@ SCENARIOS = (
     finished_trainers_hold_nothing,
     all_ranks_return_when_the_checkpoint_is_complete,
     all_ranks_raise_the_error_of_a_failed_save,
-    all_ranks_find_the_file_of_the_best_model,
 )
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import ddp_kit
 PUBLIC = {
     "__version__",
     "BatchPlan",
-    "BestModel",
     "Callback",
     "CheckpointConfig",
     "CheckpointError",

@@ -36,7 +36,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         world: World = SimpleNamespace(device=None, world_size=RANKS, local_world_size=RANKS)  # type: ignore[assignment]
         if on_device:
-            settings["memory"] = {"offload_optimizer": False}
+            settings["memory"] = {"offload": None}
         config = TrainerConfig(parallel={"strategy": "auto", "bucket_mb": 7}, **settings)
         return first_that_fits(config, model(plan), world)
 

@@ -17,10 +17,10 @@ NAMES = (
     'parallel="zero1"',
     'parallel="fsdp"',
     'parallel="fsdp", memory={"activation_checkpointing": "blocks"}',
-    'parallel="fsdp", memory={"activation_checkpointing": "blocks", "offload_optimizer": True}',
+    'parallel="fsdp", memory={"activation_checkpointing": "blocks", "offload": "optimizer"}',
     'parallel={"shard": 2, "tensor": 8}, memory={"activation_checkpointing": "blocks"}',
 )
-OFFLOADED = 'parallel="fsdp", memory={"offload_optimizer": True}'
+OFFLOADED = 'parallel="fsdp", memory={"offload": "optimizer"}'
 
 
 def model(gib: float, blocks: int = 64, split: int | None = 0) -> ModelMemory:

@@ -113,20 +113,20 @@ def test_gradients_stay_whole_where_fsdp_accumulates_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings", "moved", "device", "host"),
+    ("ranks", "settings", "offload", "device", "host"),
     [
         # on the device: weights, gradients, state, copies; on the host: weights, gradients and state that are updated
-        (1, {}, "offload_optimizer", (VALUES * 4 + 6 + 16, VALUES * 4, 0, 0), VALUES * 16 + 12),
-        (5, {"strategy": "zero1"}, "offload_optimizer", (145 * 4 + 22, VALUES * 4, 0, 0), 29 * 16 + 12),
-        (4, {"strategy": "fsdp"}, "offload_optimizer", (42 * 4 + 18, 42 * 4, 0, 0), 42 * 16 + 12),
-        (4, {"strategy": "fsdp"}, "offload_parameters", (16, 0, 0, 0), 42 * 16 + 12 + 2),
-        (1, {"strategy": "fsdp"}, "offload_parameters", (VALUES * 4 + 22, VALUES * 4, 0, 0), VALUES * 16 + 12),
+        (1, {}, "optimizer", (VALUES * 4 + 6 + 16, VALUES * 4, 0, 0), VALUES * 16 + 12),
+        (5, {"strategy": "zero1"}, "optimizer", (145 * 4 + 22, VALUES * 4, 0, 0), 29 * 16 + 12),
+        (4, {"strategy": "fsdp"}, "optimizer", (42 * 4 + 18, 42 * 4, 0, 0), 42 * 16 + 12),
+        (4, {"strategy": "fsdp"}, "all", (16, 0, 0, 0), 42 * 16 + 12 + 2),
+        (1, {"strategy": "fsdp"}, "all", (VALUES * 4 + 22, VALUES * 4, 0, 0), VALUES * 16 + 12),
     ],
 )
-def test_what_is_offloaded_counts_on_the_host(
-    ranks: int, settings: dict[str, Any], moved: str, device: tuple[int, ...], host: int
+def test_plan_counts_offloaded_bytes_on_the_host(
+    ranks: int, settings: dict[str, Any], offload: Any, device: tuple[int, ...], host: int
 ) -> None:
-    found = plan_memory(MODEL, ParallelConfig(**settings), ranks, **{moved: True})
+    found = plan_memory(MODEL, ParallelConfig(**settings), ranks, offload=offload)
     assert (found.weights, found.gradients, found.optimizer_state, found.optimizer_temporaries) == device
     assert found.host == host
     assert "in host memory" in str(found)

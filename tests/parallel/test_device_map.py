@@ -127,9 +127,9 @@ def test_a_map_may_override_that_of_a_file(tmp_path: Path) -> None:
     assert config.parallel.device_map == {"blocks.0-11": 0, "head": 1, "blocks.12-23": 1}
 
 
-def test_the_configuration_takes_a_map_by_itself_and_no_other_strategy_with_it() -> None:
+def test_device_map_implies_its_strategy_and_excludes_others() -> None:
     assert ParallelConfig(device_map="auto") == ParallelConfig(strategy="device_map")
-    for others in ({"strategy": "ddp"}, {"tensor": 2}, {"shard_optimizer": True}):
+    for others in ({"strategy": "ddp"}, {"tensor": 2}, {"strategy": "zero1"}):
         with pytest.raises(ConfigError, match="device_map"):
             ParallelConfig(device_map="auto", **others)
     several = World(0, 2, 0, 2, 0, torch.device("cpu"))

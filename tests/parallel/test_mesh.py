@@ -67,5 +67,4 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 def test_a_name_stands_for_its_sizes_and_sizes_for_their_name() -> None:
     assert ParallelConfig(strategy="fsdp") == ParallelConfig(shard=-1, replicate=1)
-    assert ParallelConfig(strategy="zero1") == ParallelConfig(shard_optimizer=True)
     assert ParallelConfig(**ParallelConfig(strategy="fsdp").model_dump()) == ParallelConfig(strategy="fsdp")

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from ddp_kit import ConfigError, Trainer, TrainerConfig
 from ddp_kit.parallel.offload import OffloadedOptimizer
 
-OFFLOADED = {"offload_optimizer": True}
+OFFLOADED = {"offload": "optimizer"}
 
 
 class Model(nn.Module):
@@ -217,9 +217,9 @@ def test_a_gpu_has_no_optimizer_state(precision: str) -> None:
 @pytest.mark.parametrize(
     ("memory", "parallel", "words"),
     [
-        ({"offload_parameters": True}, "ddp", "needs sharded weights.*set parallel='fsdp'"),
+        ({"offload": "all"}, "ddp", "needs sharded weights.*set parallel='fsdp'"),
         (OFFLOADED, {"pipeline": 2}, "is not supported with parallel.pipeline = 2"),
-        ({"offload_parameters": True}, {"pipeline": 2, "shard": 2}, "is not supported with parallel.pipeline = 2"),
+        ({"offload": "all"}, {"pipeline": 2, "shard": 2}, "is not supported with parallel.pipeline = 2"),
     ],
 )
 def test_placements_that_do_not_go_with_it_are_refused(memory: Any, parallel: Any, words: str) -> None:

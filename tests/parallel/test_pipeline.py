@@ -144,11 +144,6 @@ def test_stages_can_be_named() -> None:
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
         (
             Model(),
-            {"shard_optimizer": True},
-            "shard_optimizer = True is not supported with a pipeline\n.*or set parallel.shard",
-        ),
-        (
-            Model(),
             {"shard": 2, "pipeline_schedule": "zbv"},
             "which FSDP does not support.*\n.*'1f1b', 'interleaved' or 'gpipe'",
         ),

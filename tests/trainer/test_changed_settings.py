@@ -43,7 +43,7 @@ def trainer_for(
 ) -> Trainer:
     torch.manual_seed(0)
     config = TrainerConfig(
-        **{"global_batch_size": 8, "max_steps": steps, "checkpoint": {"dir": folder, "background": False}, **settings}
+        **{"global_batch_size": 8, "max_steps": steps, "checkpoint": {"dir": folder, "save": "blocking"}, **settings}
     )
     return Trainer(
         nn.Linear(3, 1),
@@ -183,7 +183,7 @@ def test_each_update_continues_with_its_own_schedule(tmp_path: Path) -> None:
             Update("one", lambda model, batch: loss_fn(model["one"], batch), sgd["one"], cosine(length)),
             Update("other", lambda model, batch: loss_fn(model["other"], batch), sgd["other"], cosine(9), every=2),
         ]
-        config = TrainerConfig(global_batch_size=8, max_steps=steps, checkpoint={"dir": folder, "background": False})
+        config = TrainerConfig(global_batch_size=8, max_steps=steps, checkpoint={"dir": folder, "save": "blocking"})
         Trainer(model, updates=updates, config=config).fit(DATA)
         return [each.param_groups[0]["lr"] for each in sgd.values()]
 

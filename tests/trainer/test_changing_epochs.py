@@ -74,7 +74,7 @@ class Run:
         self.config = TrainerConfig(
             **({"epochs": 3, "accumulation_steps": 2} | settings),
             log_every_steps=1,
-            checkpoint={"dir": folder, "background": False},
+            checkpoint={"dir": folder, "save": "blocking"},
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         self.trainer = Trainer(model, optimizer, self._loss, self.config, scheduler=scheduler)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, BestModel, Callback, CheckpointError, CSVLogger, Trainer, TrainerConfig, load_model
+from ddp_kit import EMA, Callback, CheckpointError, CSVLogger, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.reader import load
 
@@ -33,7 +33,7 @@ def trainer_for(
     model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     config = TrainerConfig(
         **{"global_batch_size": 8, "max_steps": STEPS, **settings},
-        checkpoint={"dir": folder, "keep_last": 99, "background": False, **(checkpoint or {})},
+        checkpoint={"dir": folder, "keep_last": 99, "save": "blocking", **(checkpoint or {})},
     )
     return Trainer(
         model,
@@ -122,19 +122,6 @@ def test_a_callback_that_raises_does_not_keep_later_saves_from_being_made(tmp_pa
         trainer.fit(data())
     trainer.save()
     assert [found.step for found in checkpoints(tmp_path)] == [2]
-
-
-def test_best_weights_that_cannot_be_written_are_not_left_in_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = trainer_for(tmp_path / "run", BestModel(path=tmp_path / "best.safetensors"))
-    trainer.fit(data(), data())
-    resumed = trainer_for(tmp_path / "run", BestModel(path=tmp_path / "best.safetensors"), max_steps=STEPS + 1)
-    before = weights(resumed)
-    monkeypatch.setattr("ddp_kit.callbacks.best_model._write", fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        resumed.fit(data())
-    assert all(map(torch.equal, weights(resumed), before))
 
 
 def test_what_cannot_be_stored_is_found_after_the_first_step(tmp_path: Path) -> None:
@@ -304,16 +291,14 @@ def test_a_module_that_refuses_a_buffer_itself_is_an_error(tmp_path: Path) -> No
     assert load_model(tmp_path, model(), strict=False).mismatched == {"0.queue": ((8, 3), (0, 3))}
 
 
-def test_folders_are_those_of_when_the_trainer_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_folders_are_resolved_when_trainer_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    best, log = BestModel(path="best.safetensors"), CSVLogger("log.csv")
-    trainer = trainer_for("run", best, log, checkpoint={"every_steps": 2})
+    trainer = trainer_for("run", CSVLogger("log.csv"), checkpoint={"every_steps": 2})
     monkeypatch.chdir(tmp_path / "elsewhere")
     trainer.fit(data(), data())
     assert [found.step for found in checkpoints(tmp_path / "run")] == [6, 4, 2]
     assert [*Path().iterdir()] == []
-    assert (tmp_path / "best.safetensors").exists()
     assert (tmp_path / "log.csv").exists()
 
 
@@ -331,18 +316,17 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.05)
 
 
-def test_with_overlap_each_checkpoint_is_what_it_is_without(tmp_path: Path) -> None:
-    for overlap in (False, True):
-        asked = {"every_steps": 1, "overlap": overlap, "background": True}
-        trainer_for(tmp_path / str(overlap), optimizer=adam, checkpoint=asked).fit(data())
-    found = [checkpoints(tmp_path / str(overlap), hashes=True) for overlap in (False, True)]
-    assert [one.step for one in found[0]] == [one.step for one in found[1]] == [*range(STEPS, 0, -1)]
-    for one, other in zip(*found, strict=True):
+def test_overlapped_save_writes_the_same_checkpoints_as_a_background_save(tmp_path: Path) -> None:
+    for save in ("background", "overlapped"):
+        trainer_for(tmp_path / save, optimizer=adam, checkpoint={"every_steps": 1, "save": save}).fit(data())
+    background, overlapped = (checkpoints(tmp_path / save, hashes=True) for save in ("background", "overlapped"))
+    assert [one.step for one in background] == [one.step for one in overlapped] == [*range(STEPS, 0, -1)]
+    for one, other in zip(background, overlapped, strict=True):
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert (one.path / name).read_bytes() == (other.path / name).read_bytes()
 
 
-def test_with_overlap_a_write_to_the_weights_during_a_forward_pass_is_an_error(tmp_path: Path) -> None:
+def test_overlapped_save_raises_if_a_forward_pass_writes_to_the_weights(tmp_path: Path) -> None:
     class Scales(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
@@ -350,7 +334,7 @@ def test_with_overlap_a_write_to_the_weights_during_a_forward_pass_is_an_error(t
             return super().forward(x)
 
     torch.manual_seed(1)
-    asked = {"dir": tmp_path, "every_steps": 2, "overlap": True}
+    asked = {"dir": tmp_path, "every_steps": 2, "save": "overlapped"}
     trainer = Trainer(
         nn.Sequential(Scales(3, 1)),
         adam,

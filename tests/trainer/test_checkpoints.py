@@ -84,7 +84,7 @@ def test_what_comes_of_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) ->
         max_steps=9,
         log_every_steps=9,
         global_batch_size=8,
-        checkpoint={"dir": tmp_path, "every_steps": 2, "keep_last": 9, "background": False},
+        checkpoint={"dir": tmp_path, "every_steps": 2, "keep_last": 9, "save": "blocking"},
     )
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), spoil, config)
     with pytest.raises(LossError, match="from step 5 on, first on rank 0"):

@@ -27,7 +27,7 @@ def resumed(folder: Path, **checkpoint: Any) -> tuple[Trainer, FitResult]:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(40, 4, generator=generator), torch.randn(40, 1, generator=generator))
-    settings = {"dir": folder, "every_steps": 7, "best_metric": "loss", "background": False, "keep_last": 9}
+    settings = {"dir": folder, "every_steps": 7, "best_metric": "loss", "save": "blocking", "keep_last": 9}
     trainer = Trainer(
         model,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),

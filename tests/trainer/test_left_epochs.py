@@ -38,7 +38,7 @@ class Stream(IterableDataset[Tensor]):
 
 def trainer_for(folder: Path, **settings: Any) -> Trainer:
     model = nn.Linear(1, 1)
-    config = TrainerConfig(**({"global_batch_size": 10} | settings), checkpoint={"dir": folder, "background": False})
+    config = TrainerConfig(**({"global_batch_size": 10} | settings), checkpoint={"dir": folder, "save": "blocking"})
     return Trainer(
         model, lambda parameters: torch.optim.SGD(parameters, lr=1e-6), lambda model, batch: model(batch).mean(), config
     )

@@ -47,7 +47,7 @@ def trained(
         max_steps=steps,
         log_every_steps=1,
         eval_every_steps=1,
-        checkpoint={"dir": folder, "background": False},
+        checkpoint={"dir": folder, "save": "blocking"},
     )
     callbacks = [rates] if callback is None else [rates, callback(optimizer)]
     Trainer(model, optimizer, loss_fn, config, scheduler=scheduler, callbacks=callbacks).fit(DATA, DATA)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from ddp_kit import EMA, BestModel, Callback, CSVLogger, EarlyStopping, LogRow, LossError, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, CSVLogger, EarlyStopping, LogRow, LossError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.trainer.trainer import DeferredGarbageCollection
 
@@ -27,9 +27,9 @@ def data(samples: int = 40) -> Tensor:
     return torch.arange(float(samples)).reshape(-1, 1)
 
 
-def trainer_for(folder: Path | None, *callbacks: Callback, background: bool = False, **settings: Any) -> Trainer:
+def trainer_for(folder: Path | None, *callbacks: Callback, save: str = "blocking", **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    checkpoint = {"dir": folder, "background": background} | settings.pop("checkpoint", {})
+    checkpoint = {"dir": folder, "save": save} | settings.pop("checkpoint", {})
     config = TrainerConfig(**({"global_batch_size": 4} | settings), checkpoint=checkpoint)
     return Trainer(
         nn.Linear(1, 1),
@@ -176,9 +176,9 @@ ENDINGS: dict[str, dict[str, Any]] = {
     "warm-up": {"warmup_steps": 2},
     "zero1": {"parallel": {"strategy": "zero1"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}},
-    "offload": {"memory": {"offload_optimizer": True}},
+    "offload": {"memory": {"offload": "optimizer"}},
     "checkpoints": {"checkpoint": {"every_steps": 2, "best_metric": "loss"}},
-    "overlapped checkpoints": {"checkpoint": {"every_steps": 2, "overlap": True}, "background": True},
+    "overlapped checkpoints": {"checkpoint": {"every_steps": 2}, "save": "overlapped"},
     "callbacks": {},
 }
 
@@ -189,7 +189,7 @@ def test_a_trainer_that_is_no_longer_used_is_freed_without_a_garbage_collection(
 ) -> None:
     callbacks: list[Callback] = []
     if "callbacks" in request.node.callspec.id:
-        callbacks = [EMA(0.9), EarlyStopping("loss"), BestModel("loss"), CSVLogger(tmp_path / "rows.csv")]
+        callbacks = [EMA(0.9), EarlyStopping("loss"), CSVLogger(tmp_path / "rows.csv")]
     trainer = trainer_for(
         tmp_path if "checkpoint" in settings else None, *callbacks, max_steps=4, log_every_steps=1, **settings
     )
@@ -247,12 +247,12 @@ def test_a_trainer_that_has_finished_holds_no_process_thread_or_descriptor(tmp_p
     def held() -> tuple[int, int, int]:
         return len(process.children()), threading.active_count(), process.num_fds()
 
-    trainers = [trainer_for(tmp_path / "0", background=True, max_steps=2, checkpoint={"every_steps": 1})]
+    trainers = [trainer_for(tmp_path / "0", save="background", max_steps=2, checkpoint={"every_steps": 1})]
     trainers[0].fit(data())
     before = held()
     for number in range(1, 4):
         trainers.append(
-            trainer_for(tmp_path / str(number), background=True, max_steps=2, checkpoint={"every_steps": 1})
+            trainer_for(tmp_path / str(number), save="background", max_steps=2, checkpoint={"every_steps": 1})
         )
         trainers[-1].fit(data())
         trainers[-1].save()  # once more: it starts a process again
@@ -264,24 +264,24 @@ def test_a_trainer_that_has_finished_holds_no_process_thread_or_descriptor(tmp_p
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 
-def test_other_data_than_that_of_fit_does_not_decide_what_is_best(tmp_path: Path) -> None:
-    best, test = BestModel(), TensorDataset(torch.zeros(4, 1))
+def test_evaluate_with_other_data_than_fit_does_not_notify_callbacks(tmp_path: Path) -> None:
+    stopping, test = EarlyStopping(), TensorDataset(torch.zeros(4, 1))
     trainer = Trainer(
         nn.Linear(1, 1, bias=False),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
         lambda model, batch: model(batch[0]).square().mean(),
         TrainerConfig(global_batch_size=4),
-        callbacks=[best, CSVLogger(tmp_path / "log.csv")],
+        callbacks=[stopping, CSVLogger(tmp_path / "log.csv")],
     )
     validation = TensorDataset(data())
     trainer.fit(validation, validation)
-    value, lines = best.value, (tmp_path / "log.csv").read_text()
+    value, lines = stopping.best, (tmp_path / "log.csv").read_text()
     assert trainer.evaluate(test)["loss"] < value
-    assert (best.value, (tmp_path / "log.csv").read_text()) == (value, lines)
+    assert (stopping.best, (tmp_path / "log.csv").read_text()) == (value, lines)
     trainer.evaluate(DataLoader(validation, batch_size=4))
     assert (tmp_path / "log.csv").read_text() != lines
     trainer.evaluate(test, notify_callbacks=True)
-    assert best.value < value
+    assert stopping.best < value
 
 
 def test_a_finished_run_that_is_started_again_adds_no_row(tmp_path: Path) -> None:

@@ -168,14 +168,14 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
         ("zero1", 'parallel="fsdp" needs 28.00 MiB of 55.00 MiB on each rank'),
         (
             "fsdp",
-            'parallel="fsdp", memory={"activation_checkpointing": "blocks", "offload_optimizer": True} needs 24.00 MiB',
+            'parallel="fsdp", memory={"activation_checkpointing": "blocks", "offload": "optimizer"} needs 24.00 MiB',
         ),
         ("fsdp offloaded", ""),
     ):
         config = TrainerConfig(parallel=strategy.split()[0])  # type: ignore[arg-type]
         if strategy == "fsdp offloaded":
             config = config.model_copy(
-                update={"memory": MemoryConfig(activation_checkpointing="blocks", offload_optimizer=True)}
+                update={"memory": MemoryConfig(activation_checkpointing="blocks", offload="optimizer")}
             )
         parts = replace(trainer._parts, world=world, config=config)  # type: ignore[arg-type]
         error = with_hint(torch.OutOfMemoryError("CUDA out of memory, in so many words"), parts)

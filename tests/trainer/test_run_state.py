@@ -69,7 +69,7 @@ def trained(folder: Path, place: str, calls: tuple[str, ...]) -> tuple[Trainer, 
         max_steps=6,
         log_every_steps=1,
         eval_every_steps=AT,
-        checkpoint={"dir": folder, "keep_last": 99, "background": False},
+        checkpoint={"dir": folder, "keep_last": 99, "save": "blocking"},
     )
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -109,7 +109,7 @@ def test_a_loop_that_begins_within_another_overtakes_it(tmp_path: Path) -> None:
                 trainer.fit(data())
 
     model = nn.Linear(3, 1)
-    config = TrainerConfig(global_batch_size=8, max_steps=4, checkpoint={"dir": tmp_path, "background": False})
+    config = TrainerConfig(global_batch_size=8, max_steps=4, checkpoint={"dir": tmp_path, "save": "blocking"})
     trainer = Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.05),

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ddp_kit import (
-    BestModel,
     Callback,
     ConfigError,
     DdpKitError,
@@ -80,11 +79,10 @@ def test_it_reads_one_batch_and_leaves_the_run_as_it_is() -> None:
     ("settings", "words"),
     [
         ({"callbacks": [EarlyStopping("eror")]}, "EarlyStopping monitors 'eror'"),
-        ({"callbacks": [BestModel("eror")]}, "BestModel monitors 'eror'"),
         ({"checkpoint": {"best_metric": "eror"}}, "checkpoint.best_metric monitors 'eror'"),
     ],
 )
-def test_a_metric_that_there_is_not_is_named_before_the_first_step(settings: Any, words: str) -> None:
+def test_sanity_check_of_an_unknown_metric_names_it_before_the_first_step(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         trained(lambda output, batch: output.mean(), **settings)
     assert words in str(caught.value)

@@ -172,7 +172,7 @@ def test_plateau_in_the_other_direction_than_the_best_checkpoint_is_refused(
 def test_plateau_resumed_with_another_metric_or_setting_says_so(tmp_path: Path, said: list[str]) -> None:
     def resumed(steps: int, metric: str, **options: Any) -> Any:
         config = TrainerConfig(
-            max_steps=steps, global_batch_size=8, eval_every_steps=1, checkpoint={"dir": tmp_path, "background": False}
+            max_steps=steps, global_batch_size=8, eval_every_steps=1, checkpoint={"dir": tmp_path, "save": "blocking"}
         )
         follows: list[ReduceLROnPlateau] = []
         trainer = trainer_for(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import BestModel, Callback, CheckpointError, Trainer, TrainerConfig, load_model
+from ddp_kit import EMA, Callback, CheckpointError, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.load_model import fingerprint
 from ddp_kit.launcher.commands.export import run as export
@@ -50,7 +50,7 @@ def trainer_for(
             max_steps=steps,
             global_batch_size=8,
             eval_every_steps=1,
-            checkpoint={"dir": folder, "every_steps": 2, "trainable_only": only, "background": False},  # type: ignore[arg-type]
+            checkpoint={"dir": folder, "every_steps": 2, "trainable_only": only, "save": "blocking"},  # type: ignore[arg-type]
         ),
         callbacks=[*callbacks],
     )
@@ -63,12 +63,12 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) -> None:
     whole = trainer_for(tmp_path / "whole", steps=6)
     whole.fit(DATA)
-    trainer_for(tmp_path / "torn", BestModel(), steps=2).fit(DATA, DATA)
+    trainer_for(tmp_path / "torn", EMA(0.5), steps=2).fit(DATA, DATA)
     path = tmp_path / "torn" / name_of(2)
     assert safetensors.torch.load_file(path / "model.safetensors").keys() == TRAINED | BUFFERS
     base = (WIDTH + 1) * WIDTH * 4
     assert sum(file.stat().st_size for file in path.iterdir()) < base, "callbacks included"
-    resumed = trainer_for(tmp_path / "torn", BestModel(), steps=6)
+    resumed = trainer_for(tmp_path / "torn", EMA(0.5), steps=6)
     assert resumed.step == 2
     resumed.fit(DATA)
     assert same(resumed.model.state_dict(), whole.model.state_dict())
@@ -127,22 +127,6 @@ def test_a_checkpoint_with_all_weights_replaces_the_frozen_ones_of_a_run(tmp_pat
     model = Adapted(base=3)
     assert load_model(tmp_path / "small", model).matches
     assert same(model.state_dict(), full.model.state_dict())
-
-
-def test_the_best_weights_come_back_with_the_frozen_ones(tmp_path: Path) -> None:
-    seen: dict[int, dict[str, Tensor]] = {}
-
-    class States(Callback):
-        def on_step(self, trainer: Any) -> None:
-            seen[trainer.step] = {name: each.clone() for name, each in trainer.model.state_dict().items()}
-
-    best = BestModel(mode="max")
-    trainer = trainer_for(tmp_path, States(), best)
-    trainer.fit(DATA, DATA)
-    assert best.step in (1, 2, 3)
-    best.restore()
-    assert same(trainer.model.state_dict(), seen[best.step])
-    assert best.state_dict()["weights"].keys() == TRAINED | BUFFERS
 
 
 def test_load_model_and_export_know_what_was_left_out(tmp_path: Path) -> None:

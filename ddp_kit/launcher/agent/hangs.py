@@ -270,6 +270,8 @@ class HangMonitor:
             return None
         heartbeats, read_at = self._read_heartbeats(pids), time.monotonic_ns()
         no_progress = self._rule.check(heartbeats, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
+        if any(heartbeat.phase is Phase.EXITING for heartbeat in heartbeats.values()):
+            return None  # the launcher ends a worker whose exit takes too long
         self._left_to_other_nodes = self._left_to_other_nodes and no_progress is not None
         if no_progress is None or (self._left_to_other_nodes and not no_progress.past_other_nodes_limit):
             return None
@@ -301,7 +303,7 @@ class HangMonitor:
         self.others = self._locations(seen, heartbeats)
         self._write_stacks(stacks)
         late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
-        if len(late) != 1 or _is_ending(pids[late[0]]):
+        if len(late) != 1 or heartbeats[late[0]].phase is Phase.EXITING or _is_ending(pids[late[0]]):
             return None
         message = "this rank did not reach the collective that timed out on other ranks"
         self._record(

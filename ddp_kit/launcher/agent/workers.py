@@ -42,6 +42,10 @@ _UNKILLABLE_SECONDS = 5.0
 # Python does not run signal handlers during an NCCL collective.
 _TRAINING_SECONDS = 0.2
 _SAVING_SECONDS = 1.0  # the same while one of these ranks is saving
+# A worker that has printed an uncaught exception gets at least this long to exit, or --shutdown-timeout if that is
+# longer. NCCL's clean-up may wait for other ranks, which wait for this rank: only the launcher can end that.
+_EXIT_SECONDS = 5.0
+_EXIT_CHECK_SECONDS = 1.0  # between two checks for such workers
 _LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes after all workers have ended
 
 
@@ -87,6 +91,7 @@ class Workers:
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
         self._asleep_since: dict[int, float] = {}  # ranks in the kernel's uninterruptible sleep
+        self._raised_at: dict[int, float] = {}  # local rank -> time of its exception, if killed during its exit
         self._after: dict[int, float] = {}  # local rank -> seconds from the start of the round to the worker's end
         self._terminated: set[int] = set()
         self._final_output: dict[int, FinalOutput] | None = None  # set after all workers have ended
@@ -233,7 +238,8 @@ class Workers:
         server = self._warm.next_check() if self._warm is not None and not self._warm.gone else None
         allowed = self._plan.uninterruptible_state_timeout
         asleep = min(_SLEEP_CHECK_SECONDS, allowed / 4) if allowed else None
-        waits = (self._timeout_of_others(), self.hang_monitor.next_check(), asleep, server)
+        exiting = _EXIT_CHECK_SECONDS if self._running else None
+        waits = (self._timeout_of_others(), self.hang_monitor.next_check(), asleep, server, exiting)
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _timeout_of_others(self) -> float | None:
@@ -247,18 +253,31 @@ class Workers:
         self._note_ends()
         self._kill_if_hung(self.hang_monitor.check(self._pids_running()))
         self._kill_if_hung(self._asleep_too_long())
+        exiting = self._exiting()
+        allowed = max(_EXIT_SECONDS, self._plan.shutdown_timeout)
+        late = any(time.monotonic() - raised_at >= allowed for raised_at in exiting.values())
         codes = {rank: self._exit_code(rank) for rank in self._after}
-        failed = bool(self.hang_monitor.found) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
+        failed = late or bool(self.hang_monitor.found)
+        failed = failed or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
         if self._running and not failed and self._timeout_of_others() != 0.0:
             return False
         if failed or any(codes.values()):
-            if self._running and not self.hang_monitor.found and any(map(self._timed_out, codes)):
+            timed_out = bool(self._running) and not self.hang_monitor.found and any(map(self._timed_out, codes))
+            if timed_out:
                 self._kill_if_hung(self.hang_monitor.after_timeout(self._pids_running()))
+            if late or timed_out:
+                self._raised_at = exiting
+                self._kill(exiting)
             self._on_failure()
         if failed:
             self.stop_after_failure()
         self.stop()
         return True
+
+    def _exiting(self) -> dict[int, float]:
+        """The running workers that have printed an uncaught exception, and the times at which they did."""
+        heartbeats = {rank: read_heartbeat(self.error_files[rank]) for rank in self._running}
+        return {rank: each.changed_at / 1e9 for rank, each in heartbeats.items() if each.phase is Phase.EXITING}
 
     def _pids_running(self) -> dict[int, int]:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
@@ -296,13 +315,14 @@ class Workers:
             code = self._exit_code(rank)
             if code is not None:
                 ended = getattr(self._processes[rank], "ended_at", None) or time.monotonic()
-                self._after[rank] = ended - self._began
+                self._after[rank] = self._raised_at.get(rank, ended) - self._began
                 self._running.discard(rank)
                 if code:
                     self._output.failed(rank)
 
     def _exit_code(self, local_rank: int) -> int | None:
-        return self._processes[local_rank].poll()
+        code = self._processes[local_rank].poll()
+        return 1 if code is not None and local_rank in self._raised_at else code
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -447,7 +467,7 @@ class Workers:
 
         If the workers are wrappers, such as shells, the signal goes to their whole process groups.
         """
-        self._terminated |= self._running - self.hang_monitor.found.keys()
+        self._terminated |= self._running - self.hang_monitor.found.keys() - self._raised_at.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
             pid = self._processes[rank].pid

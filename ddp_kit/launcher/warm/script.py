@@ -27,6 +27,7 @@ from ddp_kit.env import (
     THREADS,
 )
 from ddp_kit.errors import DdpKitError
+from ddp_kit.heartbeat import note_exiting
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.uncaught import folded_traceback, leave_note
@@ -336,6 +337,7 @@ def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: 
     """Call the script's excepthook with the traceback that `python program` would give it."""
     own = _own_frames(trace)
     hook(kind, error.with_traceback(own), own)
+    note_exiting()
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
