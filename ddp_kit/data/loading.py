@@ -69,14 +69,12 @@ class TensorLoader:
     def __init__(self, data: TensorBatches, batches: Iterable[list[int]], pinned: bool) -> None:
         self._data = data
         self._batches = batches
-        self._fetch: Callable[[list[int]], list[Tensor]] = self._pinned if pinned else data.__getitems__
+        self._pinned = pinned
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         for keys in self._batches:  # not map, which would end if the indices of a Subset raised StopIteration
-            yield self._fetch(keys)
-
-    def _pinned(self, keys: list[int]) -> list[Tensor]:
-        return [tensor.pin_memory() for tensor in self._data.__getitems__(keys)]
+            batch = self._data.__getitems__(keys)
+            yield [tensor.pin_memory() for tensor in batch] if self._pinned else batch
 
 
 class SampleBatches(Dataset[Any]):

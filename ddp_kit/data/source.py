@@ -76,19 +76,14 @@ class DatasetEpoch:
 def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
     """Call `set_epoch` of a dataset and of the datasets inside it, if they have this method."""
     if nesting < _MAX_NESTING:
-        for each in _inside(dataset):
-            set_epoch(each, epoch, nesting + 1)
+        several = getattr(dataset, "datasets", None)  # of a ConcatDataset, StackDataset or ChainDataset
+        if isinstance(several, Mapping):
+            several = several.values()
+        inner = [*several] if isinstance(several, list | tuple | ValuesView) else []
+        for part in [*inner, getattr(dataset, "dataset", None)]:  # the latter of a Subset
+            set_epoch(part, epoch, nesting + 1)
     if callable(method := getattr(dataset, "set_epoch", None)):
         method(epoch)
-
-
-def _inside(dataset: Any) -> list[Any]:
-    """The datasets inside a Subset, ConcatDataset, StackDataset, ChainDataset, or a similar wrapper."""
-    several = getattr(dataset, "datasets", None)
-    if isinstance(several, Mapping):
-        several = several.values()
-    found = [*several] if isinstance(several, list | tuple | ValuesView) else []
-    return [*found, getattr(dataset, "dataset", None)]
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
@@ -110,8 +105,8 @@ def _no_dataset(data: Any) -> tuple[str, str] | None:
         return f"{kind} with the keys {', '.join(names)}", (
             "pass a dataset whose samples have the indices 0, 1, ...: one of the values, or TensorDataset(*values)"
         )
-    arrays = type(data) is tuple and len(data) > 1 and all(hasattr(each, "shape") and each.shape for each in data)
-    if arrays and len({each.shape[0] for each in data}) == 1:
+    arrays = type(data) is tuple and len(data) > 1 and all(hasattr(array, "shape") and array.shape for array in data)
+    if arrays and len({array.shape[0] for array in data}) == 1:
         return f"a tuple of {len(data)} tensors", "pass torch.utils.data.TensorDataset(*tensors)"
     return None
 
