@@ -10,7 +10,6 @@ from launching import seconds, wait_until
 from torch.distributed import HashStore
 
 from ddp_kit.distributed import consensus
-from ddp_kit.distributed import control as control_module
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.control import Control
 
@@ -155,30 +154,3 @@ def test_step_consensus_ends_if_the_store_does_not_answer(open_control: Open) ->
 
     wait_until(has_ended, "the end of the thread")
     assert not ranks.stops()
-
-
-def test_announcements_need_no_requests_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a process sends to the store is one `get`, which returns with the next announcement."""
-    calls = Queue[str]()
-
-    class Counting(HashStore):
-        def get(self, key: str) -> bytes:
-            calls.put(key)
-            return super().get(key)
-
-    monkeypatch.setattr(control_module, "PrefixStore", lambda _, store: store)
-    store = Counting()
-    store.clone = lambda: store  # type: ignore[attr-defined]
-    controls = [Control(store, rank, 2, lambda _: None) for rank in range(2)]
-    ranks = [StepConsensus(rank, 2, lambda rank=rank: controls[rank], "run", lambda: None) for rank in range(2)]  # type: ignore[misc]
-    for rank in ranks:
-        rank.begin()
-    for _ in range(100):
-        assert [rank.due() for rank in ranks] == [None, None]
-    controls[1].announce("name")
-    assert all(control.wait("name", seconds(60)) for control in controls)
-    for rank in ranks:
-        rank.close()
-    for control in controls:
-        control.close()
-    assert calls.qsize() == 4, "two for each rank"
