@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.log import logger
 from ddp_kit.records import FitResult, LogRow
 from ddp_kit.state_values import real_number
+from ddp_kit.uncaught import show_without_traceback
 
 
 class Gradients(MutableMapping[str, Tensor]):
@@ -164,6 +166,12 @@ class Callback:
         """
 
 
+def creation_error(message: str, hint: str) -> ConfigError:
+    """The error of a callback that cannot be created. Scripts create callbacks before the Trainer installs its hook."""
+    show_without_traceback(rank_for_messages())
+    return ConfigError(message, hint)
+
+
 # --- Best value of a metric -------------------------------------------------------------------------------------------
 
 
@@ -190,12 +198,12 @@ class BestValue:
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise ConfigError(
+            raise creation_error(
                 f"{owner} got an invalid argument: mode={mode!r}",
                 "use 'min' if lower is better, 'max' if higher is better",
             )
         if not min_delta >= 0:
-            raise ConfigError(
+            raise creation_error(
                 f"{owner} got an invalid argument: min_delta={min_delta!r}", "use a number that is at least 0"
             )
         self.metric = metric

@@ -6,14 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.callbacks.callback import Callback
+from ddp_kit.callbacks.callback import Callback, creation_error
 from ddp_kit.config.settings import absolute
-from ddp_kit.env import rank_for_messages
-from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow
 from ddp_kit.state_values import whole_number
-from ddp_kit.uncaught import show_without_traceback
 
 
 class RowLogger(Callback):
@@ -219,8 +216,7 @@ def require(package: str, owner: str) -> None:
     spec = find_spec(package)
     # A folder without __init__.py has a spec without an origin. wandb creates a folder `wandb` for its runs.
     if spec is None or spec.origin is None:
-        show_without_traceback(rank_for_messages())  # a script usually makes its loggers before its Trainer
-        raise ConfigError(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
+        raise creation_error(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
 
 
 def drop_torn_row(path: Path) -> None:

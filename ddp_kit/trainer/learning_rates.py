@@ -34,7 +34,7 @@ from ddp_kit.log import logger
 from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.state_values import real_number, same_value, whole_number
 from ddp_kit.torch_internals import inner_schedulers, milestones
-from ddp_kit.trainer.parts import SchedulerInterval
+from ddp_kit.trainer.context import SchedulerInterval
 
 # --- ReduceLROnPlateau ------------------------------------------------------------------------------------------------
 # This scheduler of torch lowers the learning rate when a metric stops improving.

@@ -22,7 +22,7 @@ from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.records import LogRow, Step, StepTimes
 from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.torch_internals import compilations
-from ddp_kit.trainer.parts import LoggedValues, Parts, as_table, over_all_ranks
+from ddp_kit.trainer.context import LoggedValues, TrainerContext, as_table, over_all_ranks
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
 # At most one line of advice per interval; none if nothing stands out.
@@ -443,7 +443,7 @@ class LogPoints:
 
     def __init__(
         self,
-        parts: Parts,
+        context: TrainerContext,
         clock: StepClock,
         advise: Callable[[str], None] = lambda _: None,
         utilisation: Callable[[float], float | None] = lambda _: None,
@@ -453,30 +453,30 @@ class LogPoints:
         `utilisation`: a function that returns the MFU for a given number of samples per second.
         """
         self._utilisation = utilisation
-        self._parts = parts
+        self._context = context
         self._advise = advise
         self._clock = clock
         self._rates: list[Tensor | float] = []
         """The learning rates of the current step."""
         self._late: list[_Point] = []
-        self._reads_late = parts.world.device.type == "cuda"
+        self._reads_late = context.world.device.type == "cuda"
         self._adviser = Adviser(
-            self._parts.config.data.num_workers,
-            compressed=parts.config.parallel.compression is not None,
-            fused=any(group.get("fused") for group in parts.optimizer.param_groups),
-            waits=_waits(parts.config),
+            self._context.config.data.num_workers,
+            compressed=context.config.parallel.compression is not None,
+            fused=any(group.get("fused") for group in context.optimizer.param_groups),
+            waits=_waits(context.config),
         )
         self.begin(first_step=1)
 
     def begin(self, first_step: int) -> None:
         """Start a new interval at this optimizer step."""
-        self.interval = Interval(self._parts.world, first_step, self._parts.logged)
+        self.interval = Interval(self._context.world, first_step, self._context.logged)
 
     def note_rates(self) -> None:
         """Record the learning rates that the current step uses: the scheduler changes them before the log point."""
         self._rates = [
             rate.clone() if isinstance(rate := group.get("lr", nan), Tensor) else rate
-            for group in self._parts.optimizer.param_groups
+            for group in self._context.optimizer.param_groups
         ]
 
     def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
@@ -494,11 +494,11 @@ class LogPoints:
 
     def _checksums(self) -> Tensor | None:
         """This rank's checksums, which are compared with those of other ranks; None if there is only one rank."""
-        parts, world = self._parts, self._parts.world
+        context, world = self._context, self._context.world
         if world.world_size == 1:
             return None
-        held = parts.strategy.local_parameters()
-        return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
+        held = context.strategy.local_parameters()
+        return consistency.row(context.config.verify_ranks, context.optimizer, held, world.device)
 
     def rest(self) -> list[LogRow]:
         """Return the rows that have not been read yet. Called if a run ends right after a log point."""
@@ -512,15 +512,15 @@ class LogPoints:
         line = self._adviser.watch(Watched(point.step, reading.steps, values.times, point.graphs, point.idle))
         if line is not None:
             logger.info("advice: {}", line)
-            self._parts.heartbeat.advise(line)
+            self._context.heartbeat.advise(line)
             self._advise(line)
         slowest, factor = slowest_rank(values.times)
-        own = values.times[self._parts.world.rank]
+        own = values.times[self._context.world.rank]
         samples_per_second = reading.samples / reading.seconds
         mfu = self._utilisation(samples_per_second)
         loss = values.loss / values.weight if values.weight else float("nan")
         if own.total:
-            self._parts.heartbeat.log_point(loss, own.data / own.total, own.communication / own.total, mfu or 0.0)
+            self._context.heartbeat.log_point(loss, own.data / own.total, own.communication / own.total, mfu or 0.0)
         return LogRow(
             step=point.step,
             epoch=point.epoch,
@@ -541,18 +541,18 @@ class LogPoints:
 
     def check_before_save(self, step: int) -> None:
         """Raise `LossError` if the losses or the weights after `step` are not finite. A collective."""
-        if self._parts.config.non_finite_gradients == "skip":
+        if self._context.config.non_finite_gradients == "skip":
             return
         self._check_losses()
-        device = self._parts.world.device  # with a device map, weights are on several
+        device = self._context.world.device  # with a device map, weights are on several
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
         sums = [
             weight.sum(dtype=torch.float32).to(device, non_blocking=True)
-            for weight in self._parts.strategy.local_parameters()
+            for weight in self._context.strategy.local_parameters()
             if weight.is_floating_point()
         ]
         bad = bool(sums) and not torch.stack(sums).isfinite().all()
-        if any(row != [0] for row in gathered(self._parts.world, [int(bad)])):  # each rank may hold other weights
+        if any(row != [0] for row in gathered(self._context.world, [int(bad)])):  # each rank may hold other weights
             raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
 
     def _check_losses(self) -> None:
@@ -566,24 +566,24 @@ class LogPoints:
         """Raise `LossError` for non-finite values. All ranks have the same values, so all or none raise it."""
         if not isfinite(values.weight):
             self._refuse_weight(point.reading.first_non_finite(WEIGHT))
-        if self._parts.config.non_finite_gradients == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
+        if self._context.config.non_finite_gradients == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
             return
         self._refuse(point.reading.first_non_finite())
-        if not isfinite(values.norm) and not self._parts.precision.scales:
+        if not isfinite(values.norm) and not self._context.precision.scales:
             raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
 
     def _compare(self, step: int, values: Values) -> None:
         """Raise `DataError` if checksums differ. All ranks have the same values, so all or none raise it."""
-        parts, strategy, world = self._parts, self._parts.strategy, self._parts.world
+        context, strategy, world = self._context, self._context.strategy, self._context.world
         what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
         if what is None:
             return
-        weights = consistency.facts_of_weights(parts.model, strategy.local_parameters(), world)
+        weights = consistency.facts_of_weights(context.model, strategy.local_parameters(), world)
         optimizer = consistency.facts_of_optimizer(
-            strategy.parameter_names(), parts.device_optimizer, parts.optimizer, world
+            strategy.parameter_names(), context.device_optimizer, context.optimizer, world
         )
         found = (
-            first_difference(world, {what: consistency.settings_of(parts.optimizer)})
+            first_difference(world, {what: consistency.settings_of(context.optimizer)})
             or first_difference(world, weights, strategy.replicas)
             or first_difference(world, optimizer, strategy.optimizer_replicas)
             or Difference(what)

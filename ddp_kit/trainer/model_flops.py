@@ -21,7 +21,7 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.precision import Precision
 from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_fake
-from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.context import TrainerContext
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------
 # The rates are stated by the manufacturers, for dense matrix products (without sparsity) at boost clock.
@@ -168,7 +168,7 @@ class ModelFlops:
             return None
         return samples_per_second * self._seconds_per_sample / self._devices
 
-    def count(self, parts: Parts, *, once_per_step: bool) -> None:
+    def count(self, context: TrainerContext, *, once_per_step: bool) -> None:
         """Count the FLOPs of one sample. May be called only once.
 
         `once_per_step`: whether a step evaluates a single loss, once per batch. If False, the FLOPs are not counted.
@@ -180,7 +180,7 @@ class ModelFlops:
             self._not_known("a step has several updates, or evaluates its loss several times")
             return
         try:
-            flops = self._counted(model, batch, parts)
+            flops = self._counted(model, batch, context)
         except NotCountedError as error:
             self._not_known(f"the FLOPs of {error} are not known")
         except Exception as error:
@@ -212,7 +212,7 @@ class ModelFlops:
     def _shape(self, leaf: Any) -> Any:
         return self._fakes.like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
-    def _counted(self, model: nn.Module, batch: Any, parts: Parts) -> Mapping[torch.dtype, int]:
+    def _counted(self, model: nn.Module, batch: Any, context: TrainerContext) -> Mapping[torch.dtype, int]:
         if not model.training:
             model.train()
         for module in model.modules():
@@ -224,8 +224,8 @@ class ModelFlops:
             # Compiled functions run uncompiled. Attention runs as two matrix products: fused kernels recompute one of
             # them in the backward pass.
             with self._fakes.computing(), count, torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
-                with parts.precision.forward(), parts.logged.set_aside():
-                    value = checked(parts.loss_fn(model, batch), "the loss function")
+                with context.precision.forward(), context.logged.set_aside():
+                    value = checked(context.loss_fn(model, batch), "the loss function")
                 loss = value.loss if isinstance(value, Loss) else value
                 if not all(map(is_fake, _leaves(loss))):  # real gradients, and the hooks of DDP, must not be touched
                     raise NotCountedError("a loss that uses parameters from outside the model")

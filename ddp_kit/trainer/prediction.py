@@ -16,14 +16,14 @@ from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
 from ddp_kit.progress import with_bar
 from ddp_kit.torch_internals import pytree
+from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.evaluation import evaluating
-from ddp_kit.trainer.parts import Parts
 
 PredictFunction = Callable[[Any, Any], Any]
 
 
 @torch.no_grad()
-def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData) -> Any:
+def predict(context: TrainerContext, function: PredictFunction | None, data: EvaluationData) -> Any:
     """Return `function(model, batch)` for all samples, concatenated in order, on the CPU of every rank.
 
     If `function` is None, returns the model's own outputs; see `_predicted`. A collective. Raises `LossError` for
@@ -31,12 +31,12 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
     """
     columns: dict[str, list[Tensor]] = {}
     spec = None
-    with evaluating(parts.model) as outputs, parts.logged.set_aside():
-        batches = parts.strategy.evaluation(data.batches(), data.filler_batch)
-        for samples, batch in with_bar(batches, "prediction", data.count, parts.world.is_main):
-            parts.heartbeat.mark(Phase.EVALUATION)
-            prediction = _predicted(parts, function, batch, outputs)
-            if not samples or not parts.strategy.contributes:
+    with evaluating(context.model) as outputs, context.logged.set_aside():
+        batches = context.strategy.evaluation(data.batches(), data.filler_batch)
+        for samples, batch in with_bar(batches, "prediction", data.count, context.world.is_main):
+            context.heartbeat.mark(Phase.EVALUATION)
+            prediction = _predicted(context, function, batch, outputs)
+            if not samples or not context.strategy.contributes:
                 outputs.clear()
                 continue
             leaves, spec_of_batch = _leaves(prediction, samples)
@@ -48,28 +48,28 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
                 columns[name].append(leaf.cpu())  # the outputs of a whole dataset may not fit on the device
             outputs.clear()
     own = {name: _joined(name, pieces) for name, pieces in columns.items()}
-    if parts.world.world_size > 1:
-        own, spec = _gather(own, spec, parts.world)
+    if context.world.world_size > 1:
+        own, spec = _gather(own, spec, context.world)
     if spec is None:
         raise LossError("predict got no samples", "check what the data yields")
     return _plain(pytree.tree_unflatten([*own.values()], spec))
 
 
-def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
+def _predicted(context: TrainerContext, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
     """Return the prediction for a batch; None if only another rank knows it.
 
     If `function` is None: the model's output if the batch is a single tensor, and otherwise the model's last output
     inside the loss function.
     """
-    with parts.precision.forward():
+    with context.precision.forward():
         if function is not None:
-            return parts.strategy.call(function, batch)
+            return context.strategy.call(function, batch)
         if isinstance(batch, list | tuple) and len(batch) == 1:
             batch = batch[0]
         if isinstance(batch, Tensor):
-            return parts.strategy.call(lambda model, inputs: model(inputs), batch)
-        parts.strategy.call(parts.loss_fn, batch)
-    if not outputs and parts.strategy.contributes:
+            return context.strategy.call(lambda model, inputs: model(inputs), batch)
+        context.strategy.call(context.loss_fn, batch)
+    if not outputs and context.strategy.contributes:
         raise LossError(
             "the loss function did not call the model, so predict does not know how to compute an output",
             "pass a function: trainer.predict(data, lambda model, batch: model(batch['inputs']))",

@@ -17,7 +17,7 @@ from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metrics import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
-from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
+from ddp_kit.trainer.context import MetricFunction, SchedulerInterval
 
 
 def check_main() -> None:

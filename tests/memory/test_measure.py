@@ -59,7 +59,7 @@ def of(planner: Trainer, data: Any) -> ModelMemory:
 def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
     planner = trainer()
     model = of(planner, data())
-    parts, batch = planner._parts, next(iter(DataLoader(data(), 16)))
+    parts, batch = planner._context, next(iter(DataLoader(data(), 16)))
     training = TrainingPass([parts.loss_fn], batch, parts.precision, parts.config, parts.world.device)
     real = measure._largest_pass(planner.model, [planner.model[2], planner.model[3]], training)  # type: ignore[index]
     assert model.problems == ()

@@ -176,7 +176,7 @@ def _detached(name: str, value: object) -> Tensor | Loss:
     )
 
 
-# --- Parts of a Trainer -----------------------------------------------------------------------------------------------
+# --- The context -----------------------------------------------------------------------------------------------
 
 
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
@@ -187,7 +187,7 @@ SchedulerInterval = Literal["step", "epoch"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainerContext:
     """The model, optimizer and other objects that a Trainer uses. They are fixed when the Trainer is created."""
 
     model: nn.Module
