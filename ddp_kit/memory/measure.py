@@ -321,7 +321,7 @@ def _rows(
     for name, each in model.named_parameters():
         row = ParameterRow(name, tuple(each.shape), each.element_size(), each.requires_grad, units.get(each, ""))
         per_value, besides = states.get(each, (0, 0))
-        found.append(replace(row, state_per_value=per_value, state_besides=besides, split=splits.get(each)))
+        found.append(replace(row, state_per_value=per_value, constant_state_bytes=besides, split=splits.get(each)))
     return tuple(found)
 
 
