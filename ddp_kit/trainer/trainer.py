@@ -394,12 +394,12 @@ class Trainer:
 
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-            predict_fn: A function `predict_fn(model, batch)` that returns tensors in any nested containers. The first
+            predict_fn: A function `predict_fn(model, batch)` that returns tensors in dicts, lists and tuples. The first
                 dimension of each tensor has one entry per sample. None: use the model's output if the batch is a single
                 tensor, and otherwise the model's last output inside the loss function.
 
         Returns:
-            The containers that `predict_fn` or the model returns, with tensors of shape [samples, ...].
+            The dicts, lists and tuples that `predict_fn` or the model returns, with tensors of shape [samples, ...].
 
         Raises:
             DataError: For unusable data, and if the ranks differ in data or settings.
