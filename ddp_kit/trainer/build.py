@@ -1,17 +1,17 @@
 """Makes what a Trainer uses. The types of the stages say what must come before what:
 
-Arguments        checked; nothing is created yet
-Placement        the ranks, the strategy, and the settings with "auto" resolved; the model is unchanged
-PlacedModel      converted to its precision, compiled, and distributed over the ranks
-Optimizers       of the placed parameters, with their schedulers
-TrainerContext   what a step, an evaluation and a prediction use
-Run              what the loop calls
+CheckedArguments  nothing is created yet
+Placement         the ranks, the strategy, and the settings with "auto" resolved; the model is unchanged
+PlacedModel       converted to its precision, compiled, and distributed over the ranks
+Optimizers        of the placed parameters, with their schedulers
+TrainerContext    what a step, an evaluation and a prediction use
+Run               what the loop calls
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NewType
 
 from torch import nn
 from torch.optim import Optimizer
@@ -45,16 +45,14 @@ from ddp_kit.timing import DATA, TRANSFER, StepClock, step_clock
 from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.evaluation import Evaluator
 from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, warmed_up
-from ddp_kit.trainer.logging import LogPoints, LogSchedule
+from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.position import Position, ProgressPart, RunState, StreamPart
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, described_model
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.setup import (
-    check_main,
     checked_callbacks,
-    checked_config,
     checked_loss,
     checked_metrics,
     checked_model,
@@ -77,22 +75,24 @@ from ddp_kit.trainer.updates import (
 
 @dataclass(frozen=True)
 class Arguments:
-    """The checked arguments of a Trainer, and the request of `ddpkit plan`."""
+    """The arguments of a Trainer, and the request of `ddpkit plan`."""
 
     model: nn.Module
-    """The user's own model, without wrappers."""
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None
     loss_fn: LossFunction | None
     config: TrainerConfig
-    updates: tuple[Update, ...]
+    updates: Sequence[Update]
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
     scheduler_every: SchedulerInterval
     plateau_metric: str | None
-    metrics: dict[str, MetricFunction | MetricObject]
-    callbacks: tuple[Callback, ...]
+    metrics: Mapping[str, MetricFunction | Any]
+    callbacks: Sequence[Callback]
     parallelize: Parallelize | None
-    plan_request: PlanRequest | None
+    plan_request: PlanRequest | None = None
     """The request of `ddpkit plan`, which runs the script in one process; None: train."""
+
+
+CheckedArguments = NewType("CheckedArguments", Arguments)
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Run:
     plan_request: PlanRequest | None
     model_description: str
     flops: ModelFlops
-    updates: tuple[Update, ...]
-    metrics: dict[str, MetricFunction | MetricObject]
+    updates: Sequence[Update]
+    metrics: Mapping[str, MetricFunction | MetricObject]
     callbacks: tuple[Callback, ...]
     batch_plan: BatchPlan
     position: Position
@@ -153,7 +153,6 @@ class Run:
     decay_watch: DecayWatch
     record: RunRecord
     log_points: LogPoints
-    log_schedule: LogSchedule
     checkpoints: Checkpoints
     evaluator: Evaluator
     preemption: Preemption
@@ -162,14 +161,13 @@ class Run:
     peak_memory: PeakMemory
 
 
-def build(
-    arguments: Arguments, call_callbacks: Callable[..., None], call_on_gradients: Callable[[Gradients], None]
-) -> Run:
+def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradients: Callable[[Gradients], None]) -> Run:
     """Make what a Trainer uses, and resume from a checkpoint according to `config.checkpoint`. A collective.
 
     `call_callbacks`: a function `(event, *values)` that calls the method `event` of every callback.
     `call_on_gradients`: a function that calls the `on_gradients` of the callbacks that override it.
     """
+    arguments = checked(asked)
     config, updates = arguments.config, arguments.updates
     if config.deterministic:
         use_deterministic_algorithms()
@@ -199,7 +197,7 @@ def build(
     position, state, clock = Position(), RunState(), step_clock(world.device)
     step = joint_step(context, clock, updates, schedulers) if updates else optimizer_step_for(context, clock)
     record = RunRecord(config, world, model.description)
-    log_points = LogPoints(context, clock, record.advise, model.flops.utilisation)
+    log_points = LogPoints(context, clock, call_callbacks, record.advise, model.flops.utilisation)
     random, best = (
         RandomPart(world, settings.seed, strategy.data_rank, position),
         BestPart(settings.checkpoint, position),
@@ -240,7 +238,6 @@ def build(
         decay_watch=DecayWatch(schedulers),
         record=record,
         log_points=log_points,
-        log_schedule=LogSchedule(log_points, settings.log_every_steps, call_callbacks),
         checkpoints=checkpoints,
         evaluator=Evaluator(context, arguments.metrics, checkpoints, position, state, call_callbacks),
         preemption=Preemption(world, config, checkpoints, position),
@@ -254,43 +251,27 @@ def build(
     return run
 
 
-def checked_arguments(
-    model: nn.Module,
-    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
-    loss_fn: LossFunction | None,
-    config: TrainerConfig | None,
-    updates: Sequence[Update],
-    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
-    scheduler_every: SchedulerInterval,
-    plateau_metric: str | None,
-    metrics: Mapping[str, MetricFunction | Any] | None,
-    callbacks: Sequence[Callback],
-    parallelize: Parallelize | None,
-) -> Arguments:
-    """Check the arguments of a Trainer. Raises `ConfigError`."""
-    check_main()
-    config, request = checked_config(config), plan_request()
+def checked(arguments: Arguments) -> CheckedArguments:
+    """Check the arguments of a Trainer, and unwrap the model. Raises `ConfigError`."""
+    model, config, request = arguments.model, arguments.config, plan_request()
     if isinstance(model, nn.Module):
         model = without_wrappers(model, compiled=request is None)
     checked_model(model)
-    interval = None if scheduler_every == "step" else scheduler_every
-    return Arguments(
-        model=model,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        config=config,
-        updates=checked_updates(model, updates, (optimizer, loss_fn, scheduler, interval), config),
-        scheduler=scheduler,
-        scheduler_every=scheduler_every,
-        plateau_metric=plateau_metric,
-        metrics=checked_metrics(metrics or {}),
-        callbacks=checked_callbacks(callbacks),
-        parallelize=parallelize,
-        plan_request=request,
+    interval = None if arguments.scheduler_every == "step" else arguments.scheduler_every
+    alone = (arguments.optimizer, arguments.loss_fn, arguments.scheduler, interval)
+    return CheckedArguments(
+        replace(
+            arguments,
+            model=model,
+            updates=checked_updates(model, arguments.updates, alone, config),
+            metrics=checked_metrics(arguments.metrics),
+            callbacks=checked_callbacks(arguments.callbacks),
+            plan_request=request,
+        )
     )
 
 
-def choose_placement(arguments: Arguments, world: World) -> Placement:
+def choose_placement(arguments: CheckedArguments, world: World) -> Placement:
     """Choose the strategy, resolve "auto", and check that the ranks agree. A collective."""
     model, config, request = arguments.model, arguments.config, arguments.plan_request
     settings = config if request is None else config_to_plan(config)
@@ -333,7 +314,7 @@ def place_model(model: nn.Module, placement: Placement) -> PlacedModel:
     return PlacedModel(model, placement, precision, activations, description, flops)
 
 
-def make_optimizers(arguments: Arguments, model: PlacedModel) -> Optimizers:
+def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimizers:
     """Return or create the optimizer and the schedulers, whose rates are first scaled with the batch size."""
     settings, strategy = model.placement.settings, model.placement.strategy
     optimizer = arguments.optimizer

@@ -140,22 +140,21 @@ def _shown(values: Mapping[str, float]) -> str:
 class FitEvaluations:
     """The evaluations of one call of `fit`.
 
-    `data`: the batches to evaluate. `stopping`: a function that returns whether the run ends after the current step.
-    `stops`: a function that returns whether to interrupt a running evaluation.
+    `data`: the batches to evaluate. `stops`: a function that returns whether to interrupt a running evaluation.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
         position: Position,
+        state: RunState,
         data: EvaluationData,
-        stopping: Callable[[], bool],
         stops: Callable[[], bool],
     ) -> None:
         self._evaluator = evaluator
         self._position = position
+        self._state = state
         self._data = data
-        self._stopping = stopping
         self._stops = stops
         self.metrics: dict[str, float] = {}
         """The metrics of the last evaluation."""
@@ -169,26 +168,21 @@ class FitEvaluations:
         them a second time.
         """
         position = self._position
-        told_before = position.evaluated == position.step
-        found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not told_before)
+        already_notified = position.evaluated == position.step
+        found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not already_notified)
         position.evaluation_pending = found is None
         if found is None:
-            position.was_stopping = position.was_stopping or self._stopping()
+            position.was_stopping = position.was_stopping or self._state.stopping
         else:
             position.evaluated = position.step
         self.metrics, self.step = found or {}, position.step
 
-    def repeat_interrupted(self) -> bool:
-        """Repeat the evaluation that a stop request interrupted.
-
-        Returns True if it belongs to the last step of the run, so that the run must end now.
-        """
+    def repeat_interrupted(self) -> None:
+        """Repeat the evaluation that a stop request interrupted. If it belongs to the run's last step, end the run."""
         self.run()
-        position = self._position
-        if position.evaluation_pending:  # interrupted again
-            return False
-        ends, position.was_stopping = position.was_stopping, False
-        return ends
+        if not self._position.evaluation_pending:  # not interrupted again
+            self._state.stopping |= self._position.was_stopping
+            self._position.was_stopping = False
 
 
 def _dataset(data: object) -> object:

@@ -63,10 +63,6 @@ class Position:
         self.evaluated = -1
         """The last step at which callbacks received the metrics of an evaluation; -1: none."""
 
-    def begin_epoch(self, facts: Facts) -> None:
-        """Start or continue an epoch. `facts`: the facts that determine its samples; see `epoch_facts`."""
-        self.epoch_facts = facts
-
     def advance(
         self, samples: int, epoch_length: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
     ) -> None:
@@ -262,15 +258,11 @@ class RunState:
         """Whether all ranks are known to have called `stop` in the current loop."""
         self.seeded = False
         """Whether the run's random states have been set."""
-        self._loop: object = None  # identifies the current loop; earlier ones may not continue
+        self.loop: object = None
+        """Identifies the loop that was started last; earlier ones may not continue."""
         self._in_loop = False
         self.callbacks = Nesting()
         """The context in which callbacks or an evaluation run."""
-
-    @property
-    def loop(self) -> object:
-        """An object that identifies the most recently started loop."""
-        return self._loop
 
     @property
     def may_save(self) -> bool:
@@ -284,12 +276,12 @@ class RunState:
 
     def begin_loop(self) -> object:
         """Start a new loop, which replaces the current one. Returns an object that identifies the new loop."""
-        self._loop, self.stop_agreed = object(), False
-        return self._loop
+        self.loop, self.stop_agreed = object(), False
+        return self.loop
 
     def check_current(self, loop: object) -> None:
         """Raise `DataError` if another loop was started, or a checkpoint was loaded, after `loop` was started."""
-        if self._loop is not loop:
+        if self.loop is not loop:
             raise DataError(
                 "another loop over steps() was started, or a checkpoint was loaded, before this loop was finished",
                 "finish or leave this loop first, then start another one or call trainer.resume(path)",
@@ -297,7 +289,7 @@ class RunState:
 
     def resumed(self) -> None:
         """Record that a checkpoint was loaded. A loop that was started before must not continue."""
-        self.seeded, self._loop = False, None
+        self.seeded, self.loop = False, None
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:

@@ -84,10 +84,9 @@ def _structure(value: Any, path: str, samples: int, leaves: dict[str, Tensor]) -
 
     A container is [its kind, pairs of (key, value)]; a tensor is its path. Raises `LossError` for other values.
     """
+    kind = type(value).__name__ if type(value) in (list, tuple) else ""
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
         kind = "dict"
-    else:
-        kind = {list: "list", tuple: "tuple"}.get(type(value), "")
     if kind:
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         return [kind, [[key, _structure(entry, f"{path}[{key!r}]", samples, leaves)] for key, entry in entries]]

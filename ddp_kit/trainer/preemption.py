@@ -147,6 +147,7 @@ class Preemption:
 
     def __enter__(self) -> Self:
         if self._folder is not None:
+            self._consensus.begin()
             _saved_at_a_stop[self._number] = self
             _signals.__enter__()
         return self
@@ -164,11 +165,6 @@ class Preemption:
         Without a checkpoint folder, the context manager does nothing.
         """
         return nullcontext() if self._folder is None else _signals
-
-    def begin(self) -> None:
-        """Start listening for requests, before the first step."""
-        if self._folder is not None:
-            self._consensus.begin()
 
     def stops(self) -> bool:
         """Whether a stop request should interrupt an evaluation. The result may differ between ranks."""

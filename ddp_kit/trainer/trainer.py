@@ -37,7 +37,7 @@ from ddp_kit.parallel import Parallelize
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA
-from ddp_kit.trainer.build import build, changes_gradients, checked_arguments, feed_builder
+from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_builder
 from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
 from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due
 from ddp_kit.trainer.learning_rates import WarmUp, check_new_length, check_ticks
@@ -52,6 +52,7 @@ from ddp_kit.trainer.searches import (
     release_cached_memory,
     with_hint,
 )
+from ddp_kit.trainer.setup import check_main, checked_config
 from ddp_kit.trainer.step import ClosureStep
 from ddp_kit.trainer.updates import JointStep, Update
 from ddp_kit.uncaught import open_standard_streams, show_without_traceback
@@ -133,7 +134,9 @@ class Trainer:
     ) -> None:
         open_standard_streams()
         show_without_traceback(rank_for_messages())
-        arguments = checked_arguments(
+        check_main()
+        config = checked_config(config)
+        arguments = Arguments(
             model,
             optimizer,
             loss_fn,
@@ -142,13 +145,13 @@ class Trainer:
             scheduler,
             scheduler_every,
             plateau_metric,
-            metrics,
+            metrics or {},
             callbacks,
             parallelize,
         )
         run = build(arguments, weak_method(self._call_callbacks), weak_method(self._call_on_gradients))
         self._run, self._context = run, run.context
-        self.config, self.world, self.batch_plan = arguments.config, run.context.world, run.batch_plan
+        self.config, self.world, self.batch_plan = config, run.context.world, run.batch_plan
         self.model, self.optimizer, self.scheduler = run.context.model, run.context.optimizer, run.context.scheduler
         self._total_steps = run.context.config.max_steps
         self._feeds = feed_builder(run.context, run.clock, self.batch_plan)
@@ -233,47 +236,58 @@ class Trainer:
             return self._fit(train_data, eval_data)
 
     def _fit(self, train_data: Data, eval_data: Data | None) -> FitResult:
-        feed = self._feed(train_data)
-        self._run.evaluator.watch(eval_data)
+        run, feed = self._run, self._feed(train_data)
+        run.evaluator.watch(eval_data)
+        needed = [(type(callback).__name__, name) for callback in run.callbacks for name in callback.metrics_needed]
+        if (best := self.config.checkpoint.best_metric) is not None:
+            needed.append(("checkpoint.best_metric", best))
         evaluations = None
         if eval_data is not None:
-            batches, stopping = self._feeds.evaluation_data(eval_data, "eval_data"), lambda: self._run.state.stopping
-            evaluations = FitEvaluations(
-                self._run.evaluator, self._run.position, batches, stopping, self._run.preemption.stops
-            )
+            batches = self._feeds.evaluation_data(eval_data, "eval_data")
+            evaluations = FitEvaluations(run.evaluator, run.position, run.state, batches, run.preemption.stops)
             if self.config.sanity_check == "auto" and self.step == 0 and batches.first is not None:
-                self._check_metrics(self._run.evaluator.rehearse(batches))
-        elif self.step == 0:
-            self._warn_about_metrics()
+                values = run.evaluator.rehearse(batches)
+                for owner, name in needed:
+                    check_metric(owner, name, values)
+        elif self.step == 0 and needed and self.world.is_main:
+            owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
+            log.logger.warning("fit has no eval_data, so {} will act only when you call trainer.evaluate", owners)
         total = self.total_steps
         began, began_at = self.step, time.perf_counter()
-        about, planned = self._run.model_description, self._run.peak_memory.planned
-        announce(self.world, self.batch_plan, self._context.config, began, total, feed.division, about, planned)
-        self._run.state.stopping = False
+        planned_bytes = run.peak_memory.planned
+        config, model = self._context.config, run.model_description
+        announce(self.world, self.batch_plan, config, began, total, feed.division, model, planned_bytes)
+        run.state.stopping = False
         self._call_callbacks("on_fit_start")
-        with self._noting_an_interrupt(), ProgressReport(total, self.world.is_main, began) as progress:
-            for step in self._steps(train_data, feed, evaluations):
-                progress.step(step.number, self.total_steps)
-                if step.log is not None:
-                    progress.log(step.log.step, str(step.log))
-                if evaluations is not None and (evaluation_due(self.config, step) or self._is_finished()):
-                    evaluations.run()
-        rows = self._run.log_schedule.rows  # before a callback may begin another call of `fit`
+        try:
+            with ProgressReport(total, self.world.is_main, began) as progress:
+                for step in self._steps(train_data, feed, evaluations):
+                    progress.step(step.number, self.total_steps)
+                    if step.log is not None:
+                        progress.log(step.log.step, str(step.log))
+                    if evaluations is not None and (evaluation_due(self.config, step) or self._is_finished()):
+                        evaluations.run()
+        except KeyboardInterrupt as interrupt:
+            hint = "this step was not saved, because Ctrl-C was pressed twice"
+            if self.config.checkpoint.dir is None:
+                hint = 'nothing was saved; with checkpoint={"dir": "run"}, Ctrl-C saves, and the same command resumes'
+            interrupt.add_note(f"after step {self.step}; {hint}")
+            raise
+        rows = run.log_points.rows  # before a callback may begin another call of `fit`
         if evaluations is not None and evaluations.step != self.step:
             evaluations.run(whole=True)
         result = FitResult(
             steps=self.step,
-            samples=self._run.position.samples,
-            loss=rows[-1].loss if rows else self._run.position.loss,
+            samples=run.position.samples,
+            loss=rows[-1].loss if rows else run.position.loss,
             history=tuple(rows),
             metrics=evaluations.metrics if evaluations is not None else {},
-            skipped=self._run.optimizer_step.skipped,
+            skipped=run.optimizer_step.skipped,
         )
         self._call_callbacks("on_fit_end", result)
         with self._context.heartbeat.during(Phase.CHECKPOINT):
-            self._run.checkpoints.finish()  # the last evaluation or a callback may have requested a save
-        seconds, best = time.perf_counter() - began_at, self._run.checkpoints.best
-        conclude(result, began, seconds, best, self._run.checkpoints.newest)
+            run.checkpoints.finish()  # the last evaluation or a callback may have requested a save
+        conclude(result, began, time.perf_counter() - began_at, run.checkpoints.best, run.checkpoints.newest)
         # The callbacks of other ranks may still be writing files.
         barrier.wait_for_all(self.world, f"the end of trainer.fit() after step {self.step}")
         return result
@@ -526,74 +540,48 @@ class Trainer:
             sys.stdout.write(f"{described(model, self.config, self._run.plan_request, size)}\n")
             raise PlanPrinted(0)
 
-    def _metrics_needed(self) -> list[tuple[str, str]]:
-        """Pairs of (owner, metric) for each metric that a callback or `checkpoint.best_metric` needs."""
-        needed = [(type(each).__name__, name) for each in self._run.callbacks for name in each.metrics_needed]
-        best = self.config.checkpoint.best_metric
-        return needed if best is None else [*needed, ("checkpoint.best_metric", best)]
-
-    def _check_metrics(self, metrics: Mapping[str, float]) -> None:
-        for owner, name in self._metrics_needed():
-            check_metric(owner, name, metrics)
-
-    def _warn_about_metrics(self) -> None:
-        if (needed := self._metrics_needed()) and self.world.is_main:
-            owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
-            log.logger.warning("fit has no eval_data, so {} will act only when you call trainer.evaluate", owners)
-
-    @contextmanager
-    def _noting_an_interrupt(self) -> Iterator[None]:
-        """Context manager that adds a note to a KeyboardInterrupt: the last completed step and why it was not saved."""
-        try:
-            yield
-        except KeyboardInterrupt as interrupt:
-            if self.config.checkpoint.dir is None:
-                hint = 'nothing was saved; with checkpoint={"dir": "run"}, Ctrl-C saves, and the same command resumes'
-            else:
-                hint = "this step was not saved, because Ctrl-C was pressed twice"
-            interrupt.add_note(f"after step {self.step}; {hint}")
-            raise
-
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
-        loop = self._begin_loop(feed)
+        run, heartbeat = self._run, self._context.heartbeat
+        self._prepare(feed, ticks=True)
+        run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
+        run.record.begin(self.step, self.total_steps, run.peak_memory.planned)
+        loop = run.state.begin_loop()
         with self._loop_contexts():
-            self._repeat_interrupted_evaluation(evaluations)
+            if evaluations is not None and run.position.evaluation_pending:  # a stop has interrupted it
+                evaluations.repeat_interrupted()
+                run.checkpoints.save_again()
+                run.preemption.after_step(self._is_finished())
             while not self._is_finished():
                 share = self._begin_epoch(feed)
                 while share is not None and not self._is_finished():
-                    self._run.profiler.before_step(self.step + 1)
+                    run.profiler.before_step(self.step + 1)
                     feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
-                    share = self._next_share(feed)  # while the device is busy with the step
+                    heartbeat.mark(Phase.DATA)
+                    share = feed.next()  # while the device is busy with the step
+                    run.clock.mark(DATA)
                     step = self._advance(feed, done.samples, ends_epoch=share is None)
-                    self._run.profiler.after_step(step.number)
+                    run.profiler.after_step(step.number)
                     self._call_callbacks("on_step")
                     self._wait_at_a_stop()
                     self._garbage.collect_if_due()
                     self._count_flops()
-                    row = self._run.log_schedule.after_step(step, last=self._is_finished())
+                    row = run.log_points.after_step(step, last=self._is_finished())
                     if row is not None:
-                        self._run.position.loss = row.loss
-                    self._run.peak_memory.after_step()
-                    self._context.heartbeat.mark(Phase.BETWEEN_STEPS)
+                        run.position.loss = row.loss
+                    run.peak_memory.after_step()
+                    heartbeat.mark(Phase.BETWEEN_STEPS)
                     yield step if row is None else replace(step, log=row)
-                    self._run.state.check_current(loop)
-                    self._run.log_schedule.exclude_time_since_step()  # evaluations and the user's code are not training
-                    self._context.heartbeat.mark(Phase.CHECKPOINT)
-                    self._run.checkpoints.after_step()
-                    self._run.preemption.after_step(self._is_finished())
+                    run.state.check_current(loop)
+                    run.log_points.exclude_time_since_step()  # evaluations and the user's code are not training
+                    heartbeat.mark(Phase.CHECKPOINT)
+                    run.checkpoints.after_step()
+                    run.preemption.after_step(self._is_finished())
             self._wait_at_a_stop()  # a callback of a log point or evaluation may have called stop
-            self._run.log_schedule.end(self.step, self.epoch)
-            with self._context.heartbeat.during(Phase.CHECKPOINT):
-                self._run.checkpoints.finish()
-
-    def _begin_loop(self, feed: Feed) -> object:
-        """Prepare a loop over steps. Returns an object that identifies the loop."""
-        self._prepare(feed, ticks=True)
-        self._run.decay_watch.begin(self._run.position.epochs_left(self.config, self.total_steps, feed.steps))
-        self._run.record.begin(self.step, self.total_steps, self._run.peak_memory.planned)
-        return self._run.state.begin_loop()
+            run.log_points.end(self.step, self.epoch)
+            with heartbeat.during(Phase.CHECKPOINT):
+                run.checkpoints.finish()
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
@@ -601,32 +589,49 @@ class Trainer:
 
         On exit, it ends everything that it has started, even after an error.
         """
+        run, heartbeat = self._run, self._context.heartbeat
         with (
-            self._context.heartbeat.follow(self.step, self.total_steps),
-            self._context.heartbeat.during(Phase.DATA),
-            self._run.profiler,
+            heartbeat.follow(self.step, self.total_steps),
+            heartbeat.during(Phase.DATA),
+            run.profiler,
             self._garbage.deferred(),
-            self._run.checkpoints.in_loop(),
-            self._run.state.in_loop(),
-            self._run.preemption,
-            self._run.record.noting_a_stop(lambda: self.step),
+            run.checkpoints.in_loop(),
+            run.state.in_loop(),
+            run.preemption,
+            run.record.noting_a_stop(lambda: self.step),
         ):
-            self._run.preemption.begin()
             yield
+
+    def _begin_epoch(self, feed: Feed) -> Share | None:
+        """Start or continue an epoch, and return this rank's share of the next step.
+
+        If the epoch has an unexpected length, updates the run's number of steps, and checks that schedulers still fit.
+        """
+        run, position = self._run, self._run.position
+        self._context.heartbeat.mark(Phase.DATA)
+        run.clock.skip()
+        position.epoch_facts = feed.facts(self.epoch)
+        feed.begin(self.epoch, position.steps_in_epoch, position.place)
+        total, before = position.last_step(self.config, feed.steps_in), self._total_steps
+        if total is not None and before is not None and total != before:
+            self._total_steps = total
+            for scheduler, every in run.scheduler_intervals:
+                check_new_length(scheduler, total // every, before // every, self.step // every, self.epoch)
+        return feed.next()
 
     def _run_step(self, feed: Feed, share: Share, train_data: Data) -> tuple[Feed, Share]:
         """Run an optimizer step. If it runs out of memory, repeat it with half the micro-batch.
 
         Returns the feed and the share of the step that succeeded.
         """
-        number = self.step + 1
+        run, number = self._run, self.step + 1
         logged = number % self.config.log_every_steps == 0 or number == self.total_steps
         while True:
-            self._run.clock.start()
-            self._run.log_points.note_rates()
-            batch = self._run.flops.watched(feed.batch, share)
+            run.clock.start()
+            run.log_points.note_rates()
+            batch = run.flops.watched(feed.batch, share)
             try:
-                self._run.optimizer_step.run(share, batch, self._run.log_points.interval, measure_norm=logged)
+                run.optimizer_step.run(share, batch, run.log_points.interval, measure_norm=logged)
             except OutOfMemory as failed:
                 feed, share = self._halve_micro_batch(failed, train_data)
             except (RuntimeError, MemoryError) as error:
@@ -635,19 +640,13 @@ class Trainer:
             else:
                 return feed, share
 
-    def _next_share(self, feed: Feed) -> Share | None:
-        self._context.heartbeat.mark(Phase.DATA)
-        share = feed.next()
-        self._run.clock.mark(DATA)
-        return share
-
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
         """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
-        number, epoch = self.step + 1, self.epoch
-        self._run.position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
-        self._run.decay_watch.after_step(number, epoch)
+        run, number, epoch = self._run, self.step + 1, self.epoch
+        run.position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
+        run.decay_watch.after_step(number, epoch)
         if ends_epoch:
-            self._run.optimizer_step.end_epoch(number)
+            run.optimizer_step.end_epoch(number)
         self._context.heartbeat.step(number)
         self._context.heartbeat.mark(Phase.CALLBACKS)
         return Step(number, epoch, samples, ends_epoch, None)
@@ -661,37 +660,11 @@ class Trainer:
 
     def _count_flops(self) -> None:
         """Count the FLOPs of the model, once, if `config.mfu` is set and a batch was recorded."""
-        if self._run.flops.ready:
+        run = self._run
+        if run.flops.ready:
             began = time.perf_counter()
-            self._run.flops.count(
-                self._context, once_per_step=not isinstance(self._run.optimizer_step, JointStep | ClosureStep)
-            )
-            self._run.log_points.interval.started += time.perf_counter() - began  # this is not training
-
-    def _begin_epoch(self, feed: Feed) -> Share | None:
-        """Start or continue an epoch, and return this rank's share of the next step."""
-        self._context.heartbeat.mark(Phase.DATA)
-        self._run.clock.skip()
-        self._run.position.begin_epoch(feed.facts(self.epoch))
-        feed.begin(self.epoch, self._run.position.steps_in_epoch, self._run.position.place)
-        self._count_steps(feed)
-        return feed.next()
-
-    def _count_steps(self, feed: Feed) -> None:
-        """Update the run's number of steps if this epoch has an unexpected length; check that schedulers still fit."""
-        total, before = self._run.position.last_step(self.config, feed.steps_in), self._total_steps
-        if total is None or before is None or total == before:
-            return
-        self._total_steps = total
-        for scheduler, every in self._run.scheduler_intervals:
-            check_new_length(scheduler, total // every, before // every, self.step // every, self.epoch)
-
-    def _repeat_interrupted_evaluation(self, evaluations: FitEvaluations | None) -> None:
-        """Repeat the evaluation that was interrupted when the run was stopped, if any."""
-        if evaluations is not None and self._run.position.evaluation_pending:
-            self._run.state.stopping |= evaluations.repeat_interrupted()
-            self._run.checkpoints.save_again()
-            self._run.preemption.after_step(self._is_finished())
+            run.flops.count(self._context, once_per_step=not isinstance(run.optimizer_step, JointStep | ClosureStep))
+            run.log_points.interval.started += time.perf_counter() - began  # this is not training
 
     def _feed(self, train_data: Data) -> Feed:
         """Take the micro-batch size from the DataLoader, the settings or a search, and create the training feed."""
@@ -758,7 +731,7 @@ class Trainer:
         if not self.model.training:
             self.model.train()
         self._run.optimizer_step.clear()  # gradients of an unfinished step, or from user code
-        self._run.log_schedule.begin(self.step + 1)
+        self._run.log_points.begin(self.step + 1)
 
     def _is_finished(self) -> bool:
         """Whether the run is over, because of `stop`, max_steps or the last epoch."""
