@@ -47,7 +47,7 @@ from ddp_kit.trainer.evaluation import Evaluator
 from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, warmed_up
 from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.model_flops import ModelFlops
-from ddp_kit.trainer.position import Position, ProgressPart, RunState, StreamPart
+from ddp_kit.trainer.position import Position, RunState, StreamPart
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, described_model
 from ddp_kit.trainer.scheduler_state import SchedulerPart
@@ -209,7 +209,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         OptimizerPart(strategy, optimizer, context.device_optimizer, optimizer_kind(optimizer)),
         SchedulerPart(context.scheduler, schedulers if updates else {}),
         PrecisionPart(context.precision, step),
-        ProgressPart(position),
+        position,
         StreamPart(world, position),
         random,
         best,

@@ -97,8 +97,8 @@ class Adviser:
             *steps, last = self._compiled_at
             return self._once(
                 f"torch.compile recompiled in the intervals that ended at steps {', '.join(map(str, steps))} and "
-                f"{last} ({self._graphs} graphs so far): pad batches to a few lengths, and keep Python values that change "
-                "out of the forward pass; to see the reasons, set TORCH_LOGS=recompiles in the environment"
+                f"{last} ({self._graphs} graphs so far): pad batches to a few lengths, and keep Python values that "
+                "change out of the forward pass; to see the reasons, set TORCH_LOGS=recompiles in the environment"
             )
         for total, times in zip(self._sums, interval.times, strict=True):
             total[:] = [so_far + interval.steps * seconds for so_far, seconds in zip(total, times.figures, strict=True)]

@@ -31,11 +31,13 @@ from ddp_kit.state_values import flag, real_number, whole_number
 # --- Position ---------------------------------------------------------------------------------------------------------
 
 
-class Position:
-    """The progress of a run. Checkpoints store it, and a resumed run continues from it.
+class Position(SavedPart):
+    """The progress of a run. A checkpoint stores it, and a resumed run continues from it.
 
-    The names of the attributes are used as keys in checkpoints.
+    The names of the attributes are the keys in the checkpoint.
     """
+
+    name = "progress"
 
     def __init__(self) -> None:
         self.step = 0
@@ -84,7 +86,7 @@ class Position:
             self.epoch_length = None
             self.epoch_facts = {}
 
-    def check(self, epoch_length: int | None, facts: Facts) -> None:
+    def check_facts(self, epoch_length: int | None, facts: Facts) -> None:
         """Raise `DataError` if `facts` have changed during the epoch: the run would continue with different samples.
 
         `epoch_length`: the number of steps in the epoch, if known. `facts`: see `epoch_facts`.
@@ -139,13 +141,10 @@ class Position:
         first = self.step + steps_per_epoch - self.steps_in_epoch
         return sum(end > after for end in range(first, last + 1, steps_per_epoch))
 
-    def state(self) -> dict[str, Any]:
-        """The attributes to save in a checkpoint: those that are equal on all ranks."""
-        return {name: value for name, value in vars(self).items() if name != "place"}
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return {name: value for name, value in vars(self).items() if name != "place"}  # what is equal on all ranks
 
-    @staticmethod
-    def check_state(state: dict[str, Any]) -> None:
-        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values."""
+    def check(self, state: Any) -> str | None:
         for name in ("step", "epoch", "steps_in_epoch", "samples"):
             whole_number(state[name], name)
         real_number(state["loss"], "loss")
@@ -159,33 +158,10 @@ class Position:
         for name, fact in state["epoch_facts"].items():
             if not isinstance(fact, str | int):
                 raise ValueError(f"{name} is {fact!r}")
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Set the attributes to the values in `state`, which come from the method `state()`."""
-        vars(self).update(state)
-
-
-# --- Saved parts ------------------------------------------------------------------------------------------------------
-
-
-class ProgressPart(SavedPart):
-    """The part of a checkpoint that contains the position of the run."""
-
-    name = "progress"
-
-    def __init__(self, position: Position) -> None:
-        self._position = position
-
-    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return self._position.state()
-
-    def check(self, state: Any) -> str | None:
-        Position.check_state(state)
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        own = self._position.state()
-        self._position.set_state({name: value for name, value in state.items() if name in own})
+        vars(self).update({name: value for name, value in state.items() if name in vars(self)})
 
 
 class StreamPart(SavedPart):
@@ -199,7 +175,14 @@ class StreamPart(SavedPart):
         self._position = position
 
     def rank_state(self) -> Any:
-        return place_as_text(self._position.place)
+        if not self._position.place:  # not a stream with state, or no epoch has started
+            return None
+        return json.dumps(
+            [
+                [reader.reader, reader.number, encoded(reader.random), as_text(reader.dataset)]
+                for reader in self._position.place
+            ]
+        )
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         return [*ranks]
@@ -210,13 +193,6 @@ class StreamPart(SavedPart):
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         self._position.place = place_of(state, self._world.rank, self._world.world_size)
-
-
-def place_as_text(place: Sequence[ReaderState]) -> str | None:
-    """A stream's position as JSON text; None if the data is not a stream with state, or no epoch has started."""
-    if not place:
-        return None
-    return json.dumps([[state.reader, state.number, encoded(state.random), as_text(state.dataset)] for state in place])
 
 
 def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:

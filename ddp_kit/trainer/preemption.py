@@ -109,18 +109,15 @@ class Requests:
         if self._stop_at is not None and now >= self._stop_at:
             return StepRequest(Purpose.STOP, "max_seconds")
         checkpoints = self._checkpoints()
-        if self._end_time is not None and time.time() >= self._end_time - self._reserved(checkpoints):
-            return StepRequest(Purpose.STOP, "the approaching end of the job")
+        if self._end_time is not None:
+            save_seconds = 0.0 if checkpoints is None else checkpoints.save_seconds or 0.0
+            if time.time() >= self._end_time - max(self._reserve, _SAVES_IN_RESERVE * save_seconds):
+                return StepRequest(Purpose.STOP, "the approaching end of the job")
         if not self.saves or self._save_every is None or checkpoints is None:
             return None
         if now - checkpoints.saved_at >= self._save_every:
             return StepRequest(Purpose.SAVE, "every_seconds")
         return None
-
-    def _reserved(self, checkpoints: Checkpoints | None) -> float:
-        """Seconds to reserve for a save and the exit of all processes."""
-        measured = None if checkpoints is None else checkpoints.save_seconds
-        return max(self._reserve, _SAVES_IN_RESERVE * (measured or 0.0))
 
 
 class Preemption:

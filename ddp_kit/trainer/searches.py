@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -218,24 +217,6 @@ _SMOOTHING = 0.9  # decay rate of the exponential moving average of the losses, 
 _DIVERGED = 4.0  # the loss has diverged if it is this many times the best smoothed loss
 
 
-@dataclass
-class _Curve:
-    """The rates tried so far, and their smoothed losses."""
-
-    rates: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    mean: float = 0.0
-
-    def add(self, rate: float, loss: float) -> bool:
-        """Record a step. Returns False if the loss has diverged."""
-        if not math.isfinite(loss):
-            return False
-        self.mean = _SMOOTHING * self.mean + (1 - _SMOOTHING) * loss
-        self.rates.append(rate)
-        self.losses.append(self.mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
-        return self.losses[-1] <= _DIVERGED * min(self.losses) or self.losses[-1] <= 0
-
-
 def rates_between(start: float, end: float, steps: int) -> list[float]:
     """The learning rates to try, spaced geometrically. Raises `ConfigError` for an invalid range."""
     if not 0 < start < end or steps < 2:
@@ -257,7 +238,9 @@ def find(
     """
     before, skipped = RunSnapshot(context), step.skipped
     own = [float(group["lr"]) for group in context.optimizer.param_groups]
-    curve = _Curve()
+    tried: list[float] = []
+    losses: list[float] = []
+    mean = 0.0  # of the losses, as an exponential moving average
     try:
         for rate, share in zip(rates, _shares(feed), strict=False):
             for group, at_first in zip(context.optimizer.param_groups, own, strict=True):
@@ -268,12 +251,18 @@ def find(
                 step.run(share, feed.batch, interval, measure_norm=False)
             interval.end_step(share.samples)
             values = interval.close(clock).values()
-            if not curve.add(rate, values.loss / values.weight if values.weight else math.nan):
+            loss = values.loss / values.weight if values.weight else math.nan
+            if not math.isfinite(loss):
+                break
+            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+            tried.append(rate)
+            losses.append(mean / (1 - _SMOOTHING ** len(tried)))
+            if losses[-1] > max(0.0, _DIVERGED * min(losses)):
                 break
     finally:
         before.restore()
         step.skipped = skipped
-    return LearningRateSearch(tuple(curve.rates), tuple(curve.losses), _steepest(curve))
+    return LearningRateSearch(tuple(tried), tuple(losses), _steepest(tried, losses))
 
 
 def _shares(feed: Feed) -> Iterator[Share]:
@@ -290,12 +279,11 @@ def _shares(feed: Feed) -> Iterator[Share]:
         epoch += 1
 
 
-def _steepest(curve: _Curve) -> float | None:
+def _steepest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """The rate at which the loss falls most steeply; None if it never falls.
 
     The slope at a rate is measured over a tenth of the curve on each side of it.
     """
-    losses, rates = curve.losses, curve.rates
     lowest = losses.index(min(losses)) if losses else 0
     reach = max(1, len(losses) // 10)
     falls = {

@@ -715,8 +715,7 @@ class Trainer:
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
         """Check the state of the run and prepare the first step. `ticks`: whether the schedulers will be stepped."""
         if self._run.position.steps_in_epoch:
-            facts = feed.facts(self.epoch)
-            self._run.position.check(feed.steps, facts)
+            self._run.position.check_facts(feed.steps, feed.facts(self.epoch))
         self._run.optimizer_step.check_parameters()
         last = self.total_steps
         for scheduler, every in self._run.scheduler_intervals if ticks else ():

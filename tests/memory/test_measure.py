@@ -61,7 +61,8 @@ def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
     model = of(planner, data())
     parts, batch = planner._context, next(iter(DataLoader(data(), 16)))
     training = TrainingPass([parts.loss_fn], batch, parts.precision, parts.config, parts.world.device)
-    real = measure._largest_pass(planner.model, [planner.model[2], planner.model[3]], training)  # type: ignore[index]
+    blocks = [planner.model[2], planner.model[3]]  # type: ignore[index]
+    real = measure._pass(planner.model, blocks, training, parts.loss_fn)
     assert model.problems == ()
     assert model.passed == real
     assert real.kept > 2 * 16 * 4 * WIDTH * 4
