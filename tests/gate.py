@@ -75,7 +75,7 @@ LAUNCHES = {
     "no overhead": (
         "end_to_end/test_logging_in_each_step.py::test_a_logged_value_adds_no_collective_to_a_step",
         "parallel/test_fsdp.py::test_a_step_sends_what_fsdp_needs_and_nothing_else[whole-reduced0]",
-        "test_timing.py::test_a_rank_that_waits_for_another_s_gradients_communicates[static]",
+        "test_timing.py::test_a_rank_that_waits_for_another_s_gradients_communicates",
     ),
     "predictable": (
         "launcher/test_dry_run.py::test_a_worker_finds_the_environment_that_was_told[words0]",

@@ -32,7 +32,7 @@ from ddp_kit.records import LoadedWeights
 from ddp_kit.torch_internals import is_extra_state, is_fake, loaded_by_own_code
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
-# Fingerprints identify frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints. A fingerprint is
+# Fingerprints identify frozen weights, which `checkpoint.trainable_only` omits from checkpoints. A fingerprint is
 # the sum of a tensor's values, reinterpreted as integers, each times a factor that depends on its index in the whole
 # tensor. The fingerprints of a tensor's pieces add up to the fingerprint of the tensor, so the result is the same for
 # every parallel strategy.
@@ -139,8 +139,8 @@ class _Weights(NamedTuple):
     path: Path
     step: int | None
     values: Mapping[str, Any]
-    left_out: Mapping[str, Any] = {}
-    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
+    omitted: Mapping[str, Any] = {}
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` omitted."""
 
 
 def load_model(
@@ -237,7 +237,7 @@ def _from_checkpoint(checkpoint: StoredCheckpoint, ema: bool) -> _Weights:
         logger.info(
             "{} also has the averaged weights that evaluations used; pass ema=True to load them", checkpoint.path
         )
-    return _Weights(checkpoint.path, checkpoint.step, load_entries(checkpoint, stored.entries), stored.left_out)
+    return _Weights(checkpoint.path, checkpoint.step, load_entries(checkpoint, stored.entries), stored.omitted)
 
 
 # --- safetensors files ------------------------------------------------------------------------------------------------
@@ -306,17 +306,17 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
         del mismatched[name]
     loaded = [name for name in values if name in current and name not in mismatched]
     tied = {id(current[name]) for name in loaded}
-    frozen = [name for name, entry in weights.left_out.items() if name in current and _is_same(current[name], entry)]
+    frozen = [name for name, entry in weights.omitted.items() if name in current and _is_same(current[name], entry)]
     known = {*values, *frozen}
     result = LoadedWeights(
         weights.path,
         weights.step,
         tuple(loaded),
         missing=tuple(name for name in current if name not in known and id(current[name]) not in tied),
-        unexpected=tuple(name for name in (*values, *weights.left_out) if name not in current),
+        unexpected=tuple(name for name in (*values, *weights.omitted) if name not in current),
         mismatched=mismatched,
     )
-    others = [name for name in weights.left_out if name in current and name not in frozen]
+    others = [name for name in weights.omitted if name in current and name not in frozen]
     if others and strict:
         raise frozen_weights_differ(others)
     if not loaded or (strict and not result.matches):

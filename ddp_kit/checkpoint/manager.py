@@ -194,7 +194,9 @@ class Checkpoints:
         self._random = random
         self._best = best
         self._saved_parts = [*saved_parts, self._lineage]
-        self._newest_kept: int | None = None  # the next save moves checkpoints of later steps away; None: it moves none
+        self._set_aside_after: int | None = (
+            None  # the next save moves checkpoints of later steps away; None: it moves none
+        )
         self.saved_at = time.monotonic()
         """When the last save started, by `time.monotonic`; before the first save, when this run started."""
         self.save_seconds: float | None = None
@@ -372,7 +374,7 @@ class Checkpoints:
                     replicated=self._is_replicated,
                     overlap=self._config.save == "overlapped",
                 )
-                self._saved_step, self._newest_kept, self._saving = step, None, True
+                self._saved_step, self._set_aside_after, self._saving = step, None, True
                 if wait:
                     self._saver.wait()
             self._unsettled = not wait
@@ -397,15 +399,15 @@ class Checkpoints:
 
     def _set_aside(self, folder: Path) -> None:
         """After a resume from an earlier step, move later checkpoints away, so that no restart resumes from them."""
-        if self._newest_kept is None:
+        if self._set_aside_after is None:
             return
-        moved = set_aside(folder, self._newest_kept)
+        moved = set_aside(folder, self._set_aside_after)
         if moved is not None:
             place, steps = moved
             logger.warning(
                 "this run continues after step {}: the checkpoints of steps {} belong to another branch and were moved "
                 "to {}; remove that folder if you no longer need them",
-                max(self._newest_kept, 0),
+                max(self._set_aside_after, 0),
                 ", ".join(map(str, sorted(steps))),
                 place,
             )
@@ -432,7 +434,14 @@ class Checkpoints:
         if world.rank == 0:
             for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point
                 old.unlink(missing_ok=True)
-            _make_mark(mark)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint.dir = {str(folder)!r} cannot be written to: {error.strerror or error}",
+                    "choose a folder that this process may write to",
+                ) from None
         gathered(world, [0])  # a barrier: the mark exists
         first = 0 if mark.exists() else world.rank - world.local_rank
         firsts = [row[0] for row in gathered(world, [first])]  # also a barrier: all ranks have checked
@@ -456,7 +465,7 @@ class Checkpoints:
             if path is not None:
                 self.load(path)
             else:
-                self._begin_lineage(lineage, kept=-1)
+                self._begin_lineage(lineage, set_aside_after=-1)
 
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
@@ -464,7 +473,7 @@ class Checkpoints:
             self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
             folder = self._folder
             inside = folder is not None and path.resolve().parent == folder.resolve()
-            self._begin_lineage(_lineage(path, job_id()), kept=self._progress.step if inside else -1)
+            self._begin_lineage(_lineage(path, job_id()), set_aside_after=self._progress.step if inside else -1)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
         return next((saved.piece_of(tensor) for saved in self._saved_parts if saved.name == part), None)
@@ -474,9 +483,9 @@ class Checkpoints:
         device = next((saved.device_of(tensor) for saved in self._saved_parts if saved.name == part), None)
         return self._world.device if device is None else device
 
-    def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
-        """Start a lineage. The next save first moves away the checkpoints of steps after `kept`."""
-        self._lineage.lineage, self._newest_kept = lineage, kept
+    def _begin_lineage(self, lineage: Lineage, set_aside_after: int) -> None:
+        """Start a lineage. The next save first moves away the checkpoints of steps after `set_aside_after`."""
+        self._lineage.lineage, self._set_aside_after = lineage, set_aside_after
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
         """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
@@ -568,14 +577,3 @@ class Checkpoints:
 def _lineage(path: Path | None, job: str) -> Lineage:
     """The lineage of a run that `job` started from the checkpoint `path`, or from step 0 if `path` is None."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
-
-
-def _make_mark(mark: Path) -> None:
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint.dir = {str(mark.parent)!r} cannot be written to: {error.strerror or error}",
-            "choose a folder that this process may write to",
-        ) from None

@@ -28,7 +28,7 @@ from ddp_kit.state_values import check_same_kind, copied, options_of, plain, sam
 from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
-# `checkpoint.trainable_only` leaves frozen weights out of checkpoints, which then hold only their fingerprints.
+# `checkpoint.trainable_only` omits frozen weights from checkpoints, which then hold only their fingerprints.
 
 
 class FrozenWeights:
@@ -150,7 +150,7 @@ class ModelPart(SavedPart):
 
     def check(self, state: Any) -> str | None:
         own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
-        left_out = {name: value for name, value in state.items() if is_entry(value)}
+        omitted = {name: value for name, value in state.items() if is_entry(value)}
         # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
         # because the optimizer holds the parameters of this run.
         compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
@@ -161,21 +161,21 @@ class ModelPart(SavedPart):
             for name in own
             if name in state
             and name in compared
-            and name not in left_out
+            and name not in omitted
             and isinstance(own[name], Tensor)
             and not is_extra_state(name)
             and whole_shape(state[name]) != tuple(own[name].shape)
         ]
-        if left_out and not problems:
-            self._frozen.compare(left_out)
+        if omitted and not problems:
+            self._frozen.compare(omitted)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         return "; ".join(problems[:_SHOWN]) + more if problems else None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        left_out = {name: value for name, value in state.items() if is_entry(value)}
-        if left_out:
+        omitted = {name: value for name, value in state.items() if is_entry(value)}
+        if omitted:
             stored = self._strategy.model_state()
-            stored.update((name, value) for name, value in state.items() if name not in left_out)
+            stored.update((name, value) for name, value in state.items() if name not in omitted)
             state = stored
         else:
             self._frozen.forget()  # the checkpoint may have other values

@@ -148,7 +148,9 @@ def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedRea
     for block in (block for box in record.boxes for block in split_box(box, _CHUNK // size)):
         parts = [*_parts(block, places)]
         direct = next((memory for memory, at in parts if at is None), None)
-        content = np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else _bytes(direct)
+        content = (
+            np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else direct.reshape(-1).view(np.uint8)
+        )
         if file.readinto(content.data) != content.nbytes:
             raise ValueError("a file is shorter than its header says")
         hasher.update(content.data)
@@ -178,10 +180,6 @@ def _within(inner: Box, outer: Box) -> tuple[Any, ...]:
     return (*(slice(begin - start, end - start) for begin, end, start in starts), ...)
 
 
-def _bytes(memory: Array) -> Array:
-    return memory.reshape(-1).view(np.uint8)
-
-
 def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
     """The tensor that the pieces form. Raises `ValueError` unless each of its values is in exactly one piece."""
     first = records[0]
@@ -198,7 +196,7 @@ def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
 
 
 FROZEN = "frozen"
-"""The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` left out."""
+"""The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` omitted."""
 _TENSORS = ("$tensor", "$array")
 _AVERAGING = "EMA"  # the class of the callback
 
@@ -208,8 +206,8 @@ class StoredWeights(NamedTuple):
 
     entries: Mapping[str, Any]
     """Name -> the entry in state.json; tied weights have the same entry."""
-    left_out: Mapping[str, Any]
-    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
+    omitted: Mapping[str, Any]
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` omitted."""
 
 
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
@@ -219,8 +217,8 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
     Raises `ValueError` if there are no weights.
     """
     model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))
-    left_out = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
-    entries = {name: entry for name, entry in model.items() if name not in left_out}
+    omitted = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
+    entries = {name: entry for name, entry in model.items() if name not in omitted}
     if not entries:
         raise ValueError("it has no model weights")
     if ema:
@@ -230,7 +228,7 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
         entries = {
             name: next((new[key] for key in keys_in([entry]) if key in new), entry) for name, entry in entries.items()
         }
-    return StoredWeights(entries, left_out)
+    return StoredWeights(entries, omitted)
 
 
 def has_average(state: Any) -> bool:
@@ -248,14 +246,12 @@ def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
         elif isinstance(entry, dict):
             waiting += entry.values()
             for tag in _TENSORS:
-                if tag in entry:
-                    yield _key(entry[tag])
-
-
-def _key(place: Any) -> Key:
-    if not isinstance(place, list) or len(place) != 2 or not all(isinstance(name, str) for name in place):
-        raise ValueError("a reference to a tensor is invalid")
-    return place[0], place[1]
+                if tag not in entry:
+                    continue
+                key = entry[tag]
+                if not isinstance(key, list) or len(key) != 2 or not all(isinstance(name, str) for name in key):
+                    raise ValueError("a reference to a tensor is invalid")
+                yield key[0], key[1]
 
 
 def _averages(state: Any) -> list[dict[str, Any]]:

@@ -304,9 +304,9 @@ def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpe
     Values given by flags are kept. Returns `spec` unchanged outside of a cluster, and if the flags are complete or
     restrict the job to this machine. Raises `UsageError` if variables are missing or contradict each other.
     """
-    if spec.torchrun["standalone"] or ("nnodes" in spec.typed and _is_one_node(spec.torchrun)):
+    if spec.torchrun["standalone"] or ("nnodes" in spec.flags and _is_one_node(spec.torchrun)):
         return spec
-    if "nnodes" in spec.typed and spec.typed & {"rdzv_endpoint", "node_rank"}:
+    if "nnodes" in spec.flags and spec.flags.keys() & {"rdzv_endpoint", "node_rank"}:
         return spec  # the command line is complete
     place = recognise(env)
     if place is None:

@@ -240,7 +240,7 @@ TORCHRUN_FLAGS = (
         "--shutdown-timeout",
         "SECONDS",
         f"seconds from SIGTERM to SIGKILL when processes are stopped. Default: {GRACE_DEFAULT}, or 25 if it is not set."
-        " torchrun's default is 30, but after 30 s Kubernetes kills the launcher too",
+        " torchrun's default is 30, but after 30 s a cluster may kill the launcher too",
         type=int,
     ),
     Flag(
@@ -322,11 +322,6 @@ class LaunchSpec:
     """This node's place in the job, from the cluster's variables; None: no cluster, or flags set the place."""
 
     @property
-    def typed(self) -> frozenset[str]:
-        """Names of the settings that were set by a flag on the command line."""
-        return frozenset(self.flags)
-
-    @property
     def script(self) -> str:
         """The script, module or program to run."""
         return str(self.torchrun["training_script"])
@@ -348,6 +343,14 @@ class LaunchSpec:
         return not (self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env)
 
 
+class UnknownFlagError(UsageError):
+    """The command line has a flag that neither ddpkit nor torchrun has. `flag`: the flag, without its value."""
+
+    def __init__(self, flag: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.flag = flag
+
+
 def parse(
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -367,7 +370,8 @@ def parse(
     for name, typed in flags.items():
         if name.startswith("-"):
             close = nearest(name, [spelling for action in known.actions for spelling in action.option_strings])
-            raise UsageError(
+            raise UnknownFlagError(
+                name,
                 f"there is no flag {typed[0]!r}",
                 f"{f'did you mean {close}? ' if close else ''}`ddpkit launch --help` lists all flags; put the script's "
                 "flags after the script",

@@ -16,7 +16,6 @@ from ddp_kit.data.feed import PER_RANK, RANKS
 from ddp_kit.distributed.barrier import all_arrive
 from ddp_kit.distributed.consistency import Facts
 from ddp_kit.distributed.world import (
-    RandomStates,
     World,
     decoded,
     encoded,
@@ -232,19 +231,15 @@ def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[Reader
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
         return ()
-    with random_states_kept():  # the states are set once to validate them
-        return tuple(
-            ReaderState(
-                whole_number(reader, "a reader"), whole_number(number, "a batch"), _set(random), from_text(state)
+    place = []
+    with random_states_kept():
+        for reader, number, random, state in json.loads(text):
+            states = decoded(random)
+            set_random_states(states)  # raises an error for invalid states
+            place.append(
+                ReaderState(whole_number(reader, "a reader"), whole_number(number, "a batch"), states, from_text(state))
             )
-            for reader, number, random, state in json.loads(text)
-        )
-
-
-def _set(text: str) -> RandomStates:
-    states = decoded(text)
-    set_random_states(states)
-    return states
+    return tuple(place)
 
 
 # --- Loop state -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ def test_slurm_script_requeues_by_exit_code(code: int, retries: int, tmp_path: P
         (["--on", "kubeflow", "--nodes", "2", "--image", "x", "--grace", "90", "train.py"], "not support --grace"),
         (["--on", "slurm", "--nodes", "2", "--cold", "--time", "1h", "train.py"], "put it before --cold"),
         (["--on", "slurm", "--nnodes", "2", "train.py"], "--nodes"),
+        (["--on", "slurm", "--nodes", "2", "--max-restarts", "3", "--nnodes=2", "train.py"], "use --nodes N"),
+        (["--on", "slurm", "--nodes", "2", "--max-restartz", "3", "train.py"], "did you mean --max-restarts?"),
         (["--on", "ssh", "--nodes", "3", "--hosts", "a,b", "train.py"], "--hosts names 2"),
         (["--on", "ssh", "--nodes", "3", "train.py"], "use --hosts"),
         (["--on", "ssh", "--hosts=-oProxyCommand=x", "train.py"], "is not a host"),
@@ -229,7 +231,7 @@ def test_submit_names_the_job_after_the_script() -> None:
     for words, name in (
         (("sub/My_Run.py", "-m"), "my-run"),
         (("-m", "pkg.main", "a.b"), "main"),
-        (("--no-python", "./run.sh"), "train"),
+        (("--no-python", "./run.sh"), "run"),
         (("1.py",), "train-1"),
     ):
         Path("sub").mkdir(exist_ok=True)

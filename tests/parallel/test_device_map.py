@@ -26,6 +26,7 @@ from ddp_kit.distributed.world import World
 from ddp_kit.parallel import device_map, strategy_for
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
 from ddp_kit.parallel.strategy import scale_gradients
+from ddp_kit.torch_internals import DdpReducer
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))
 SPLIT = {"": 0, "blocks.2-3": 1}
@@ -237,19 +238,15 @@ def test_training_is_bitwise_that_of_one_device(given_map: Any) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_rank_without_samples_takes_part_with_zeros_on_every_device() -> None:
-    given_map = {"": 1, "blocks": 0}
-    model = on_devices(Network(), given_map)
-    several = World(0, 2, 0, 2, 0, TWO[0], TWO)
-    strategy = DeviceMapStrategy(several, ParallelConfig(device_map=given_map))
-    strategy.model, strategy.parameters = model, tuple(model.parameters())
-    reducer = SimpleNamespace(reduced=lambda loss: loss)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy, "_wrapper", reducer)
-        zero = strategy._zero_loss()
-    assert zero.device == TWO[0]
-    zero.backward()  # type: ignore[no-untyped-call]
-    assert all(each.grad is None for each in model.parameters())
+def test_ddp_reducer_with_parameters_on_several_devices_contributes_zeros_without_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, losses = on_devices(Network(), {"": 1, "blocks": 0}), list[Tensor]()
+    reducer = DdpReducer(SimpleNamespace(module=model, broadcast_buffers=True), ())
+    monkeypatch.setattr(reducer, "reduced", lambda loss: losses.append(loss) or loss)
+    reducer.reduce_zeros()
+    assert losses[0].device == next(model.parameters()).device
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_weights_of_several_devices_are_compared_as_one_number() -> None:

@@ -148,7 +148,7 @@ def _export(
         for number in range(1, len(shards) + 1)
     ]
     index = target.with_name(f"{stem}{INDEX}")
-    _refuse_to_overwrite([*paths, *([index] if len(shards) > 1 else [])])
+    _check_new([*paths, *([index] if len(shards) > 1 else [])])
     with ExitStack() as stack:
         made, places = [], dict[Key, list[Destination]]()
         for path, shard in zip(paths, shards, strict=True):
@@ -170,9 +170,9 @@ def _export(
         f"({sum(whole.bytes for whole in weights.values()):,} bytes) to:"
     )
     print_text("\n".join(str(file.path) for file in made))
-    if stored.left_out:
+    if stored.omitted:
         print_text(
-            f"{len(stored.left_out)} frozen weights are not included: checkpoint.trainable_only left them out of the "
+            f"{len(stored.omitted)} frozen weights are not included: checkpoint.trainable_only left them out of the "
             "checkpoint"
         )
 
@@ -216,7 +216,7 @@ def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:
 # --- New files --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
+def _check_new(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists() or path.is_symlink():
             raise UsageError(f"{path} already exists", "choose another file name, or remove this file")
@@ -256,7 +256,7 @@ class _NewFile:
     def finish(self) -> None:
         """Flush the file to disk, and give it its final name."""
         os.fsync(self._file)
-        _refuse_to_overwrite([self.path])
+        _check_new([self.path])
         self._unnamed.rename(self.path)
 
     def __enter__(self) -> "_NewFile":

@@ -7,15 +7,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ddp_kit.errors import UsageError, nearest, printable
+from ddp_kit.launcher import spec
 from ddp_kit.launcher.clusters.engine import Engine
 from ddp_kit.launcher.clusters.engines import ENGINES
 from ddp_kit.launcher.clusters.request import Request, hosts_of, job_name
 from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.spec import LaunchSpec
 
 _EPILOG = """\
 everything after these flags is passed to `ddpkit launch` on every node: its flags, the script, the script's arguments
@@ -41,7 +42,7 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     the engine cannot be used from this machine.
     """
     known = parser()
-    own, launch = _split(words, known)
+    own, launch_words = _split(words, known)
     flags = vars(known.parse_args(own))
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
     name, dry_run = flags.pop("on"), flags.pop("dry_run")
@@ -51,8 +52,12 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
         raise UsageError(what, f"use --on {close}" if close else f"use --on and one of: {names}")
     engine = ENGINES[name]
     _check_flags(engine, flags, known)
-    request = _request(flags, launch, words)
-    _check_script(engine, request)
+    launch = _parse_launch(launch_words, known) if launch_words else None
+    if launch is None and engine.script_needed:
+        raise UsageError("there is no script to run", "put the script and its arguments after all flags")
+    request = _request(flags, launch, launch_words, words)
+    if launch is not None and not launch.torchrun["module"] and not launch.torchrun["no_python"]:
+        _check_script(engine, request, launch.script)
     if engine.image_needed and request.image is None:
         raise UsageError(f"{name} runs a job in a container, but --image is not given", "use --image IMAGE")
     engine.check(request)
@@ -172,17 +177,23 @@ def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
         position += 1 if "=" in words[position] or action.nargs == 0 else 2
-    rest = list(words[position:])
-    before_script = rest[: next((n for n, word in enumerate(rest) if word.endswith(".py") or word == "-m"), len(rest))]
-    for word in before_script:
-        if word.partition("=")[0] in actions.keys() - {"--gpus", "--dry-run"}:
-            raise UsageError(
-                f"{word} is a flag of `ddpkit submit`, but follows {rest[0]}, a flag of `ddpkit launch`",
-                f"put it before {rest[0]}",
-            )
-    if rest and rest[0].partition("=")[0] == "--nnodes":
+    return list(words[:position]), list(words[position:])
+
+
+def _parse_launch(words: Sequence[str], known: Parser) -> LaunchSpec:
+    """Parse the arguments of `ddpkit launch`. `known`: the parser of `ddpkit submit`. Raises `UsageError`."""
+    try:
+        launch = spec.parse(words, {})
+    except spec.UnknownFlagError as error:
+        if error.flag not in {flag for action in known.actions for flag in action.option_strings}:
+            raise
+        raise UsageError(
+            f"{error.flag} is a flag of `ddpkit submit`, but follows {words[0]}, a flag of `ddpkit launch`",
+            f"put it before {words[0]}",
+        ) from None
+    if "nnodes" in launch.flags:
         raise UsageError("--nnodes is not allowed: `ddpkit submit` derives it from --nodes", "use --nodes N")
-    return list(words[:position]), rest
+    return launch
 
 
 def _check_flags(engine: Engine, flags: dict[str, Any], known: Parser) -> None:
@@ -203,7 +214,9 @@ def _check_flags(engine: Engine, flags: dict[str, Any], known: Parser) -> None:
             )
 
 
-def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str]) -> Request:
+def _request(
+    flags: dict[str, Any], launch: LaunchSpec | None, launch_words: Sequence[str], words: Sequence[str]
+) -> Request:
     hosts = hosts_of(flags.pop("hosts"))
     nodes = flags.pop("nodes") or len(hosts)
     if not nodes:
@@ -214,13 +227,13 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
         )
     time, name = flags.pop("time"), flags.pop("name")
     if name is None:
-        modules = [after.rpartition(".")[2] for word, after in pairwise(launch) if word == "-m"]
-        scripts = [PurePosixPath(word).stem for word in launch if word.endswith(".py")]
-        name = job_name([*scripts, *modules, "train"][0])
+        script = "train" if launch is None else launch.script
+        is_module = launch is not None and launch.torchrun["module"]
+        name = job_name(script.rpartition(".")[2] if is_module else PurePosixPath(script).stem)
     shown = ["ddpkit", "submit", *(word for word in words if word != "--dry-run")]
     return Request(
         nodes=nodes,
-        words=tuple(launch),
+        words=tuple(launch_words),
         name=name,
         command="\n# ".join(printable(line, keep=_NOT_UTF8) for line in shlex.join(shown).splitlines()),  # a comment
         seconds=None if time is None else seconds_of(time),
@@ -231,13 +244,8 @@ def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str])
     )
 
 
-def _check_script(engine: Engine, request: Request) -> None:
-    """Raise `UsageError` if the script is missing, or is not copied to the nodes."""
-    if not request.words and engine.script_needed:
-        raise UsageError("there is no script to run", "put the script and its arguments after all flags")
-    script = next((word for word in request.words if word.endswith(".py")), None)
-    if script is None:
-        return
+def _check_script(engine: Engine, request: Request, script: str) -> None:
+    """Raise `UsageError` if the script does not exist, or is not copied to the nodes."""
     path = Path(script)
     if request.image is None and not path.exists():  # with an image, it is in the image
         close = nearest(path.stem, [other.stem for other in path.parent.glob("*.py")])
