@@ -33,7 +33,7 @@ class RowLogger(Callback):
         """Record that rows after the checkpoint's step must be removed, because the run repeats these steps."""
         self._resumed = True
 
-    def take_back(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Remove the rows of steps after `step`. Called before the first row of a run that resumes after `step`.
 
         Args:
@@ -42,11 +42,11 @@ class RowLogger(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         """Remove the rows after the checkpoint's step, if a checkpoint was loaded."""
-        self._take_back_once(trainer, trainer.step)
+        self._truncate_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
         """Do the work of `on_fit_start` in a loop over `steps()`, which does not call `on_fit_start`."""
-        self._take_back_once(trainer, trainer.step - 1)
+        self._truncate_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
         """Write a row for the log point."""
@@ -56,15 +56,15 @@ class RowLogger(Callback):
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Write a row for the evaluation."""
-        self._take_back_once(trainer, trainer.step)
+        self._truncate_once(trainer, trainer.step)
         if trainer.world.is_main:
             self.write(trainer, "eval", trainer.step, dict(metrics))
 
-    def _take_back_once(self, trainer: Any, step: int) -> None:
+    def _truncate_once(self, trainer: Any, step: int) -> None:
         if self._resumed:
             self._resumed = False
             if trainer.world.is_main:
-                self.take_back(step)
+                self.truncate_after(step)
 
 
 class RunLogger(RowLogger):
@@ -174,7 +174,7 @@ class FileLogger(RowLogger):
         """The step of a row. Raises `ValueError`, `LookupError` or `TypeError` if the line is not a row."""
         raise NotImplementedError
 
-    def take_back(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Remove the rows that this run wrote for steps after `step`. The file is replaced atomically."""
         if not self._path.exists():
             return

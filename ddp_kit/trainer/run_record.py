@@ -265,7 +265,7 @@ class RunRecord(Callback):
     def _open(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._rows, self._attempts = _Rows(folder / RECORD_ROWS), _Rows(folder / RECORD_ATTEMPTS)
-        self._rows.take_back(step)
+        self._rows.truncate_after(step)
 
     def _facts(self) -> dict[str, Any]:
         device, env = self._world.device, process_environment()
@@ -306,7 +306,7 @@ class RunRecord(Callback):
 
 
 class _Rows(JSONLinesLogger):
-    """A JSON Lines file whose rows all belong to this run, so `take_back` may also remove those of earlier attempts."""
+    """A JSON Lines file whose rows all belong to this run, so `truncate_after` may also remove those of earlier attempts."""
 
     def begin(self) -> int:
         return 0
