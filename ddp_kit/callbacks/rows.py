@@ -77,9 +77,16 @@ class RunLogger(RowLogger):
     id_field = "id"
     """The name of a run's identifier, both as an attribute of the run and as an argument for starting the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, **init: Any) -> None:
+        """`init`: the user's arguments for starting a run."""
+        self._init = init
         self._run: Any = None
         self._continued: str | None = None  # the run that the next one continues
+
+    def arguments(self, trainer: Any, continued: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the service's `init`: the user's own, the TrainerConfig, and the run to continue."""
+        config = {**trainer.config.model_dump(mode="json"), **self._init.get("config", {})}
+        return {**continued, **({"resume": "allow"} if continued else {}), **self._init, "config": config}
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
         """Start or continue a run.
@@ -109,7 +116,7 @@ class RunLogger(RowLogger):
         Args:
             run: The run that `start` returned.
         """
-        raise NotImplementedError
+        run.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The id of the current run, or of the run to continue; None if there is neither."""
@@ -241,15 +248,16 @@ def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
     if fields.get("mfu") is None:
         fields.pop("mfu", None)
     logged, rates = fields.pop("values", {}), fields.pop("learning_rates", ())
-    yield from _flat(fields)
+    yield from flat(fields)
     if len(rates) > 1:
         yield from ((f"learning_rate.{number}", rate) for number, rate in enumerate(rates))
     yield from logged.items()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of (name, value) for nested values, with names such as data.num_workers."""
     for name, value in values.items():
         if isinstance(value, Mapping) or is_dataclass(value):
-            yield from _flat(value if isinstance(value, Mapping) else vars(value), f"{prefix}{name}.")
+            yield from flat(value if isinstance(value, Mapping) else vars(value), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

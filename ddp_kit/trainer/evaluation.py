@@ -114,7 +114,10 @@ class Evaluator:
                     context.strategy.sync_buffers()
                     values = evaluate(context, self._metrics, data, stops, name)
                 if values is not None:
-                    logger.info("{} at step {}: {}", name, step, _shown(values))
+                    texts = [f"{metric} {value:.4g}" for metric, value in islice(values.items(), _SHOWN)]
+                    if len(values) > _SHOWN:  # a metric may return many values
+                        texts.append(f"and {len(values) - _SHOWN} more")
+                    logger.info("{} at step {}: {}", name, step, "  ".join(texts))
                     if notify_callbacks:
                         self._call_callbacks("on_evaluate", values)
             finally:  # also after an error: callbacks undo what they changed for the evaluation
@@ -125,16 +128,6 @@ class Evaluator:
         elif random is not None:
             set_random_states(random)
         return values
-
-
-def _shown(values: Mapping[str, float]) -> str:
-    """The values as one line of text. Only the first 32 are shown, because a metric may return many.
-
-    If there are more, the line ends with the number of values left out.
-    """
-    shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
-    more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
-    return "  ".join([*shown, *more])
 
 
 class FitEvaluations:

@@ -152,7 +152,10 @@ def scale_learning_rate(
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr"):  # schedulers made with last_epoch start from initial_lr
             if name in group:
-                _put(group, name, group[name] * factor)
+                if isinstance(group[name], Tensor):  # in place, because other objects may refer to it
+                    group[name].mul_(factor)
+                else:
+                    group[name] *= factor
 
 
 def warmed_up(
@@ -392,14 +395,6 @@ def _ticks_left(scheduler: LRScheduler) -> float:
 
 def _copy(rate: "float | Tensor") -> "float | Tensor":
     return rate.clone() if isinstance(rate, Tensor) else rate
-
-
-def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
-    """Set a learning rate of a parameter group. A tensor is updated in place, because other objects may refer to it."""
-    if isinstance(group[name], Tensor):
-        group[name].copy_(rate)
-    else:
-        group[name] = rate
 
 
 # --- Number of scheduler steps ----------------------------------------------------------------------------------------

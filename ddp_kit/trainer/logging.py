@@ -51,22 +51,6 @@ WATCHED_SECONDS = 1.0
 """Seconds of training that are averaged before there is advice; shorter averages are too noisy."""
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The measurements of one interval between two log points."""
-
-    step: int
-    """The last optimizer step of the interval."""
-    steps: int
-    """The number of optimizer steps in the interval."""
-    times: Sequence[StepTimes]
-    """The times of each rank."""
-    graphs: int = 0
-    """The number of graphs that torch.compile has compiled so far in this process."""
-    idle: float = 0.0
-    """The share of the steps in which the GPU ran out of work: see `StepClock.idle`."""
-
-
 class Adviser:
     """Gives advice after an interval, each kind of advice at most once. The first interval is ignored as warm-up.
 
@@ -84,37 +68,44 @@ class Adviser:
         self._compiled_at: list[int] = []
         self._said: set[str] = set()
 
-    def watch(self, interval: Watched) -> str | None:
-        """Return a line of advice about an interval, or None if nothing new stands out."""
-        compiled, self._graphs = interval.graphs > self._graphs, interval.graphs
+    def watch(
+        self, step: int, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0
+    ) -> str | None:
+        """Return a line of advice about the interval that ended with `step`, or None if nothing new stands out.
+
+        `steps`: the number of optimizer steps in the interval. `ranks`: the times of each rank. `graphs`: the number of
+        graphs that torch.compile has compiled so far in this process. `idle`: see `StepClock.idle`.
+        """
+        compiled, self._graphs = graphs > self._graphs, graphs
         if self._sums is None:
-            self._sums = [[0.0] * len(times.figures) for times in interval.times]
+            self._sums = [[0.0] * len(times.figures) for times in ranks]
             return None
         if compiled:  # compiling takes seconds on some ranks, so the times of this interval are not representative
-            self._compiled_at.append(interval.step)
+            self._compiled_at.append(step)
             if len(self._compiled_at) < COMPILED_AGAIN:
                 return None
-            *steps, last = self._compiled_at
+            *earlier, last = self._compiled_at
             return self._once(
-                f"torch.compile recompiled in the intervals that ended at steps {', '.join(map(str, steps))} and "
+                f"torch.compile recompiled in the intervals that ended at steps {', '.join(map(str, earlier))} and "
                 f"{last} ({self._graphs} graphs so far): pad batches to a few lengths, and keep Python values that "
                 "change out of the forward pass; to see the reasons, set TORCH_LOGS=recompiles in the environment"
             )
-        for total, times in zip(self._sums, interval.times, strict=True):
-            total[:] = [so_far + interval.steps * seconds for so_far, seconds in zip(total, times.figures, strict=True)]
-        self._steps += interval.steps
-        self._idle += interval.steps * interval.idle
+        for total, times in zip(self._sums, ranks, strict=True):
+            total[:] = [so_far + steps * mean for so_far, mean in zip(total, times.figures, strict=True)]
+        self._steps += steps
+        self._idle += steps * idle
         if sum(self._sums[0]) < WATCHED_SECONDS:
             return None
         means = [StepTimes(*(seconds / self._steps for seconds in total)) for total in self._sums]
-        idle = self._idle / self._steps
+        mean_idle = self._idle / self._steps
         self._sums, self._steps, self._idle = [[0.0] * len(total) for total in self._sums], 0, 0.0
         if (line := self._say(means)) is not None or self._waits:
             return self._once(line)
-        if idle < IDLE_SHARE or fmean(times.total for times in means) > SHORT_STEP_SECONDS:
+        if mean_idle < IDLE_SHARE or fmean(times.total for times in means) > SHORT_STEP_SECONDS:
             return None
         return self._once(
-            f"host-device synchronisation, or steps that are too small: the GPU ran out of work in {idle:.0%} of them. "
+            "host-device synchronisation, or steps that are too small: "
+            f"the GPU ran out of work in {mean_idle:.0%} of them. "
             '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it '
             "waits"
         )
@@ -527,7 +518,7 @@ class LogPoints:
         reading, values = point.reading, point.reading.values()
         self._check(point, values)
         self._compare(point.step, values)
-        line = self._adviser.watch(Watched(point.step, reading.steps, values.times, point.graphs, point.idle))
+        line = self._adviser.watch(point.step, reading.steps, values.times, point.graphs, point.idle)
         if line is not None:
             logger.info("advice: {}", line)
             self._context.heartbeat.advise(line)

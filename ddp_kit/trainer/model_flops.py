@@ -134,11 +134,22 @@ class ModelFlops:
         self._peak = peak_rates(device_name(world))
         if not self._peak:
             self._not_known(f"the peak rate of {device_name(world)} is not known")
-        elif config.parallel.share_gpus:
+            return
+        if config.parallel.share_gpus:
             self._not_known("ranks share GPUs")
-        else:
-            self._fakes = FakeTensors()
-            self._take(model, precision)
+            return
+        self._fakes = FakeTensors()
+        kept = set(map(id, precision.kept_buffers(model).values()))
+        # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
+        memo: dict[int, Any] = {
+            id(tensor): self._fakes.like(tensor, world.device, None if id(tensor) in kept else precision.weights_dtype)
+            for tensor in (*model.parameters(), *model.buffers())
+        }
+        try:
+            with _CopiesWithoutMemory(self._fakes):
+                self._copy = copy.deepcopy(model, memo)
+        except Exception as error:
+            self._not_known(f"{type(model).__name__} cannot be copied: {first_line(error)}")
 
     @property
     def ready(self) -> bool:
@@ -157,7 +168,11 @@ class ModelFlops:
             batch = fetch()
             if not self.ready:
                 samples, plain = unpacked(share.passes[0], batch)
-                self._note(plain, samples)
+                try:
+                    self._batch, self._samples = each_leaf(self._shape, plain), samples
+                except Exception as error:
+                    self._copy = None
+                    self._not_known(f"a batch of {type(plain).__name__} cannot be copied: {first_line(error)}")
             return batch
 
         return first
@@ -187,27 +202,6 @@ class ModelFlops:
             self._not_known(f"the loss function does not run on fake tensors: {first_line(error)}")
         else:
             self._settle(flops)
-
-    def _take(self, model: nn.Module, precision: Precision) -> None:
-        place, dtype = self._world.device, precision.weights_dtype
-        kept = set(map(id, precision.kept_buffers(model).values()))
-        # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
-        memo: dict[int, Any] = {
-            id(each): self._fakes.like(each, place, None if id(each) in kept else dtype)
-            for each in (*model.parameters(), *model.buffers())
-        }
-        try:
-            with _CopiesWithoutMemory(self._fakes):
-                self._copy = copy.deepcopy(model, memo)
-        except Exception as error:
-            self._not_known(f"{type(model).__name__} cannot be copied: {first_line(error)}")
-
-    def _note(self, batch: Any, samples: int) -> None:
-        try:
-            self._batch, self._samples = each_leaf(self._shape, batch), samples
-        except Exception as error:
-            self._copy = None
-            self._not_known(f"a batch of {type(batch).__name__} cannot be copied: {first_line(error)}")
 
     def _shape(self, leaf: Any) -> Any:
         return self._fakes.like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf

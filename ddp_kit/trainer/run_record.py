@@ -306,7 +306,7 @@ class RunRecord(Callback):
 
 
 class _Rows(JSONLinesLogger):
-    """A JSON Lines file whose rows all belong to this run, so `truncate_after` may also remove those of earlier attempts."""
+    """A JSON Lines file whose rows all belong to this run: `truncate_after` may also remove those of other attempts."""
 
     def begin(self) -> int:
         return 0
