@@ -337,7 +337,7 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
     """Raise `ConfigError` if weights and gradients exceed the memory of the GPU that the model will be moved to."""
     memory = _memory_to_fit(strategy)
     if memory is not None and not strategy.replaces_parameters:
-        trained = sum(bytes_of(each) for each in model.parameters() if each.requires_grad)
+        trained = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
         check_exact_fits(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
 
 
@@ -351,9 +351,11 @@ def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, devic
     memory = _memory_to_fit(strategy)
     if memory is None:
         return None
-    held = [each for group in device_optimizer.param_groups for each in group["params"] if each.requires_grad]
+    held = [
+        parameter for group in device_optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
     trained = held if strategy.replaces_parameters else strategy.parameters
-    weights, gradients = (sum(map(bytes_of, each)) for each in (strategy.local_parameters(), trained))
+    weights, gradients = (sum(map(bytes_of, tensors)) for tensors in (strategy.local_parameters(), trained))
     if strategy.parameters_on_host:
         weights = gradients = 0
     weights += sum(map(bytes_of, model.buffers()))
