@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ddp_kit.env import (
     ERROR_SHOWN_FILE,
@@ -142,6 +143,25 @@ def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> 
         os.link(whole, path)  # fails if the file exists
     with suppress(OSError):
         whole.unlink()
+
+
+def read_error_file(path: str) -> tuple[str, Mapping[str, Any]] | None:
+    """The message of an error file, and its further fields; None: torch could not read it, or there is no such file.
+
+    torch's handler and `leave_note` write a message with further fields; other programs write a message alone, which
+    torch accepts too.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+        message = content["message"]
+        if isinstance(message, str):
+            int(content.get("timestamp", 0))
+            return message, {}
+        fields = message["extraInfo"]
+        int(fields["timestamp"])
+        return str(message.get("message", "")), fields
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+        return None
 
 
 def _should_print(error: DdpKitError) -> bool:

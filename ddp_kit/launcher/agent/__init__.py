@@ -10,7 +10,6 @@ This is the only launcher folder that imports torch.
     logs.py      where the workers' output goes: torch's log settings and file names, and ddpkit's streams
     nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several nodes
 
-    torch_agent.py     runs torch's own agent instead, for etcd and rendezvous plug-ins
     torch_versions.py  uses of torch APIs that are not public or differ between versions
     probe.py           the program that `ddpkit doctor` runs to test torch; not imported here
 """

@@ -6,14 +6,15 @@ import select
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher.agent.stacks import Stack, read_stacks, wait_channel
 from ddp_kit.launcher.output import open_log
-from ddp_kit.launcher.verdict import rank_list
+from ddp_kit.launcher.verdict import Failure, rank_list
 from ddp_kit.launcher.warm.cleanup import is_stopped, state
 from ddp_kit.masking import masked
 
@@ -209,29 +210,20 @@ def is_debugged(stacks: Iterable[Stack]) -> bool:
 
 _RAISE_LIMIT = "if the rank is only slow, raise the limit with --hang-timeout SECONDS; --hang-timeout 0 disables it"
 _NO_STACK = ", but the stack cannot be read: py-spy is not installed, or the kernel prevents py-spy from reading it"
+_RAISE_TIMEOUT = "if the rank is only slow, raise the timeout: init_process_group(timeout=...)"
+_LOOK_IN_DMESG = (
+    "look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait is expected, "
+    "raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+)
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Hung:
-    """A worker that hangs."""
-
-    message: str
-    trace: str
-    """The worker's stack, in the form of a traceback."""
-    others: tuple[str, ...]
-    """Lines of text that say what the other ranks of this node were doing."""
-    hint: str
-    waits: bool = False
-    """Whether the worker is only waiting for other ranks. The cause of the hang is then elsewhere."""
 
 
 class HangMonitor:
     """Monitors the workers of one round on this node.
 
-    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `interrupted`: a
-    function that returns whether to stop reading stacks.
+    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `host`: the name of
+    this node in failures. `interrupted`: a function that returns whether to stop reading stacks.
     """
 
     def __init__(
@@ -239,22 +231,25 @@ class HangMonitor:
         hang_timeout: float | None,
         envs: Mapping[int, Mapping[str, str]],
         error_files: Mapping[int, str],
+        host: str,
         interrupted: Callable[[], bool],
     ) -> None:
         self._ranks = {local_rank: int(env[RANK]) for local_rank, env in envs.items()}
         self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
+        self._host = host
+        self._began = time.monotonic()
         self._interrupted = interrupted
         self._has_user_limit = hang_timeout is not None  # if not, doubtful cases are left to torch's own timeouts
         self._left_to_other_nodes = False
         floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
-        self._rule = HangRule(floor, hang_timeout is not None, time.monotonic()) if floor else None
+        self._rule = HangRule(floor, hang_timeout is not None, self._began) if floor else None
         self.count_interval = (
             self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
         )
         """Seconds between counts of a worker's collectives, which show progress without a Trainer; 0: never."""
-        self.found: dict[int, Hung] = {}
-        """Hung workers by local rank; at most one."""
+        self.failure: Failure | None = None
+        """The failure of the worker that hangs, with its stack; None: no worker hangs."""
         self.others: tuple[str, ...] = ()
         """Lines of text that say what the running ranks were doing when a collective timed out on another rank."""
         self.stacks: dict[int, str] = {}
@@ -262,7 +257,7 @@ class HangMonitor:
 
     def next_check(self) -> float | None:
         """Seconds until the next call of `check`, or None if no further call is needed."""
-        return None if self._rule is None or self.found else self._rule.next_check(time.monotonic())
+        return None if self._rule is None or self.failure is not None else self._rule.next_check(time.monotonic())
 
     def check(self, pids: Mapping[int, int]) -> int | None:
         """Return the local rank that hangs, or None. `pids`: the process ids of the running workers, by local rank."""
@@ -293,7 +288,7 @@ class HangMonitor:
             self._rule.reset()
             return None
         message = self._message(heartbeats, read_at, no_progress, waits)
-        self._record(local_rank, heartbeats, stacks, message, _RAISE_LIMIT, waits)
+        self._fail_with_stack(local_rank, heartbeats, stacks, message, _RAISE_LIMIT, waits)
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
@@ -306,13 +301,7 @@ class HangMonitor:
         if len(late) != 1 or heartbeats[late[0]].phase is Phase.EXITING or _is_ending(pids[late[0]]):
             return None
         message = "this rank did not reach the collective that timed out on other ranks"
-        self._record(
-            late[0],
-            heartbeats,
-            stacks,
-            message,
-            "if the rank is only slow, raise the timeout: init_process_group(timeout=...)",
-        )
+        self._fail_with_stack(late[0], heartbeats, stacks, message, _RAISE_TIMEOUT)
         return late[0]
 
     def check_sleeping(self, pids: Mapping[int, int]) -> int | None:
@@ -320,18 +309,14 @@ class HangMonitor:
 
         This reads no stack, because py-spy would block until the process wakes up.
         """
-        found = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
-        if found is not None and found not in self.found:
-            where = wait_channel(pids[found])
-            self.found[found] = Hung(
-                message="the process is in uninterruptible sleep (state D)"
-                + (f", in the kernel function {where}" if where else ""),
-                trace="",
-                others=(),
-                hint="look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait "
-                "is expected, raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
-            )
-        return found
+        local_rank = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
+        if local_rank is not None and self.failure is None:
+            function = wait_channel(pids[local_rank])
+            where = f", in the kernel function {function}" if function else ""
+            message = f"the process is in uninterruptible sleep (state D){where}"
+            step = read_heartbeat(self._error_files[local_rank]).step
+            self.failure = self._failure(local_rank, pids[local_rank], step, message, _LOOK_IN_DMESG)
+        return local_rank
 
     def _read_stacks(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
         return read_stacks(pids, native_seconds, {rank: self.stacks_file(rank) for rank in pids}, self._interrupted)
@@ -360,7 +345,7 @@ class HangMonitor:
             )
         return message
 
-    def _record(
+    def _fail_with_stack(
         self,
         local_rank: int,
         heartbeats: Mapping[int, Heartbeat],
@@ -369,18 +354,31 @@ class HangMonitor:
         hint: str,
         waits: bool = False,
     ) -> None:
-        stack = stacks[local_rank]
+        """Set `failure` to that of a worker whose stack has been read, and keep the stacks of all workers."""
+        stack, heartbeat = stacks[local_rank], heartbeats[local_rank]
         how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
-        others = {rank: each for rank, each in stacks.items() if rank != local_rank}
-        self.others = self._locations(others, heartbeats)
-        self.found[local_rank] = Hung(
-            message=f"{message}; {stack.doing(heartbeats[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
-            trace=_trace(self._ranks[local_rank], stack),
-            others=self.others,
-            hint=hint,
-            waits=waits,
+        message = f"{message}; {stack.doing(heartbeat.phase)}{how}{'' if stack.frames else _NO_STACK}"
+        self.failure = replace(
+            self._failure(local_rank, stack.pid, heartbeat.step, message, hint),
+            trace=masked(_trace(self._ranks[local_rank], stack), os.environ),
+            others=self._locations({rank: stacks[rank] for rank in stacks if rank != local_rank}, heartbeats),
+            secondary=waits,
         )
         self._write_stacks(stacks)
+
+    def _failure(self, local_rank: int, pid: int, step: int | None, message: str, hint: str) -> Failure:
+        return Failure(
+            rank=self._ranks[local_rank],
+            local_rank=local_rank,
+            pid=pid,
+            exit_code=ExitCode.HUNG,
+            after=time.monotonic() - self._began,
+            host=self._host,
+            message=masked(message, os.environ),
+            step=step,
+            hint=hint,
+            hung=True,
+        )
 
     def _locations(self, stacks: Mapping[int, Stack], heartbeats: Mapping[int, Heartbeat]) -> tuple[str, ...]:
         """Lines that say what the ranks are doing; ranks at the same location share a line."""
@@ -389,7 +387,8 @@ class HangMonitor:
             doing = stack.doing(heartbeats[local_rank].phase)
             by_activity.setdefault(doing, []).append(self._ranks[local_rank])
         return tuple(
-            f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in by_activity.items()
+            masked(f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}", os.environ)
+            for doing, ranks in by_activity.items()
         )
 
     def remove_empty_files(self) -> None:

@@ -1,6 +1,5 @@
 """The worker processes of one round on one node."""
 
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,15 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, attempt_id
+from ddp_kit.env import (
+    GRACE_FILE,
+    NOTE_AT_START,
+    NOTE_PRINTED,
+    NOTE_PRINTED_HERE,
+    NOTE_SECONDARY,
+    RECORD_FOLDER,
+    attempt_id,
+)
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
@@ -29,10 +36,11 @@ from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord
-from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.cleanup import state
 from ddp_kit.launcher.warm.client import Process, WarmServer
-from ddp_kit.masking import masked_words
+from ddp_kit.masking import masked, masked_words
+from ddp_kit.uncaught import read_error_file
 
 _SIGNAL_CHECK_SECONDS = 0.05
 _SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
@@ -47,6 +55,7 @@ _SAVING_SECONDS = 1.0  # the same while one of these ranks is saving
 _EXIT_SECONDS = 5.0
 _EXIT_CHECK_SECONDS = 1.0  # between two checks for such workers
 _LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes after all workers have ended
+_SERVER_LOST = "the process that forks the workers was killed, along with all workers"
 
 
 class Workers:
@@ -84,7 +93,10 @@ class Workers:
         self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
         self._round_file = None if self._folder is None else RoundFile(self._folder)
         self._record_keeper: RecordKeeper | None = None
-        self.hang_monitor = HangMonitor(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
+        self._host = socket.gethostname() if plan.rendezvous.limits.max_nodes > 1 else ""  # in failures
+        self.hang_monitor = HangMonitor(
+            plan.hang_timeout, self._envs, self.error_files, self._host, lambda: inbox.signals > 0
+        )
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
         self._interrupted = False
@@ -95,6 +107,11 @@ class Workers:
         self._after: dict[int, float] = {}  # local rank -> seconds from the start of the round to the worker's end
         self._terminated: set[int] = set()
         self._final_output: dict[int, FinalOutput] | None = None  # set after all workers have ended
+        self.failures: tuple[Failure, ...] = ()
+        """The workers that hung or had another exit code than 0, once all workers have ended.
+
+        They are in the order in which they ended, but those that the launcher terminated come last.
+        """
 
     @property
     def pids(self) -> dict[int, int]:
@@ -257,12 +274,13 @@ class Workers:
         allowed = max(_EXIT_SECONDS, self._plan.shutdown_timeout)
         late = any(time.monotonic() - raised_at >= allowed for raised_at in exiting.values())
         codes = {rank: self._exit_code(rank) for rank in self._after}
-        failed = late or bool(self.hang_monitor.found)
+        failed = late or self.hang_monitor.failure is not None
         failed = failed or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
         if self._running and not failed and self._timeout_of_others() != 0.0:
             return False
         if failed or any(codes.values()):
-            timed_out = bool(self._running) and not self.hang_monitor.found and any(map(self._timed_out, codes))
+            alone = self.hang_monitor.failure is None
+            timed_out = bool(self._running) and alone and any(map(self._timed_out, codes))
             if timed_out:
                 self._kill_if_hung(self.hang_monitor.after_timeout(self._pids_running()))
             if late or timed_out:
@@ -294,11 +312,10 @@ class Workers:
 
     def _timed_out(self, local_rank: int) -> bool:
         """Whether this worker ended because of a timeout in a collective that other ranks did not reach."""
-        code = self._exit_code(local_rank)
-        if not code:
+        if not self._exit_code(local_rank):
             return False
-        said = str(note_of(self._process_failure(local_rank, 0, code)).get("message", ""))
-        return verdict.is_timeout(said or self._output.tail(local_rank))
+        message, _ = read_error_file(self.error_files[local_rank]) or ("", {})
+        return verdict.is_timeout(message or self._output.tail(local_rank))
 
     def _kill_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
@@ -326,27 +343,69 @@ class Workers:
 
     # Results ----------------------------------------------------------------------------------------------------------
 
-    def failures(self) -> dict[int, ProcessFailure]:
-        """The workers that hung or had an exit code other than 0, by rank.
+    def _failed(self) -> dict[int, int]:
+        """The exit codes of the workers that have failed, by local rank, in the order of `failures`."""
+        hung = self._hung_rank()  # in uninterruptible sleep, it survives SIGKILL and has no exit code
+        order = sorted(self._processes, key=lambda rank: (rank in self._terminated, self._after.get(rank, 0.0)))
+        codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank == hung) for rank in order}
+        return {rank: code for rank, code in codes.items() if code}
 
-        They are in the order in which they ended, but those that the launcher terminated come last.
+    def _hung_rank(self) -> int | None:
+        return None if self.hang_monitor.failure is None else self.hang_monitor.failure.local_rank
+
+    def _failure(self, local_rank: int, code: int) -> Failure:
+        """The failure of a worker, from its exit code, final output, error file and heartbeat.
+
+        Secrets are masked here, because other nodes do not know them.
         """
-        hung = self.hang_monitor.found  # a hung worker in uninterruptible sleep survives SIGKILL and has no exit code
-        codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
-        return {
-            self.assignment.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
-            for rank in sorted(self._processes, key=lambda rank: self.end_of(rank)[::-1])
-            if codes[rank]
-        }
+        hung = self.hang_monitor.failure
+        if hung is not None and hung.local_rank == local_rank:
+            return hung
+        path, output = self.error_files[local_rank], self.final_output(local_rank)
+        noted, fields = read_error_file(path) or ("", {})
+        noted = noted.strip()
+        trace = output.trace or str(fields.get("py_callstack", "")).rstrip()
+        message = noted.partition("\n")[0] or verdict.message_of(trace)
+        trace = trace or (noted if "\n" in noted else "")
+        if getattr(self._processes[local_rank], "lost", False):  # because the warm server died
+            message = _SERVER_LOST
+        terminated, timed_out = local_rank in self._terminated, verdict.is_timeout(noted or message)
+        secondary = (
+            bool(fields.get(NOTE_SECONDARY))
+            or verdict.is_secondary(noted or message)
+            or (timed_out and hung is not None)
+        )
+        if terminated and code == -signal.SIGTERM and message and not secondary:
+            code = 1  # the worker was already ending with its own exception when SIGTERM arrived
+        out_of_memory = code == -signal.SIGKILL and not terminated and oom_kills() > self._oom_kills
+        return Failure(
+            rank=self.assignment.first_rank + local_rank,
+            local_rank=local_rank,
+            pid=self._processes[local_rank].pid,
+            exit_code=code,
+            after=self._after.get(local_rank, 0.0),
+            host=self._host,
+            message=masked(message, os.environ),
+            trace=masked(trace, os.environ),
+            step=read_heartbeat(path).step,
+            hint=masked(verdict.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
+            at_start=bool(fields.get(NOTE_AT_START)) or verdict.failed_at_start(trace),
+            terminated=terminated,
+            secondary=secondary,
+            printed=bool(fields.get(NOTE_PRINTED)),
+            printed_here=bool(fields.get(NOTE_PRINTED_HERE)),
+            out_of_memory=out_of_memory,
+            others=self.hang_monitor.others if timed_out and hung is None else (),
+        )
 
-    def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """torch's record of how a worker ended, with the worker's error file if torch can read that file."""
-        path = self.error_files[local_rank]
-        return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
-
-    def end_of(self, local_rank: int) -> tuple[float, bool]:
-        """Seconds from the start of the workers to the end of this one, and whether the launcher had terminated it."""
-        return self._after.get(local_rank, 0.0), local_rank in self._terminated
+    def process_failures(self) -> tuple[ProcessFailure, ...]:
+        """`failures` as torch's records, for event handlers and for a launcher that has started this one."""
+        records = []
+        for local_rank, code in self._failed().items():
+            path = self.error_files[local_rank]
+            readable = read_error_file(path) is not None  # otherwise torch would print a traceback of its own
+            records.append(ProcessFailure(local_rank, self.pids[local_rank], code, path if readable else ""))
+        return tuple(records)
 
     def ended_well(self) -> tuple[int, ...]:
         """The ranks that exited with code 0 before the launcher terminated any worker."""
@@ -366,14 +425,6 @@ class Workers:
     def final_output(self, local_rank: int) -> FinalOutput:
         """The final output of a failed worker."""
         return (self._final_output or {}).get(local_rank, FinalOutput())
-
-    def killed_for_memory(self) -> bool:
-        """Whether the kernel has killed any process for lack of memory since the workers were started."""
-        return oom_kills() > self._oom_kills
-
-    def lost(self, local_rank: int) -> bool:
-        """Whether this worker died because the warm server died."""
-        return bool(getattr(self._processes[local_rank], "lost", False))
 
     # Signals and stopping ---------------------------------------------------------------------------------------------
 
@@ -457,6 +508,7 @@ class Workers:
         if failed:
             self._output.end_line()
         self._logs.end()
+        self.failures = tuple(self._failure(rank, code) for rank, code in self._failed().items())
 
     def _is_ending(self, local_rank: int) -> bool:
         """Whether a rank that printed a traceback is ending: it has written its error file, or was sent SIGINT."""
@@ -467,7 +519,7 @@ class Workers:
 
         If the workers are wrappers, such as shells, the signal goes to their whole process groups.
         """
-        self._terminated |= self._running - self.hang_monitor.found.keys() - self._raised_at.keys()
+        self._terminated |= self._running - {self._hung_rank()} - self._raised_at.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
             pid = self._processes[rank].pid
@@ -488,28 +540,6 @@ class Workers:
         """Wait for a worker to end. The wait is short, so that the caller can check for signals in between."""
         wait_readable(self.watched(), min(timeout, _SIGNAL_CHECK_SECONDS))
         self._note_ends()
-
-
-def note_of(failure: ProcessFailure) -> dict[str, Any]:
-    """The content of a worker's error file, which the script or `uncaught.leave_note` writes; empty if no file exists.
-
-    torch's handler writes a dict; other programs write a plain string, which torch accepts too.
-    """
-    if isinstance(failure.message, dict):
-        return failure.message
-    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file, torch invents a message
-    return {"message": failure.message} if given else {}
-
-
-def _is_error_file(path: str) -> bool:
-    """Whether torch can read this file; if not, torch would print a traceback of its own."""
-    try:
-        error = json.loads(Path(path).read_bytes())
-        message = error["message"]
-        int(error.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
-    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-        return False
-    return True
 
 
 def _cannot_start(command: str, why: str) -> LaunchError:
