@@ -274,7 +274,7 @@ def _read(marks: Path) -> Iterator[Mark]:
 
 
 def _newest(folder: Path) -> Path:
-    found = newest_whole(folder).found
+    found = newest_whole(folder).checkpoint
     assert found is not None
     return found.path
 

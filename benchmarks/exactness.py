@@ -62,8 +62,6 @@ PLACEMENTS = {
     "fsdp x tensor 2x2": Placement(4, {"shard": 2, "tensor": 2, "tensor_plan": PLAN}),
     "pipeline 2, gpipe": Placement(2, {"pipeline": 2, "pipeline_schedule": "gpipe"}, tied=False),
     "pipeline 2, 1f1b": Placement(2, {"pipeline": 2, "pipeline_schedule": "1f1b"}, tied=False),
-    "pipeline 2, interleaved": Placement(2, {"pipeline": 2, "pipeline_schedule": "interleaved"}, tied=False),
-    "pipeline 2, zbv": Placement(2, {"pipeline": 2, "pipeline_schedule": "zbv"}, tied=False),
     "replicate x pipeline 2x2": Placement(4, {"pipeline": 2}, tied=False),
     "tensor x pipeline 2x2, gpipe": Placement(
         4, _pipeline(tensor=2, tensor_plan=PLAN, pipeline_schedule="gpipe"), tied=False

@@ -84,11 +84,14 @@ READ_BY_TORCH = (
     ALLOCATOR, *ALLOCATOR_OLDER,
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
+# Prefixes of variables that the launcher or a cluster sets, and that differ between any two runs.
+VARIABLES_OF_ONE_RUN = (
+    "DDPKIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PET_", "MASTER_", RANK, LOCAL_RANK, WORLD_SIZE,
+)  # fmt: skip
 # Prefixes of variables that change how ddpkit, torch and their libraries behave: `ddpkit env` lists these.
 REPORTED_VARIABLES = (
-    "DDPKIT_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "NVIDIA_", "OMP_", "MKL_",
-    "KMP_", "PYTHON", "LD_", "SLURM_", "PET_", "JOB_COMPLETION_INDEX", RANK, LOCAL_RANK, WORLD_SIZE, "MASTER_",
-    "GROUP_", "ROLE_", "VIRTUAL_ENV", "CONDA_PREFIX",
+    *VARIABLES_OF_ONE_RUN, "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "NVIDIA_", "OMP_",
+    "MKL_", "KMP_", "PYTHON", "LD_", "JOB_COMPLETION_INDEX", "VIRTUAL_ENV", "CONDA_PREFIX",
 )  # fmt: skip
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
 """A string in the command line of checkpoint writer processes, which may outlive their rank to finish a save."""

@@ -51,8 +51,8 @@ def check_same_kind(value: Any, own: Any, name: str) -> None:
     elif isinstance(own, list | tuple):
         if not isinstance(value, list | tuple) or (isinstance(own, tuple) and len(value) != len(own)):
             raise _not_a(f"list of length {len(own)}", value, name)
-        for place, each in enumerate(value if own else ()):
-            check_same_kind(each, own[min(place, len(own) - 1)], f"{name}[{place}]")
+        for index, item in enumerate(value if own else ()):
+            check_same_kind(item, own[min(index, len(own) - 1)], f"{name}[{index}]")
     elif isinstance(own, Mapping):
         if not isinstance(value, Mapping):
             raise _not_a("dict", value, name)
@@ -74,8 +74,8 @@ def copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         clone = copy(value)  # also for a Counter or a defaultdict
-        for name, each in value.items():
-            clone[name] = copied(each)
+        for name, item in value.items():
+            clone[name] = copied(item)
         return clone
     return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
@@ -97,9 +97,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return value
 
 

@@ -6,7 +6,7 @@ Written against the sources of torch 2.10, 2.13 and 2.15. Where these versions d
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from math import prod
@@ -179,18 +179,21 @@ def milestones(scheduler: LRScheduler) -> list[int]:
 
 
 class DdpReducer:
-    """Reduces gradients with a DDP wrapper without calling the wrapper's `forward`."""
+    """Reduces gradients with a DDP wrapper without calling the wrapper's `forward`.
 
-    def __init__(self, wrapper: Any) -> None:
+    `sparse`: the parameters whose gradients are sparse.
+    """
+
+    def __init__(self, wrapper: Any, sparse: Collection[Tensor]) -> None:
         self._wrapper = wrapper
+        self._parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
+        self._sparse = sparse
         # The setting is not passed as an argument, because torch 2.13 renamed the argument and deprecated the old name.
         name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
         setattr(wrapper, name, False)
-
-    def without_log(self) -> None:
-        """Turn off DDP's runtime statistics, for which DDP waits for the device in every 100th step."""
-        if hasattr(self._wrapper, "_set_ddp_runtime_logging_sample_rate"):
-            self._wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+        if self._parameters[0].is_cuda and hasattr(wrapper, "_set_ddp_runtime_logging_sample_rate"):
+            # Turn off DDP's runtime statistics, for which DDP waits for the device in every 100th step.
+            wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def reduced(self, loss: Tensor) -> Tensor:
         """The same loss, but with a backward pass that also reduces the gradients."""
@@ -198,38 +201,68 @@ class DdpReducer:
         found: Tensor = self._wrapper._post_forward(loss)
         return found
 
+    def reduce_zeros(self, order: Sequence[int] | None = None) -> None:
+        """Contribute zeros to the reduction, on a rank without samples.
+
+        DDP needs every rank to take part in every reduction. Repeating a batch with zero weight instead would cost a
+        pass and change BatchNorm's statistics, and a rank with an empty data stream has no batch to repeat. The
+        gradients on this rank are undefined, not zeros, so a parameter that no rank used ends up without a gradient.
+
+        `order`: the order in which the parameters are reduced; None: any order.
+        """
+        parameters = self._parameters
+        if order is not None:
+            parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
+        loss = torch.zeros((), device=self._parameters[0].device)  # parameters may be on several devices
+        for parameter in parameters:
+            loss = loss + _zero(parameter, sparse=parameter in self._sparse).to(loss.device)
+        self.reduced(loss).backward()  # type: ignore[no-untyped-call]
+
+    def restart(self) -> None:
+        """Forget an incomplete reduction, such as one whose backward pass failed."""
+        self._wrapper.reducer._reset_state()
+
     def forward_context(self) -> AbstractContextManager[object]:
         """The context in which torch.compile splits graphs at DDP's buckets."""
         context: AbstractContextManager[object] = self._wrapper._inside_ddp_forward()
         return context
 
     def finish_iteration(self) -> None:
-        """Do now what DDP does at the start of its next forward pass: rebuild buckets, and check for unused parameters.
+        """Rebuild DDP's buckets in the order of the first reduction, as DDP does at the start of its next forward pass.
 
-        Must be called while gradients are None, because buckets may be rebuilt. Raises `RuntimeError` if parameters
-        were unused. Takes a microsecond.
+        Must be called while gradients are None, because buckets may be rebuilt. Takes a microsecond.
         """
-        reducer = self._wrapper.reducer
-        if reducer._rebuild_buckets():
+        if self._wrapper.reducer._rebuild_buckets():
             self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
             self._wrapper.logger.set_runtime_stats_and_log()  # with the new order; DDP does it in the next forward pass
-        if self._wrapper.static_graph:
-            # With a static graph, DDP counts the backward passes of its first iteration, which ends when the next
-            # iteration is prepared. Without this call, passes of the next step and of user code would be counted too.
-            reducer.prepare_for_forward()
 
-    def settled_order(self) -> list[Tensor] | None:
-        """The parameters in the order in which they are reduced; None before the buckets are rebuilt."""
+    def settled_order(self) -> list[int] | None:
+        """The numbers of the parameters in the order in which they are reduced; None before the buckets are rebuilt."""
         if not getattr(self._wrapper, "_has_rebuilt_buckets", False):
             return None
         buckets = self._wrapper._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
-        parameters = [parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad]
-        return [parameters[int(index)] for index in buckets.replace(",", " ").split()]
+        return [int(index) for index in buckets.replace(",", " ").split()]
 
-    def reduce_zeros(self, begun: int) -> None:
-        """Start the reductions of all buckets except the first `begun`, with zeros in place of gradients."""
-        for bucket in list(self._wrapper.reducer._get_zeros_like_grad_buckets())[begun:]:
-            self._wrapper.reducer._run_comm_hook(bucket)
+
+class _UndefinedGradient(torch.autograd.Function):
+    """A zero whose backward pass reaches a parameter, and leaves the parameter's gradient undefined."""
+
+    @staticmethod
+    def forward(_ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> None:
+        return None
+
+
+def _zero(parameter: nn.Parameter, *, sparse: bool) -> Tensor:
+    """A zero that depends on a parameter. `sparse`: with a sparse gradient, which DDP needs then."""
+    if sparse:
+        first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+        return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
+    zero: Tensor = _UndefinedGradient.apply(parameter)  # type: ignore[no-untyped-call]
+    return zero
 
 
 # --- GPU allocator ----------------------------------------------------------------------------------------------------

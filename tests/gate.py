@@ -69,13 +69,13 @@ LAUNCHES = {
         "end_to_end/test_resume.py::test_a_killed_run_ends_as_an_undisturbed_one[2-2-11-8]",
         "end_to_end/test_resume.py::test_so_it_does_under_every_strategy['pipeline_stages': ['3'], 'shard']",
         "end_to_end/test_preemption.py::test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step",
-        "checkpoint/test_saver.py::test_signals_to_the_whole_job_do_not_end_a_save",
-        "checkpoint/test_writing.py::test_killed_at_any_operation_there_is_the_old_one_or_the_new_one",
+        "checkpoint/test_saver.py::test_writer_process_ignores_signals_to_the_whole_job",
+        "checkpoint/test_writing.py::test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint",
     ),
     "no overhead": (
         "end_to_end/test_logging_in_each_step.py::test_a_logged_value_adds_no_collective_to_a_step",
         "parallel/test_fsdp.py::test_a_step_sends_what_fsdp_needs_and_nothing_else[whole-reduced0]",
-        "test_timing.py::test_a_rank_that_waits_for_another_s_gradients_communicates[static]",
+        "test_timing.py::test_a_rank_that_waits_for_another_s_gradients_communicates",
     ),
     "predictable": (
         "launcher/test_dry_run.py::test_a_worker_finds_the_environment_that_was_told[words0]",

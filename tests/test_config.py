@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
-from ddp_kit.config.settings import _RENAMED, AUTO, STRATEGIES, StrategyName
+from ddp_kit.config.settings import _RENAMED, AUTO, STRATEGIES, StrategyName, settings_equal_on_all_ranks
 
 
 def problems_of(**values: object) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def problems_of(**values: object) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> None:
+def test_config_with_five_mistakes_raises_one_error_that_lists_all() -> None:
     problems = problems_of(
         global_batch_sz=64,
         precision="bf15",
@@ -37,42 +37,42 @@ def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> 
 
 
 @pytest.mark.parametrize(("called", "ours"), [("float16", "fp16"), ("16-mixed", "fp16"), ("bf16-mixed", "bf16")])
-def test_other_names_of_a_precision_are_understood_as_such(called: str, ours: str) -> None:
+def test_precision_by_another_name_is_refused_with_the_nearest_value(called: str, ours: str) -> None:
     (problem,) = problems_of(precision=called)
     assert problem.endswith(f"nearest: '{ours}'")
 
 
-def test_true_is_no_number() -> None:
+def test_true_for_a_number_is_refused() -> None:
     assert problems_of(epochs=True) == ("epochs = True: must be a whole number; nearest: None (off)",)
 
 
-def test_a_part_left_empty_is_the_default(tmp_path: Path) -> None:
+def test_empty_group_in_a_file_has_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("epochs: 3\ndata:\n")
     assert TrainerConfig.load(tmp_path / "run.yaml") == TrainerConfig(epochs=3)
 
 
-def test_a_part_alone_speaks_the_same_language() -> None:
+def test_group_created_alone_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="DataConfig has 1 problem"):
         DataConfig(num_workers=-1)
 
 
-def test_a_config_error_is_a_value_error() -> None:
+def test_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="seed"):
         TrainerConfig(seed=-1)
 
 
-def test_the_strategy_may_be_given_by_name_alone() -> None:
+def test_parallel_as_text_is_the_strategy() -> None:
     assert TrainerConfig(parallel="ddp").parallel == ParallelConfig()
 
 
-def test_an_unknown_strategy_is_told_the_nearest_one() -> None:
+def test_unknown_strategy_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"parallel.strategy = 'dpp': must be \"ddp\" or .*; nearest: 'ddp'"):
         TrainerConfig(parallel="dpp")
     with pytest.raises(ConfigError, match=r"parallel.strategy = \[1\]: must be"):
         TrainerConfig(parallel={"strategy": [1]})
 
 
-def test_without_any_end_one_epoch_is_trained() -> None:
+def test_last_epoch_without_limits_is_1() -> None:
     assert TrainerConfig().last_epoch == 1
     assert TrainerConfig(max_steps=5).last_epoch is None
     assert TrainerConfig(epochs=3).last_epoch == 3
@@ -86,7 +86,7 @@ def test_without_any_end_one_epoch_is_trained() -> None:
         ("run.json", json.dumps({"epochs": 3, "data": {"num_workers": 2}})),
     ],
 )
-def test_it_loads_from_a_file_with_overrides(tmp_path: Path, name: str, text: str) -> None:
+def test_load_from_a_file_applies_overrides(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     loaded = TrainerConfig.load(
         tmp_path / name, overrides={"data.shuffle": False, "epochs": 5, "data": {"drop_last": True}}
@@ -104,14 +104,14 @@ def test_it_loads_from_a_file_with_overrides(tmp_path: Path, name: str, text: st
         ("missing.yaml", None, "No such file"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_clear_error(tmp_path: Path, name: str, text: str | None, found: str) -> None:
+def test_load_of_an_invalid_file_raises_config_error(tmp_path: Path, name: str, text: str | None, found: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=found):
         TrainerConfig.load(tmp_path / name)
 
 
-def test_it_survives_a_round_trip_through_json() -> None:
+def test_config_from_its_own_json_is_equal() -> None:
     config = TrainerConfig(max_steps=7, precision="bf16", data=DataConfig(num_workers="auto"))
     assert TrainerConfig(**config.model_dump(mode="json")) == config
 
@@ -125,7 +125,7 @@ names = st.sampled_from([*TrainerConfig.model_fields, "epoch", "batch_size"]) | 
 @given(values=st.dictionaries(names, anything | st.dictionaries(st.text(max_size=8), anything, max_size=3), max_size=6))
 @example({"max_seconds": 1})
 @example({"fp8_layers": []})
-def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[str, object]) -> None:
+def test_config_from_random_values_is_accepted_or_lists_problems(values: dict[str, object]) -> None:
     try:
         TrainerConfig(**values)
     except ConfigError as error:
@@ -136,10 +136,9 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
                 said in problem
                 for said in (
                     "set both or neither",
-                    "set only one of the two",
-                    "leave it out",
+                    "set only one of them",
                     "leave out",
-                    "needs checkpoints",
+                    "needs checkpoint.dir",
                 )
             ):
                 continue
@@ -168,7 +167,7 @@ def test_renamed_setting_is_refused_with_its_present_name(old: str) -> None:
     assert name in owner.model_fields  # type: ignore[union-attr]
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_script(tmp_path: Path) -> None:
+def test_command_line_overrides_file_and_file_overrides_script(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("epochs: 3\nlog_every_steps: 7\ndata:\n  num_workers: 2\n")
     words = ["data.num_workers=4", "--config", str(file), "epochs=5", "max_grad_norm=1e-4"]
@@ -180,7 +179,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_script(tmp_pa
     )
 
 
-def test_without_words_the_command_line_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_command_line_without_arguments_reads_sys_argv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "epochs=5"])
     assert TrainerConfig.from_command_line(seed=3) == TrainerConfig(epochs=5, seed=3)
 
@@ -195,18 +194,18 @@ def test_without_words_the_command_line_of_the_process_is_read(monkeypatch: pyte
         ("parallel.tensor_plan={blocks.*.up: column}", "parallel", {"blocks.*.up": "column"}),
     ],
 )
-def test_a_value_on_the_command_line_is_what_it_looks_like(word: str, name: str, value: object) -> None:
+def test_value_on_the_command_line_is_parsed_as_yaml(word: str, name: str, value: object) -> None:
     found = getattr(TrainerConfig.from_command_line([word]), name)
     inner = word.partition("=")[0].partition(".")[2]
     assert (getattr(found, inner) if inner else found) == value
 
 
-def test_a_strategy_by_name_keeps_its_name_when_the_command_line_adds_to_it() -> None:
+def test_command_line_adds_sizes_to_a_strategy_named_in_the_script() -> None:
     config = TrainerConfig.from_command_line(["parallel.bucket_mb=10"], parallel="zero1")
     assert config == TrainerConfig(parallel={"strategy": "zero1", "bucket_mb": 10})
 
 
-def test_mistakes_on_the_command_line_are_listed_with_what_works() -> None:
+def test_mistakes_on_the_command_line_are_listed_with_corrections() -> None:
     with pytest.raises(ConfigError) as caught:
         TrainerConfig.from_command_line(["--epochs=3", "fast", "epochs=2", "--config"])
     assert caught.value.problems == (
@@ -229,13 +228,21 @@ def test_mistakes_on_the_command_line_are_listed_with_what_works() -> None:
         checkpoint=st.fixed_dictionaries({"dir": st.none() | st.text("ab\N{SNOWMAN}:# '-", min_size=1).map(Path)}),
     )
 )
-def test_what_is_saved_is_what_is_loaded(config: TrainerConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_saved_config_loads_equal(config: TrainerConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "saved.yaml"
     config.save(file)
     assert TrainerConfig.load(file) == config
 
 
-def test_help_has_every_setting_with_its_description() -> None:
+def test_settings_equal_on_all_ranks_omit_those_that_may_differ() -> None:
+    here = TrainerConfig(data={"num_workers": 4, "pin_memory": False, "prefetch_batches": 1, "timeout": 9})
+    elsewhere = TrainerConfig(data={"timeout": 9})
+    assert settings_equal_on_all_ranks(here) == settings_equal_on_all_ranks(elsewhere)
+    assert settings_equal_on_all_ranks(here) != settings_equal_on_all_ranks(TrainerConfig())
+    assert settings_equal_on_all_ranks(here).keys() == TrainerConfig.model_fields.keys()
+
+
+def test_help_lists_every_setting_with_its_description() -> None:
     text = " ".join(plain(render_doc(TrainerConfig)).replace("|", " ").split())
     for name, field in TrainerConfig.model_fields.items():
         parts = field.annotation.model_fields.items() if hasattr(field.annotation, "model_fields") else [(name, field)]
@@ -246,7 +253,7 @@ def test_help_has_every_setting_with_its_description() -> None:
             assert f"{full} = {setting.default!r} {described}" in text
 
 
-def test_the_schema_for_editors_knows_the_short_forms() -> None:
+def test_json_schema_accepts_short_forms() -> None:
     schema = TrainerConfig.model_json_schema()
     assert schema["additionalProperties"] is False
     assert "Settings, with" not in json.dumps(schema)

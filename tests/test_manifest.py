@@ -45,7 +45,7 @@ def rewrite(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_text(json.dumps(content))
 
 
-def test_the_newest_comes_first_and_other_names_are_passed_over(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_newest_first_without_other_names(tmp_path: Path) -> None:
     for step in (9, 123456789, 10):
         made(tmp_path, step)
     for name in ("step-1", "notes", ".writing-step-00000011-aa", "step-00000012.old"):
@@ -70,7 +70,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
         "model.safetensors is not a regular file",
     ),
-    "newer": (lambda path: rewrite(path, format=3), "newer format 3: this version of ddpkit reads formats up to 2"),
+    "newer": (lambda path: rewrite(path, format=3), "in format 3: this version of ddpkit reads format 2"),
+    "older": (lambda path: rewrite(path, format=1), "in format 1: this version of ddpkit reads format 2"),
     "not ours": (lambda path: (path / "manifest.json").write_text("{}"), "not a ddpkit checkpoint"),
     "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "not a ddpkit checkpoint"),
     "renamed": (lambda path: made(path.parent, 1).replace(path / "x") and _swap(path), "manifest.json belongs to"),
@@ -82,29 +83,29 @@ def _swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_seen_and_named_and_the_one_before_is_taken(kind: str, tmp_path: Path) -> None:
+def test_newest_whole_skips_a_damaged_checkpoint_and_names_the_problem(kind: str, tmp_path: Path) -> None:
     made(tmp_path, 5)
     damage, said = DAMAGE[kind]
     damage(made(tmp_path, 6))
     choice = newest_whole(tmp_path)
-    assert choice.found is not None
-    assert choice.found.step == 5
-    (passed_over,) = choice.passed_over
-    assert said in str(passed_over.problem)
-    assert passed_over.step == (1 if kind == "renamed" else 6)
+    assert choice.checkpoint is not None
+    assert choice.checkpoint.step == 5
+    (skipped,) = choice.skipped
+    assert said in str(skipped.problem)
+    assert skipped.step == (1 if kind == "renamed" else 6)
 
 
-def test_a_flipped_bit_is_seen_where_hashes_are_asked_for(tmp_path: Path) -> None:
+def test_newest_whole_with_hashes_skips_a_flipped_bit(tmp_path: Path) -> None:
     made(tmp_path, 5)
     flip(made(tmp_path, 6) / "model.safetensors", 3)
-    assert newest_whole(tmp_path).found == replace(examine(tmp_path / name_of(6)))
+    assert newest_whole(tmp_path).checkpoint == replace(examine(tmp_path / name_of(6)))
     choice = newest_whole(tmp_path, hashes=True)
-    assert choice.found == examine(tmp_path / name_of(5))
-    assert "its hash differs" in str(choice.passed_over[0])
-    assert verified(choice.passed_over[0]) == choice.passed_over[0]
+    assert choice.checkpoint == examine(tmp_path / name_of(5))
+    assert "its hash differs" in str(choice.skipped[0])
+    assert verified(choice.skipped[0]) == choice.skipped[0]
 
 
-def test_every_flipped_bit_of_a_manifest_is_seen(tmp_path: Path) -> None:
+def test_examine_after_any_flipped_bit_of_the_manifest_reports_damage(tmp_path: Path) -> None:
     path = made(tmp_path, 6) / "manifest.json"
     content = path.read_bytes()
     meaning = json.loads(content)
@@ -118,19 +119,19 @@ def test_every_flipped_bit_of_a_manifest_is_seen(tmp_path: Path) -> None:
         path.write_bytes(content)
 
 
-def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+def test_examine_refuses_file_names_outside_the_folder(tmp_path: Path) -> None:
     path = made(tmp_path, 6)
     outside = FileRecord("../step-00000006/model.safetensors", 10, "")
     (path / "manifest.json").write_text(Manifest(6, "", False, {}, (outside,)).text())
     assert examine(path).problem == "manifest.json is damaged"
 
 
-def test_a_folder_that_is_not_there_yet_has_none(tmp_path: Path) -> None:
+def test_checkpoints_of_a_missing_folder_are_none(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "runs") == ()
-    assert newest_whole(tmp_path / "runs").found is None
+    assert newest_whole(tmp_path / "runs").checkpoint is None
 
 
-def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:
+def test_checkpoints_of_a_file_raise_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file, not a folder"):
         checkpoints(tmp_path / "file")
@@ -140,7 +141,7 @@ def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:
         checkpoints(tmp_path / "file" / "below")
 
 
-def test_a_file_where_a_checkpoint_should_be_is_not_one(tmp_path: Path) -> None:
+def test_examine_of_a_file_reports_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / name_of(7)).touch()
     made(tmp_path, 5)
     assert [str(one.problem) for one in checkpoints(tmp_path)] == ["not a ddpkit checkpoint: it is a file", "None"]

@@ -14,7 +14,7 @@ from ddp_kit import ConfigError, Trainer, TrainerConfig
 from ddp_kit.config import other_frameworks
 from ddp_kit.config.other_frameworks import equivalent
 from ddp_kit.config.settings import _setting_names
-from ddp_kit.launcher import agent, cli
+from ddp_kit.launcher import cli
 from ddp_kit.launcher.spec import parse
 
 # Arguments of the frameworks, from their releases: Hugging Face, Lightning, Accelerate.
@@ -108,7 +108,7 @@ def trainer(**named: Any) -> Trainer:
     return Trainer(nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters), lambda model, batch: batch, **named)
 
 
-def test_each_argument_of_another_framework_is_a_setting_or_has_an_answer() -> None:
+def test_argument_of_another_framework_is_a_setting_or_has_an_answer() -> None:
     assert {name for name in ALL if name in TrainerConfig.model_fields} == SAME
     unknown = {name: 1 for name in ALL if name not in SAME}
     answers = {name: equivalent(name) for name in unknown}
@@ -134,18 +134,18 @@ def test_each_argument_of_another_framework_is_a_setting_or_has_an_answer() -> N
         ("accumulate_grad_batches", "use accumulation_steps"),
         (
             "num_processes",
-            "as in Lightning: the launcher starts the processes: `ddpkit launch --gpus 2 train.py`; as in ",
+            "the launcher starts the processes; pass their number per node: `ddpkit launch --nnodes 2",
         ),
     ],
 )
-def test_a_name_of_another_framework_is_answered_by_its_meaning(name: str, answer: str) -> None:
+def test_name_of_another_framework_is_refused_with_its_equivalent(name: str, answer: str) -> None:
     (problem,) = problems_of(TrainerConfig, **{name: 2})
     assert problem.startswith(f"{name} = 2: there is no such setting; {answer}")
     (problem,) = problems_of(TrainerConfig, checkpoint={name: 2})
     assert problem.startswith(f"checkpoint.{name} = 2: there is no such setting; {answer}")
 
 
-def test_unknown_arguments_of_the_trainer_are_listed_once_with_what_works() -> None:
+def test_unknown_arguments_of_trainer_are_listed_with_equivalents() -> None:
     given = {"max_epochs": 3, "args": None, "epochs": 3, "metric": {}, "train_dataset": [1], "frob": 1}
     assert problems_of(trainer, **given) == (
         "max_epochs = 3: there is no such argument; use epochs",
@@ -164,12 +164,10 @@ def test_unknown_arguments_of_the_trainer_are_listed_once_with_what_works() -> N
 
 # What the answers name ------------------------------------------------------------------------------------------------
 
-TABLES = {"any": other_frameworks._ANY, **other_frameworks._BY_FRAMEWORK}
 CODE = sorted(
     {
         code
-        for table in TABLES.values()
-        for text in table.values()
+        for text in other_frameworks.EQUIVALENTS.values()
         for code in re.findall(r"`(.+?)`", text) or re.findall(r"Trainer\(.+\)", text)
     }
 )
@@ -187,7 +185,7 @@ def check(code: str) -> None:
         _, command, *words = code.split()
         assert command in cli.COMMANDS
         if command == "launch":
-            parse(words, agent.torchrun_parser(), {})
+            parse(words, {})
         return
     if re.fullmatch(r"[a-z_]+=.+", code):  # a setting with a value
         TrainerConfig(**eval(f"dict({code})"))
@@ -217,19 +215,19 @@ def check(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_what_an_answer_names_exists(code: str) -> None:
+def test_code_in_an_answer_exists(code: str) -> None:
     check(code)
 
 
 @pytest.mark.parametrize(
     "code", ["eval_ever", "data.worker", 'precision="bf"', "trainer.fitt(data)", "Trainer(..., a=1)"]
 )
-def test_the_check_of_the_answers_finds_what_does_not_exist(code: str) -> None:
+def test_check_of_answers_finds_code_that_does_not_exist(code: str) -> None:
     with pytest.raises((AssertionError, AttributeError, ConfigError)):
         check(code)
 
 
-def test_the_table_is_loaded_only_for_an_unknown_name() -> None:
+def test_other_frameworks_module_is_imported_only_for_an_unknown_name() -> None:
     for path in Path(ddp_kit.__file__).parent.rglob("*.py"):
         at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not [node for node in at_import if "other_frameworks" in ast.unparse(node)], path

@@ -124,7 +124,7 @@ class DrawsFromEverything(Sampler[int]):
 
 
 def order_of(own: object, epoch: int, seed: int = 0) -> list[int]:
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=seed, own=own)  # type: ignore[arg-type]
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=seed, user_sampler=own)  # type: ignore[arg-type]
     sampler.set_epoch(epoch)
     return list(sampler.order())
 
@@ -142,7 +142,7 @@ def test_a_sampler_of_the_user_s_own_gives_the_same_order_on_every_rank_and_anot
 
 def test_drawing_an_order_tells_the_epoch_and_leaves_every_random_state_where_it_was() -> None:
     own = DrawsFromEverything()
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, own=own)
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=own)
     states = random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()
     numpy_state = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     sampler.set_epoch(5)
@@ -168,7 +168,7 @@ def test_a_step_holds_the_same_of_the_user_s_own_samples_at_every_number_of_rank
     def steps(ranks: int) -> list[list[int]]:
         found: list[list[int]] = []
         for rank in range(ranks):
-            sampler = ExactDistributedSampler(range(10), rank, ranks, shuffle=False, seed=0, own=own())  # type: ignore[operator]
+            sampler = ExactDistributedSampler(range(10), rank, ranks, shuffle=False, seed=0, user_sampler=own())  # type: ignore[operator]
             batches = TrainBatches(sampler, plan_batches(6, None, 2, ranks), drop_last=False)
             batches.set_position(1, 0)
             given_out = iter(batches)
@@ -192,7 +192,7 @@ class Miscounts(Sampler[int]):
 
 def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
     with pytest.raises(DataError, match=r"sampler .generator. has no length"):
-        ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, own=(n for n in range(3)))
+        ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, user_sampler=(n for n in range(3)))
     with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 5"):
         order_of(Miscounts(), 4)
     with pytest.raises(DataError, match="batch sampler .Miscounts. has length 3, but"):
@@ -224,7 +224,7 @@ class IsTold(CountsItself):
 
 @pytest.mark.parametrize("kind", [CountsItself, IsTold])
 def test_an_epoch_has_as_many_steps_as_its_sampler_makes(kind: type[CountsItself]) -> None:
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, own=kind())
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=kind())
     batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
     assert batches.steps_in(range(3)) == (2 + 2 + 3 if kind is IsTold else 2 * 3)
     for epoch in range(3):
@@ -235,7 +235,7 @@ def test_an_epoch_has_as_many_steps_as_its_sampler_makes(kind: type[CountsItself
 
 def test_asking_for_later_epochs_leaves_the_sampler_in_this_one() -> None:
     own = IsTold()
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, own=own)
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=own)
     batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
     batches.set_position(1, 0)
     assert batches.steps_in(range(1, 50)) == sum(-(-length // 2) for length in range(4, 53))

@@ -22,7 +22,7 @@ PARTS = {
         "end_to_end/test_faults.py", "end_to_end/test_hangs.py", "end_to_end/test_restarts.py",
         "end_to_end/test_preemption.py", "rigs/test_full_disk.py", "rigs/test_shared_memory.py",
     ),
-    "training": ("end_to_end", "trainer", "data", "callbacks", "test_"),
+    "training": ("end_to_end", "trainer", "data", "distributed", "callbacks", "test_"),
     "mistakes": ("end_to_end/test_mistakes.py", "end_to_end/test_agreed.py"),
     "placement": (
         "parallel", "end_to_end/test_placements.py", "end_to_end/test_pipelined.py", "end_to_end/test_staged.py",

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
-from ddp_kit.checkpoint.weight_files import plain_name
 from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece, whole_shape
@@ -66,7 +65,7 @@ class EMA(Callback):
         """Load the average. If it does not match the model's parameters, the next event raises `ConfigError`."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
-        self._loaded = {plain_name(name): average for name, average in state["average"].items()}
+        self._loaded = dict(state["average"])
 
     def on_fit_start(self, trainer: Any) -> None:
         """Start from the averaged weights in the checkpoint, if one was loaded."""

@@ -1,7 +1,7 @@
-"""Saves and loads checkpoints. A checkpoint on disk is complete, is restored bit for bit, and is never unpickled.
+"""Saves and loads checkpoints. A checkpoint on disk is complete, is restored bitwise identical, and is never unpickled.
 
     manager.py       Checkpoints: when to save, which checkpoint to resume from, one run per folder
-    state.py         the parts of a checkpoint, one class for each, and the conversion of older versions
+    state.py         the parts of a checkpoint, one class for each
     model_state.py   the parts for weights, optimizer and scheduler
     saver.py         Saver: copies the state to host memory, then training continues; controls the writer process
     packing.py       nested state -> named tensors and JSON, divided among writer processes, with offsets in their files

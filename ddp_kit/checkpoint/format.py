@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from io import BufferedReader, FileIO
@@ -48,17 +48,13 @@ _NAME = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _HASH = "sha256"  # the key in the manifest for the hash of the rest of the manifest
-HASHES: Mapping[str, Callable[[], Any]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""The supported hash functions, by name. New files use the first one, because SHA-256 takes ten times as long, about as
-long as writing the file. Hashes detect damage, not attacks: whoever can change a file can also change its hash."""
-NEW_HASH = next(iter(HASHES))
-_FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
+_FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}")
 _LONGEST_MANIFEST = 1 << 20  # enough for thousands of files
 LARGEST = 1 << 63
 """Exclusive upper bound for the sizes of files and tensors."""
 _BUFFER = 1 << 20
 _READERS = 4
-_NEWER = "newer format"
+_OTHER_FORMAT = "in format "
 
 
 @dataclass(frozen=True)
@@ -70,24 +66,23 @@ class FileRecord:
     hash: str
     """The name of the hash function and the hash, such as `xxh3:00c0ffee...`."""
 
-    def hasher(self) -> "Hasher":
-        """A new hasher that uses the hash function named in `hash`."""
-        return Hasher(self.hash.partition(":")[0])
-
 
 class Hasher:
-    """Computes the hash of a file; `str` returns it in the format of `FileRecord.hash`."""
+    """Computes the hash of a file; `str` returns it in the format of `FileRecord.hash`.
 
-    def __init__(self, kind: str = NEW_HASH) -> None:
-        self._kind = kind
-        self._hash = HASHES[kind]()
+    The hash detects damage, not attacks: whoever can change a file can also change its hash. SHA-256 would take ten
+    times as long, about as long as writing the file.
+    """
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
 
     def update(self, content: bytes | memoryview) -> None:
         """Add content to the hash."""
         self._hash.update(content)
 
     def __str__(self) -> str:
-        return f"{self._kind}:{self._hash.hexdigest()}"
+        return f"xxh3:{self._hash.hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint on disk, complete or not."""
 
     path: Path
@@ -131,9 +126,9 @@ class Found:
         return self.problem is None
 
     @property
-    def newer(self) -> bool:
-        """Whether the checkpoint is not damaged, but was written by a later version of ddpkit."""
-        return self.problem is not None and self.problem.startswith(_NEWER)
+    def has_other_format(self) -> bool:
+        """Whether the checkpoint is not damaged, but was written by another version of ddpkit, in another format."""
+        return self.problem is not None and self.problem.startswith(_OTHER_FORMAT)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem or 'whole'}"
@@ -143,8 +138,8 @@ class Found:
 class Choice:
     """The newest complete checkpoint, and the damaged ones that were skipped."""
 
-    found: Found | None
-    passed_over: tuple[Found, ...]
+    checkpoint: StoredCheckpoint | None
+    skipped: tuple[StoredCheckpoint, ...]
     """Newer checkpoints that are damaged, newest first, each with its problem."""
 
 
@@ -153,39 +148,39 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[Found, ...]:
+def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[StoredCheckpoint, ...]:
     """All checkpoints in `folder`, newest first; empty if the folder does not exist.
 
     `hashes`: whether to verify the hash of every file, which reads all files; if False, only sizes are checked.
     Raises `CheckpointError` if the folder cannot be read.
     """
-    found = (_found(path, step) for step, path in _steps(folder))
-    return tuple(verified(one) if hashes else one for one in found if one is not None)
+    saved = (_examined(path, step) for step, path in _steps(folder))
+    return tuple(verified(checkpoint) if hashes else checkpoint for checkpoint in saved if checkpoint is not None)
 
 
 def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
     """The newest complete checkpoint in `folder`. The arguments and errors are the same as for `checkpoints`."""
-    passed_over: list[Found] = []
+    skipped: list[StoredCheckpoint] = []
     for step, path in _steps(folder):
-        found = _found(path, step)
-        if found is not None and hashes:
-            found = verified(found)
-        if found is not None and found.whole:
-            return Choice(found, tuple(passed_over))
-        if found is not None:
-            passed_over.append(found)
-    return Choice(None, tuple(passed_over))
+        checkpoint = _examined(path, step)
+        if checkpoint is not None and hashes:
+            checkpoint = verified(checkpoint)
+        if checkpoint is not None and checkpoint.whole:
+            return Choice(checkpoint, tuple(skipped))
+        if checkpoint is not None:
+            skipped.append(checkpoint)
+    return Choice(None, tuple(skipped))
 
 
-def best(folder: Path) -> Found:
+def best(folder: Path) -> StoredCheckpoint:
     """The best checkpoint in `folder`: the newest one that was the best when it was saved.
 
     File sizes are checked, but hashes are not. If a size is wrong, the checkpoint is returned with `problem` set.
     Raises `CheckpointError` if no checkpoint is marked as the best, or the folder cannot be read.
     """
-    for found in checkpoints(folder):
-        if found.manifest is not None and found.manifest.best:
-            return found
+    for checkpoint in checkpoints(folder):
+        if checkpoint.manifest is not None and checkpoint.manifest.best:
+            return checkpoint
     raise CheckpointError(
         f"no checkpoint in {folder} is marked as the best",
         'train with checkpoint={"best_metric": "loss"}, or with another metric; `ddpkit checkpoints DIR` lists the '
@@ -215,25 +210,25 @@ def part_of(file: str) -> str | None:
     return None if named is None else named[1]
 
 
-def examine(path: Path) -> Found:
+def examine(path: Path) -> StoredCheckpoint:
     """Examine the checkpoint at `path`, without verifying hashes. Raises `CheckpointError` if `path` does not exist."""
     path = path.absolute()
     name = _NAME.fullmatch(path.name)
-    found = _found(path, int(name[1]) if name else None)
-    if found is None:
+    checkpoint = _examined(path, int(name[1]) if name else None)
+    if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint at {path}", "`ddpkit checkpoints DIR` lists the checkpoints in a folder"
         )
-    return found
+    return checkpoint
 
 
-def verified(found: Found) -> Found:
+def verified(checkpoint: StoredCheckpoint) -> StoredCheckpoint:
     """Verify the hash of every file of a checkpoint, and return the checkpoint with `problem` set if a hash differs."""
-    if found.manifest is None or found.problem is not None:
-        return found
+    if checkpoint.manifest is None or checkpoint.problem is not None:
+        return checkpoint
     with ThreadPoolExecutor(_READERS) as pool:
-        problems = pool.map(lambda file: _wrong_hash(found.path / file.name, file), found.manifest.files)
-        return replace(found, problem=next(filter(None, problems), None))
+        problems = pool.map(lambda file: _wrong_hash(checkpoint.path / file.name, file), checkpoint.manifest.files)
+        return replace(checkpoint, problem=next(filter(None, problems), None))
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -254,17 +249,18 @@ def open_file(path: Path) -> BufferedReader:
     return BufferedReader(FileIO(descriptor), _BUFFER)
 
 
-def read_state(found: Found) -> Any:
+def read_state(checkpoint: StoredCheckpoint) -> Any:
     """The content of state.json.
 
     Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged or not listed in the manifest.
     """
-    record = next((file for file in found.manifest.files if file.name == STATE), None) if found.manifest else None
+    files = checkpoint.manifest.files if checkpoint.manifest else ()
+    record = next((file for file in files if file.name == STATE), None)
     if record is None:
         raise ValueError(f"{STATE} is missing")
-    with open_file(found.path / STATE) as file:
+    with open_file(checkpoint.path / STATE) as file:
         content = file.read(record.bytes + 1)
-    hasher = record.hasher()
+    hasher = Hasher()
     hasher.update(content)
     if str(hasher) != record.hash:
         raise ValueError(wrong_hash(STATE))
@@ -300,7 +296,7 @@ def _entries(folder: Path) -> list[Path]:
         ) from None
 
 
-def _found(path: Path, step: int | None) -> Found | None:
+def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint at `path`; None if `path` does not exist. `step`: the step in the folder's name, if any."""
     manifest, problem = None, None
     try:
@@ -319,11 +315,11 @@ def _found(path: Path, step: int | None) -> Found | None:
     else:
         manifest, problem = _manifest(text)
     if manifest is not None:
-        problem = _wrong(path, manifest)
+        problem = next(filter(None, (_wrong_size(path / file.name, file) for file in manifest.files)), None)
         if step is not None and manifest.step != step:
             problem = f"{MANIFEST} belongs to step {manifest.step}"
         step = manifest.step
-    return Found(path, -1 if step is None else step, manifest, problem)
+    return StoredCheckpoint(path, -1 if step is None else step, manifest, problem)
 
 
 def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
@@ -336,20 +332,16 @@ def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
         number = content.get("format") if isinstance(content, dict) else None
         if type(number) is not int:
             return None, f"not a ddpkit checkpoint: {MANIFEST} does not contain a format number"
-        if number > FORMAT:
-            return None, f"{_NEWER} {number}: this version of ddpkit reads formats up to {FORMAT}"
+        if number != FORMAT:
+            return None, f"{_OTHER_FORMAT}{number}: this version of ddpkit reads format {FORMAT}"
         if content.pop(_HASH, None) != _hash_of(content):
             return None, damaged
         del content["format"]
-        files = tuple(FileRecord(**(_from_format_1(file) if number == 1 else file)) for file in content.pop("files"))
+        files = tuple(FileRecord(**file) for file in content.pop("files"))
         manifest = Manifest(**content, files=files)
     except (ValueError, RecursionError, TypeError, KeyError):
         return None, damaged
     return (manifest, None) if _is_valid(manifest) else (None, damaged)
-
-
-def _from_format_1(file: dict[str, Any]) -> dict[str, Any]:
-    return {"name": file["name"], "bytes": file["bytes"], "hash": f"sha256:{file['sha256']}"}
 
 
 def _is_valid(manifest: Manifest) -> bool:
@@ -372,10 +364,6 @@ def _hash_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _wrong(folder: Path, manifest: Manifest) -> str | None:
-    return next(filter(None, (_wrong_size(folder / file.name, file) for file in manifest.files)), None)
-
-
 def _wrong_size(path: Path, file: FileRecord) -> str | None:
     try:
         status = path.lstat()  # not stat: checkpoints contain no links
@@ -393,7 +381,7 @@ def _wrong_size(path: Path, file: FileRecord) -> str | None:
 def _wrong_hash(path: Path, file: FileRecord) -> str | None:
     try:
         with open_file(path) as opened:
-            hasher = file.hasher()
+            hasher = Hasher()
             while content := opened.read(_BUFFER):
                 hasher.update(content)
     except OSError as error:
@@ -482,13 +470,13 @@ def split_box(box: Box, max_values: int) -> Iterator[Box]:
     if not shape:
         yield box
         return
-    split = next(each for each in range(len(shape)) if math.prod(shape[each + 1 :]) <= max_values)
+    split = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= max_values)
     step = max_values // math.prod(shape[split + 1 :])
     begin, end = box.begin[split + 1 :], box.end[split + 1 :]
     for outer in product(*map(range, box.begin[:split], box.end[:split])):
         for at in range(box.begin[split], box.end[split], step):
             to = min(at + step, box.end[split])
-            yield Box((*outer, at, *begin), (*(each + 1 for each in outer), to, *end))
+            yield Box((*outer, at, *begin), (*(index + 1 for index in outer), to, *end))
 
 
 def overlap(boxes: Iterable[Box]) -> bool:
@@ -497,10 +485,10 @@ def overlap(boxes: Iterable[Box]) -> bool:
     if len(boxes) < 2 or not boxes[0].begin:
         return len(boxes) > 1
     starts = zip(*(box.begin for box in boxes), strict=True)
-    along, _ = max(enumerate(starts), key=lambda each: len({*each[1]}))
+    along, _ = max(enumerate(starts), key=lambda axis_starts: len({*axis_starts[1]}))
     open_boxes: list[Box] = []  # boxes that may intersect the next one; few with common shardings
     for box in sorted(boxes, key=lambda box: box.begin[along]):
-        open_boxes = [each for each in open_boxes if each.end[along] > box.begin[along]]
+        open_boxes = [other for other in open_boxes if other.end[along] > box.begin[along]]
         if any(map(box.intersection, open_boxes)):
             return True
         open_boxes.append(box)
@@ -603,13 +591,12 @@ def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> Tenso
     if type(flat) is not bool:
         raise ValueError("the entry `flat` of a piece is neither true nor false")
     room = (math.prod(whole),) if flat else whole
-    if not len(room) == len(offsets) == len(shape) or any(map(_outside, offsets, shape, room)):
+    is_inside = len(room) == len(offsets) == len(shape) and all(
+        offset + length <= end for offset, length, end in zip(offsets, shape, room, strict=True)
+    )
+    if not is_inside:
         raise ValueError("a piece exceeds the bounds of its tensor")
     return TensorRecord(dtype, whole, tuple(boxes_of(whole, shape, offsets, flat=flat)), size, is_piece=True)
-
-
-def _outside(offset: int, size: int, room: int) -> bool:
-    return offset + size > room
 
 
 def checked_shape(shape: Any) -> Shape:

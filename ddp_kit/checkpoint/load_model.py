@@ -11,9 +11,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp_kit.checkpoint.format import INDEX, MANIFEST, TENSORS, Found, best, checkpoints, examine, open_file, read_state
+from ddp_kit.checkpoint.format import (
+    INDEX,
+    MANIFEST,
+    TENSORS,
+    StoredCheckpoint,
+    best,
+    checkpoints,
+    examine,
+    open_file,
+    read_state,
+)
 from ddp_kit.checkpoint.reader import cannot_load, load_entries
-from ddp_kit.checkpoint.weight_files import FROZEN, has_average, plain_name, stored_weights
+from ddp_kit.checkpoint.weight_files import FROZEN, has_average, stored_weights
 from ddp_kit.config.settings import absolute
 from ddp_kit.errors import CheckpointError, ConfigError, some
 from ddp_kit.log import logger
@@ -22,7 +32,7 @@ from ddp_kit.records import LoadedWeights
 from ddp_kit.torch_internals import is_extra_state, is_fake, loaded_by_own_code
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
-# Fingerprints identify frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints. A fingerprint is
+# Fingerprints identify frozen weights, which `checkpoint.trainable_only` omits from checkpoints. A fingerprint is
 # the sum of a tensor's values, reinterpreted as integers, each times a factor that depends on its index in the whole
 # tensor. The fingerprints of a tensor's pieces add up to the fingerprint of the tensor, so the result is the same for
 # every parallel strategy.
@@ -92,7 +102,7 @@ def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
         return 0, one
     if piece.flat:
         return piece.offsets[0], one
-    strides = [math.prod(piece.shape[each + 1 :]) for each in range(len(piece.shape))]
+    strides = [math.prod(piece.shape[axis + 1 :]) for axis in range(len(piece.shape))]
     offset = sum(map(int.__mul__, piece.offsets, strides))
     if tuple(tensor.shape[1:]) == piece.shape[1:]:  # sharded along the first dimension, so it is contiguous
         return offset, one
@@ -129,8 +139,8 @@ class _Weights(NamedTuple):
     path: Path
     step: int | None
     values: Mapping[str, Any]
-    left_out: Mapping[str, Any] = {}
-    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
+    omitted: Mapping[str, Any] = {}
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` omitted."""
 
 
 def load_model(
@@ -166,7 +176,7 @@ def load_model(
             meta device.
     """
     source = absolute(path)
-    if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
+    if any(value.is_meta for value in model.state_dict().values() if isinstance(value, Tensor)):
         raise ConfigError(
             "the model is on the meta device, so its weights have no storage", "call model.to_empty(device='cpu') first"
         )
@@ -199,33 +209,35 @@ def _read(source: Path, which: str, ema: bool) -> _Weights:
 
 def _newest(folder: Path, ema: bool) -> _Weights:
     first: CheckpointError | None = None
-    for found in checkpoints(folder):
+    for checkpoint in checkpoints(folder):
         try:
-            return _from_checkpoint(found, ema)
+            return _from_checkpoint(checkpoint, ema)
         except CheckpointError as error:
-            if found.newer:
+            if checkpoint.has_other_format:
                 raise
             first = first or error
             logger.warning("checkpoint skipped: {}", error.message)
     raise first or CheckpointError(f"there is no checkpoint in {folder}", "pass the checkpoint.dir of a run")
 
 
-def _from_checkpoint(found: Found, ema: bool) -> _Weights:
-    if not found.whole:
-        raise cannot_load(found, str(found.problem))
+def _from_checkpoint(checkpoint: StoredCheckpoint, ema: bool) -> _Weights:
+    if not checkpoint.whole:
+        raise cannot_load(checkpoint, str(checkpoint.problem))
     try:
-        state = read_state(found)
+        state = read_state(checkpoint)
         averaged = has_average(state)
         stored = stored_weights(state, ema=ema and averaged)
     except OSError as error:
-        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError) as error:
-        raise cannot_load(found, str(error)) from None
+        raise cannot_load(checkpoint, str(error)) from None
     if ema and not averaged:
-        raise ConfigError(f"{found.path} has no averaged weights", "omit ema, or train with the EMA callback")
+        raise ConfigError(f"{checkpoint.path} has no averaged weights", "omit ema, or train with the EMA callback")
     if averaged and not ema:
-        logger.info("{} also has the averaged weights that evaluations used; pass ema=True to load them", found.path)
-    return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
+        logger.info(
+            "{} also has the averaged weights that evaluations used; pass ema=True to load them", checkpoint.path
+        )
+    return _Weights(checkpoint.path, checkpoint.step, load_entries(checkpoint, stored.entries), stored.omitted)
 
 
 # --- safetensors files ------------------------------------------------------------------------------------------------
@@ -259,10 +271,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, "pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         tied = opened.metadata() or {}
-    yield from ((plain_name(name), tensor) for name, tensor in tensors.items())
-    yield from (
-        (plain_name(other), tensors[name]) for other, name in tied.items() if name in tensors and other not in tensors
-    )
+    yield from tensors.items()
+    yield from ((other, tensors[name]) for other, name in tied.items() if name in tensors and other not in tensors)
 
 
 # --- Into the model ---------------------------------------------------------------------------------------------------
@@ -275,37 +285,38 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
     so may accept that shape.
     """
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
-    names = {plain_name(name): name for name in state}  # the model may be what torch.compile returned
+    # The model may be what torch.compile returned: the component _orig_mod is then in its names.
+    names = {".".join(part for part in name.split(".") if part != "_orig_mod"): name for name in state}
     with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
-    own = {name: with_vars[names[name]] for name in names}
+    current = {name: with_vars[names[name]] for name in names}
     decides = loaded_by_own_code(model)
     mismatched = {
-        name: (tuple(value.shape), tuple(own[name].shape))
+        name: (tuple(value.shape), tuple(current[name].shape))
         for name, value in values.items()
         if isinstance(value, Tensor)
-        and isinstance(own.get(name), Tensor)
-        and not is_lazy(own[name])
+        and isinstance(current.get(name), Tensor)
+        and not is_lazy(current[name])
         and not is_extra_state(name)
-        and value.shape != own[name].shape
+        and value.shape != current[name].shape
     }
     reshaped = {
-        name for name in mismatched if own_code and not isinstance(own[name], nn.Parameter) and decides(names[name])
+        name for name in mismatched if own_code and not isinstance(current[name], nn.Parameter) and decides(names[name])
     }
     for name in reshaped:
         del mismatched[name]
-    loaded = [name for name in values if name in own and name not in mismatched]
-    tied = {id(own[name]) for name in loaded}
-    frozen = [name for name, entry in weights.left_out.items() if name in own and _is_same(own[name], entry)]
+    loaded = [name for name in values if name in current and name not in mismatched]
+    tied = {id(current[name]) for name in loaded}
+    frozen = [name for name, entry in weights.omitted.items() if name in current and _is_same(current[name], entry)]
     known = {*values, *frozen}
     result = LoadedWeights(
         weights.path,
         weights.step,
         tuple(loaded),
-        missing=tuple(name for name in own if name not in known and id(own[name]) not in tied),
-        unexpected=tuple(name for name in (*values, *weights.left_out) if name not in own),
+        missing=tuple(name for name in current if name not in known and id(current[name]) not in tied),
+        unexpected=tuple(name for name in (*values, *weights.omitted) if name not in current),
         mismatched=mismatched,
     )
-    others = [name for name in weights.left_out if name in own and name not in frozen]
+    others = [name for name in weights.omitted if name in current and name not in frozen]
     if others and strict:
         raise frozen_weights_differ(others)
     if not loaded or (strict and not result.matches):
@@ -313,7 +324,7 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
             f"the weights do not match the model {type(model).__name__}: {result}",
             "create the model as the run's script does, or use strict=False to load only what matches",
         )
-    for name in own.keys() - {*loaded}:
+    for name in current.keys() - {*loaded}:
         del state[names[name]]
     state.update((names[name], values[name]) for name in loaded)
     try:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class FolderLock:
             )
         if self._descriptor is None:
             return
+        _close_in_forked_children()
         _open.add(self._descriptor)
         self._finish = weakref.finalize(self, _unlock, self._descriptor, os.getpid())
         try:
@@ -146,11 +148,16 @@ def _unlock(descriptor: int, owner: int) -> None:
         os.close(descriptor)
 
 
-def _close_in_child() -> None:
-    """Close lock files in a forked child: a DataLoader worker that outlives training would otherwise keep the lock."""
-    while _open:
-        with suppress(OSError):
-            os.close(_open.pop())
+@cache
+def _close_in_forked_children() -> None:
+    """Let children that are forked from now on close the lock files.
 
+    A DataLoader worker that outlives training would otherwise keep the lock.
+    """
 
-os.register_at_fork(after_in_child=_close_in_child)
+    def close() -> None:
+        while _open:
+            with suppress(OSError):
+                os.close(_open.pop())
+
+    os.register_at_fork(after_in_child=close)

@@ -1,11 +1,10 @@
 """Checkpoints of a run: when to save, which checkpoint to resume from, and the exclusive use of the folder."""
 
 import json
-import secrets
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, takewhile
 from pathlib import Path
@@ -19,7 +18,7 @@ from ddp_kit.checkpoint.format import checkpoints, name_of
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.process import set_aside, wait_for_writers
-from ddp_kit.checkpoint.reader import from_newer_version, load
+from ddp_kit.checkpoint.reader import load, other_format_error
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.state import (
     VERSIONS,
@@ -92,13 +91,12 @@ class FolderUse:
 @contextmanager
 def raised_on_all_ranks(world: World) -> Iterator[None]:
     """Context manager that raises a `CheckpointError` of any rank on all ranks. Leaving it is a collective."""
-    found: CheckpointError | None = None
+    own_error: list[Any] = []
     try:
         yield
     except CheckpointError as error:
-        found = error
-    own = [] if found is None else [found.message, found.hint, found.transient]
-    errors = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), world)]
+        own_error = [error.message, error.hint, error.transient]
+    errors = [json.loads(text) for text in gathered_bytes(json.dumps(own_error).encode(), world)]
     source_rank = next((rank for rank, error in enumerate(errors) if error), None)
     if source_rank is not None:
         message, hint, transient = errors[source_rank]
@@ -107,55 +105,12 @@ def raised_on_all_ranks(world: World) -> Iterator[None]:
         raise problem
 
 
-# --- Saver that tolerates transient errors ----------------------------------------------------------------------------
-
-
-class RetryingSaver(Saver):
-    """A Saver that logs transient errors, such as a full disk, as warnings; the next save tries again."""
-
-    unsaved: CheckpointError | None = None
-    """The transient error of the last save; None if the save has not failed so far."""
-
-    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
-        self.check(wait=True)
-        self.unsaved = None
-        with self._retrying():
-            super().save(step, state, **options)
-
-    def check(self, *, wait: bool = False) -> bool:
-        with self._retrying():
-            if not wait:
-                return super().check()
-            self.wait()
-        return True
-
-    def finish_copy(self) -> None:
-        with self._retrying():
-            super().finish_copy()
-
-    def settle(self) -> None:
-        """Wait until the last checkpoint is complete. Raises the error of a failed save."""
-        self.wait()
-        if self.unsaved is not None:
-            raise self.unsaved
-
-    @contextmanager
-    def _retrying(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            if not error.transient:
-                raise
-            self.unsaved = error.with_traceback(None)  # traceback frames keep tensors alive
-            logger.warning("{}; training continues, and the next save tries again", error.message)
-
-
 def copy_finisher(saver: Saver) -> Callable[..., None]:
     """Return an optimizer step pre-hook that waits until `saver` has copied the state, because the step changes it."""
-    held = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
+    reference = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
 
     def before_optimizer_step(*_: Any) -> None:
-        saver = held()
+        saver = reference()
         if saver is not None:
             saver.finish_copy()
 
@@ -233,13 +188,15 @@ class Checkpoints:
         self._check_state = check_state
         self._config = config.checkpoint
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
-        self._saver: RetryingSaver | None = None
+        self._saver: Saver | None = None
         self._saved_step = -1
         self._lineage = LineagePart()
         self._random = random
         self._best = best
         self._saved_parts = [*saved_parts, self._lineage]
-        self._newest_kept: int | None = None  # the next save moves checkpoints of later steps away; None: it moves none
+        self._set_aside_after: int | None = (
+            None  # the next save moves checkpoints of later steps away; None: it moves none
+        )
         self.saved_at = time.monotonic()
         """When the last save started, by `time.monotonic`; before the first save, when this run started."""
         self.save_seconds: float | None = None
@@ -260,7 +217,7 @@ class Checkpoints:
                     "use a folder on a file system that all nodes share",
                 )
             writer = self._writers.index(world.rank)
-            self._saver = RetryingSaver(
+            self._saver = Saver(
                 self._folder,
                 keep_last=self._config.keep_last,
                 background=self._config.save != "blocking",
@@ -329,7 +286,7 @@ class Checkpoints:
             self.save(wait=True)
         elif self._unsettled and self._saver is not None:
             with raised_on_all_ranks(self._world):
-                self._saver.settle()
+                self._saver.wait()
             self._unsettled = False
         self.settle()
 
@@ -341,7 +298,7 @@ class Checkpoints:
     def settle(self) -> None:
         """Wait until this rank's saves are on disk, and release the writer process and its memory. Not a collective."""
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait()
             self._saver.release()
             self._memory_reserved = False
 
@@ -372,17 +329,12 @@ class Checkpoints:
     def in_loop(self) -> Iterator[None]:
         """Context manager for a loop of steps: locks the folder. The loop must call `after_step` after each step."""
         with self._folder_use.exclusive():
-            self._write_config()
+            if self._folder is not None and self._writers[0] == self._world.rank:
+                try:
+                    self._trainer_config.save(self._folder / _CONFIG)  # for information only: it is not read on resume
+                except OSError as error:
+                    logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
             yield
-
-    def _write_config(self) -> None:
-        """Write the configuration next to the checkpoints, for information only: it is not read on resume."""
-        if self._folder is None or self._writers[0] != self._world.rank:
-            return
-        try:
-            self._trainer_config.save(self._folder / _CONFIG)
-        except OSError as error:
-            logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; in a loop, a transient one is logged as a warning.
@@ -393,40 +345,39 @@ class Checkpoints:
         if self._folder is None or self._saver is None:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
         wait = wait or self._loop_state.may_save
+        step, first_writer = self._progress.step, self._writers[0]
+        is_first = self._world.rank == first_writer
         with self._folder_use.exclusive():
             self.saved_at, self.save_requested = time.monotonic(), False
-            self._check_state(self._progress.step)
+            self._check_state(step)
             self.restore_random()
             self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
             self._save_began = time.monotonic()
-            own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved_parts)]
-            everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._world)]
+            rank_state = [
+                self._saver.begin(step) if is_first else "",
+                *(part.rank_state() for part in self._saved_parts),
+            ]
+            # Also a barrier: after it, the first writer's folder for the unfinished checkpoint exists.
+            texts = gathered_bytes(json.dumps(rank_state).encode(), self._world)
+            token, *_ = json.loads(texts[first_writer])
+            rank_states = [json.loads(text)[1:] for text in texts]
             self._unsettled = True
-            if not wait:
-                self._start(self._folder, self._saver, everyone)
-                return
-            with raised_on_all_ranks(self._world):
-                self._start(self._folder, self._saver, everyone)
-                self._saver.settle()
-            self._unsettled = False
-
-    def _start(self, folder: Path, saver: Saver, everyone: Sequence[Sequence[Any]]) -> None:
-        """Start writing a checkpoint. `everyone`: for each rank, a token and the `rank_state` of every part."""
-        step, first = self._progress.step, self._writers[0]
-        parts = [part for part in self._saved_parts if part.replicated]
-        if first == self._world.rank:
-            self._folder_use.note_save()
-            self._set_aside(folder)
-            parts = self._saved_parts
-        saver.save(
-            step,
-            self._state(parts, [states for _, *states in everyone]),
-            best=self._best.is_best,
-            token=everyone[first][0],
-            replicated=self._is_replicated,
-            overlap=self._config.save == "overlapped",
-        )
-        self._saved_step, self._newest_kept, self._saving = step, None, True
+            with raised_on_all_ranks(self._world) if wait else nullcontext():
+                if is_first:
+                    self._folder_use.note_save()
+                    self._set_aside(self._folder)
+                self._saver.save(
+                    step,
+                    self._state([part for part in self._saved_parts if is_first or part.replicated], rank_states),
+                    best=self._best.is_best,
+                    token=token,
+                    replicated=self._is_replicated,
+                    overlap=self._config.save == "overlapped",
+                )
+                self._saved_step, self._set_aside_after, self._saving = step, None, True
+                if wait:
+                    self._saver.wait()
+            self._unsettled = not wait
 
     def _note_save_end(self, ended: bool) -> None:
         """Measure the duration of the last save, if it has just ended."""
@@ -436,11 +387,11 @@ class Checkpoints:
     def _size(self) -> int:
         """Bytes of weights and optimizer state, which make up most of a checkpoint."""
         states = chain(*(state.values() for state in self._optimizer.state.values() if isinstance(state, dict)))
-        held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
+        optimizer_state = [value for value in states if isinstance(value, Tensor) and value.layout is torch.strided]
         weights = zip(self._strategy.model.parameters(), self._strategy.local_parameters(), strict=True)
         everything = not self._config.trainable_only
-        stored = [local for each, local in weights if each.requires_grad or everything]
-        return sum(each.nbytes for each in (*stored, *held))
+        stored = [local for parameter, local in weights if parameter.requires_grad or everything]
+        return sum(tensor.nbytes for tensor in (*stored, *optimizer_state))
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
         part = next((part for part in self._saved_parts if part.name == name), None)
@@ -448,27 +399,27 @@ class Checkpoints:
 
     def _set_aside(self, folder: Path) -> None:
         """After a resume from an earlier step, move later checkpoints away, so that no restart resumes from them."""
-        if self._newest_kept is None:
+        if self._set_aside_after is None:
             return
-        moved = set_aside(folder, self._newest_kept)
+        moved = set_aside(folder, self._set_aside_after)
         if moved is not None:
             place, steps = moved
             logger.warning(
                 "this run continues after step {}: the checkpoints of steps {} belong to another branch and were moved "
                 "to {}; remove that folder if you no longer need them",
-                max(self._newest_kept, 0),
+                max(self._set_aside_after, 0),
                 ", ".join(map(str, sorted(steps))),
                 place,
             )
 
-    def _state(self, parts: Sequence[SavedPart], everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The state of `parts`, to be saved. `everyone`: for each rank, the `rank_state` of every part of the run."""
+    def _state(self, parts: Sequence[SavedPart], rank_states: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The state of `parts`, to be saved. `rank_states`: for each rank, the `rank_state` of every part."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         # Replicated parts first: a tensor that several parts hold is stored with the first one, and every rank that
         # saves has the model, but not the callbacks.
-        for number, part in sorted(enumerate(self._saved_parts), key=lambda each: not each[1].replicated):
+        for number, part in sorted(enumerate(self._saved_parts), key=lambda pair: not pair[1].replicated):
             if part in parts:
-                state[part.name] = part.state_dict([own[number] for own in everyone])
+                state[part.name] = part.state_dict([states[number] for states in rank_states])
         return state
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
@@ -483,7 +434,14 @@ class Checkpoints:
         if world.rank == 0:
             for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point
                 old.unlink(missing_ok=True)
-            _make_mark(mark)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint.dir = {str(folder)!r} cannot be written to: {error.strerror or error}",
+                    "choose a folder that this process may write to",
+                ) from None
         gathered(world, [0])  # a barrier: the mark exists
         first = 0 if mark.exists() else world.rank - world.local_rank
         firsts = [row[0] for row in gathered(world, [first])]  # also a barrier: all ranks have checked
@@ -496,44 +454,38 @@ class Checkpoints:
     def resume(self) -> None:
         """Resume from the checkpoint that `checkpoint.resume` selects, if any."""
         with self._folder_use.exclusive(resuming=True):
-            self._resume()
-
-    def _resume(self) -> None:
-        wanted, folder = self._config.resume, self._folder
-        if folder is not None and wanted == "auto" and self._load_newest(folder):
-            return
-        path = None if wanted in (None, "auto") else absolute(str(wanted))
-        lineage = _lineage(path, job_id())
-        # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
-        if folder is not None and wanted != "auto" and is_restarted() and self._load_newest(folder, lineage):
-            return
-        if path is not None:
-            self.load(path)
-        else:
-            self._begin_lineage(lineage, kept=-1)
+            wanted, folder = self._config.resume, self._folder
+            if folder is not None and wanted == "auto" and self._load_newest(folder):
+                return
+            path = None if wanted in (None, "auto") else absolute(str(wanted))
+            lineage = _lineage(path, job_id())
+            # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
+            if folder is not None and wanted != "auto" and is_restarted() and self._load_newest(folder, lineage):
+                return
+            if path is not None:
+                self.load(path)
+            else:
+                self._begin_lineage(lineage, set_aside_after=-1)
 
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
         with self._folder_use.exclusive(resuming=True):
-            self._load(path)
-
-    def _load(self, path: Path) -> None:
-        self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
-        folder = self._folder
-        inside = folder is not None and path.resolve().parent == folder.resolve()
-        self._begin_lineage(_lineage(path, job_id()), kept=self._progress.step if inside else -1)
+            self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
+            folder = self._folder
+            inside = folder is not None and path.resolve().parent == folder.resolve()
+            self._begin_lineage(_lineage(path, job_id()), set_aside_after=self._progress.step if inside else -1)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
-        return next((each.piece_of(tensor) for each in self._saved_parts if each.name == part), None)
+        return next((saved.piece_of(tensor) for saved in self._saved_parts if saved.name == part), None)
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
         """The device to load a tensor to; needed because a model may be on several devices."""
-        found = next((each.device_of(tensor) for each in self._saved_parts if each.name == part), None)
-        return self._world.device if found is None else found
+        device = next((saved.device_of(tensor) for saved in self._saved_parts if saved.name == part), None)
+        return self._world.device if device is None else device
 
-    def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
-        """Start a lineage. The next save first moves away the checkpoints of steps after `kept`."""
-        self._lineage.lineage, self._newest_kept = lineage, kept
+    def _begin_lineage(self, lineage: Lineage, set_aside_after: int) -> None:
+        """Start a lineage. The next save first moves away the checkpoints of steps after `set_aside_after`."""
+        self._lineage.lineage, self._set_aside_after = lineage, set_aside_after
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
         """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
@@ -564,17 +516,17 @@ class Checkpoints:
         """
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
-        there = checkpoints(folder) if folder.is_dir() else ()
-        for found in takewhile(lambda found: not found.whole, there):
-            if found.newer:
-                raise from_newer_version(found)
-            logger.warning("checkpoint skipped: {}", found)
-        common = self._common_steps(folder, [found.step for found in there if found.whole][:_COMPARED])
+        saved = checkpoints(folder) if folder.is_dir() else ()
+        for checkpoint in takewhile(lambda checkpoint: not checkpoint.whole, saved):
+            if checkpoint.has_other_format:
+                raise other_format_error(checkpoint)
+            logger.warning("checkpoint skipped: {}", checkpoint)
+        common = self._common_steps(folder, [checkpoint.step for checkpoint in saved if checkpoint.whole][:_COMPARED])
         for step in common:
             path = folder / name_of(step)
             state = self._read(path)
             if state is not None:
-                if lineage is not None and state.get("lineage", state.get("course")) != lineage:
+                if lineage is not None and state.get("lineage") != lineage:
                     return False
                 self._load_parts(path, state)
                 return True
@@ -585,13 +537,13 @@ class Checkpoints:
             )
         return False
 
-    def _common_steps(self, folder: Path, own: list[int]) -> list[int]:
+    def _common_steps(self, folder: Path, steps: list[int]) -> list[int]:
         """The steps whose checkpoints all ranks see, newest first.
 
-        `own`: the steps whose checkpoints this rank sees. Raises `CheckpointError` if there are checkpoints, but none
+        `steps`: the steps whose checkpoints this rank sees. Raises `CheckpointError` if there are checkpoints, but none
         that all ranks see.
         """
-        table = gathered(self._world, own + [-1] * (_COMPARED - len(own)))
+        table = gathered(self._world, steps + [-1] * (_COMPARED - len(steps)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
         if not common and any(step >= 0 for row in table for step in row):
             seen = "; ".join(
@@ -625,14 +577,3 @@ class Checkpoints:
 def _lineage(path: Path | None, job: str) -> Lineage:
     """The lineage of a run that `job` started from the checkpoint `path`, or from step 0 if `path` is None."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
-
-
-def _make_mark(mark: Path) -> None:
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint.dir = {str(mark.parent)!r} cannot be written to: {error.strerror or error}",
-            "choose a folder that this process may write to",
-        ) from None

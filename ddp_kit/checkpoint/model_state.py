@@ -1,7 +1,6 @@
 """Weights and optimizer as parts of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,17 @@ from ddp_kit.checkpoint.state import (
     log_setting_changes,
     types_and_devices,
 )
-from ddp_kit.checkpoint.weight_files import plain_name
 from ddp_kit.distributed.consistency import bits
-from ddp_kit.distributed.world import World, gathered, random_states_kept
+from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import CheckpointError
 from ddp_kit.parallel import Strategy
-from ddp_kit.parallel.shards import settings_of
+from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value
 from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
-# `checkpoint.trainable_only` leaves frozen weights out of checkpoints, which then hold only their fingerprints.
+# `checkpoint.trainable_only` omits frozen weights from checkpoints, which then hold only their fingerprints.
 
 
 class FrozenWeights:
@@ -57,42 +55,41 @@ class FrozenWeights:
         if self._entries is None:
             self.entries()
             return None
-        names = [*self._held()]
+        names = [*self._weights()]
         now = self._local_bits()
         return next((name for name, old, new in zip(names, self._bits, now, strict=True) if old != new), None)
 
     def entries(self) -> dict[str, Any]:
         """Name -> dtype, shape and fingerprint of each frozen weight; the same for every parallel strategy."""
         if self._entries is None:
-            held = self._held()
-            sums = [fingerprint(value).to(self._world.device) for value in held.values()]
-            own = torch.stack(sums).tolist() if sums else []
-            pieces = [isinstance(value, Piece) for value in held.values()]
-            counts = [not isinstance(value, Piece) or value.owned for value in held.values()]
-            everyone = gathered(self._world, [number * count for number, count in zip(own, counts, strict=True)])
+            weights = self._weights()
+            fingerprints = [fingerprint(value).to(self._world.device) for value in weights.values()]
+            numbers = torch.stack(fingerprints).tolist() if fingerprints else []
+            pieces = [isinstance(value, Piece) for value in weights.values()]
+            counts = [not isinstance(value, Piece) or value.owned for value in weights.values()]
+            rows = gathered(self._world, [number * count for number, count in zip(numbers, counts, strict=True)])
             self._entries = {
                 name: entry_of(value, sum(column) if is_piece else column[0])
-                for (name, value), is_piece, *column in zip(held.items(), pieces, *everyone, strict=True)
+                for (name, value), is_piece, *column in zip(weights.items(), pieces, *rows, strict=True)
             }
             self._bits = self._local_bits()
         return self._entries
 
     def compare(self, saved: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless this run's frozen weights equal the weights that a checkpoint omits."""
-        own = self.entries()
-        if others := [name for name, entry in saved.items() if own.get(name) != entry]:
+        entries = self.entries()
+        if others := [name for name, entry in saved.items() if entries.get(name) != entry]:
             raise frozen_weights_differ(others)
 
-    def _held(self) -> dict[str, Any]:
-        every = self._strategy.model.named_parameters(remove_duplicate=False)
-        names = {name for name, each in every if not each.requires_grad}
+    def _weights(self) -> dict[str, Any]:
+        parameters = self._strategy.model.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in parameters if not parameter.requires_grad}
         return {name: value for name, value in self._strategy.model_state().items() if name in names}
 
     def _local_bits(self) -> list[int]:
-        held = [value.tensor if isinstance(value, Piece) else value for value in self._held().values()]
-        sums = [bits([each]).to(self._world.device) for each in held]
-        found: list[int] = torch.stack(sums).tolist() if sums else []
-        return found
+        tensors = [value.tensor if isinstance(value, Piece) else value for value in self._weights().values()]
+        sums = [bits([tensor]).to(self._world.device) for tensor in tensors]
+        return torch.stack(sums).tolist() if sums else []
 
 
 # --- Model ------------------------------------------------------------------------------------------------------------
@@ -105,7 +102,7 @@ class ModelPart(SavedPart):
     """The model's weights and buffers, by name."""
 
     name = "model"
-    version = 2  # version 1 always had all weights
+    version = 2
     replicated = True
 
     def __init__(self, strategy: Strategy, world: World, *, trainable_only: bool) -> None:
@@ -121,7 +118,7 @@ class ModelPart(SavedPart):
         state = self._strategy.model_state()
         if not self._trainable_only:
             return state
-        if changed := next((found for found in ranks if found), None):
+        if changed := next(filter(None, ranks), None):
             raise CheckpointError(
                 f"frozen weights have changed since the start of the run, such as {changed}, but with "
                 "checkpoint.trainable_only they are not saved",
@@ -134,13 +131,10 @@ class ModelPart(SavedPart):
         return tensor in self._parameters  # buffers may differ between ranks; rank 0's are saved
 
     def device_of(self, tensor: str) -> torch.device | None:
-        return self._devices.get(plain_name(tensor))
+        return self._devices.get(tensor)
 
     def piece_of(self, tensor: str) -> Piece | None:
-        return self._pieces.get(plain_name(tensor))
-
-    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
-        return {plain_name(name): value for name, value in state.items()}
+        return self._pieces.get(tensor)
 
     @cached_property
     def _pieces(self) -> dict[str, Piece]:
@@ -148,8 +142,7 @@ class ModelPart(SavedPart):
 
     @cached_property
     def _devices(self) -> dict[str, torch.device]:
-        own = self._model.state_dict()
-        return {name: value.device for name, value in own.items() if isinstance(value, Tensor)}
+        return {name: value.device for name, value in self._model.state_dict().items() if isinstance(value, Tensor)}
 
     @cached_property
     def _parameters(self) -> frozenset[str]:
@@ -157,7 +150,7 @@ class ModelPart(SavedPart):
 
     def check(self, state: Any) -> str | None:
         own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
-        left_out = {name: value for name, value in state.items() if is_entry(value)}
+        omitted = {name: value for name, value in state.items() if is_entry(value)}
         # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
         # because the optimizer holds the parameters of this run.
         compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
@@ -168,21 +161,21 @@ class ModelPart(SavedPart):
             for name in own
             if name in state
             and name in compared
-            and name not in left_out
+            and name not in omitted
             and isinstance(own[name], Tensor)
             and not is_extra_state(name)
             and whole_shape(state[name]) != tuple(own[name].shape)
         ]
-        if left_out and not problems:
-            self._frozen.compare(left_out)
+        if omitted and not problems:
+            self._frozen.compare(omitted)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         return "; ".join(problems[:_SHOWN]) + more if problems else None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        left_out = {name: value for name, value in state.items() if is_entry(value)}
-        if left_out:
+        omitted = {name: value for name, value in state.items() if is_entry(value)}
+        if omitted:
             stored = self._strategy.model_state()
-            stored.update((name, value) for name, value in state.items() if name not in left_out)
+            stored.update((name, value) for name, value in state.items() if name not in omitted)
             state = stored
         else:
             self._frozen.forget()  # the checkpoint may have other values
@@ -204,18 +197,22 @@ def load_optimizer_state(
     Raises `ValueError` if `saved` has another number of parameters or, for a fused optimizer, state of another shape,
     and any exception that the optimizer's own `load_state_dict` raises.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters_of(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
     if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
         _check_fused(states)
     optimizer.load_state_dict(saved)
-    for parameter, there in states if keep_types else ():
-        now: Any = optimizer.state.get(parameter)
-        for name, value in there.items() if isinstance(now, dict) and isinstance(there, dict) else ():
-            if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].shape == value.shape:
-                now[name] = value if keep_devices else value.to(now[name].device)
-    _lay_out_as_parameters(optimizer)
+    for parameter, saved_state in states if keep_types else ():
+        state: Any = optimizer.state.get(parameter)
+        for name, value in saved_state.items() if isinstance(state, dict) and isinstance(saved_state, dict) else ():
+            if isinstance(value, Tensor) and isinstance(state.get(name), Tensor) and state[name].shape == value.shape:
+                state[name] = value if keep_devices else value.to(state[name].device)
+    # The strides of the parameters, which fused kernels assume; files do not store strides.
+    for tensor, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and value.shape == tensor.shape and value.stride() != tensor.stride():
+                state[name] = torch.empty_like(tensor, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
@@ -249,12 +246,12 @@ def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy
 def _mapped(
     state: Mapping[int, Any], optimizer: Optimizer, change: Callable[[nn.Parameter, Any], Any]
 ) -> dict[int, Any]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters_of(optimizer)
     return {
-        number: {name: change(parameters[number], value) for name, value in kept.items()}
-        if isinstance(kept, dict)
-        else kept
-        for number, kept in state.items()
+        number: {name: change(parameters[number], value) for name, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for number, values in state.items()
     }
 
 
@@ -267,14 +264,6 @@ def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
                 raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")
 
 
-def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Give states the strides of their parameters, which fused kernels assume; files do not store strides."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items() if isinstance(kept, dict) else ():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
 class OptimizerPart(SavedPart):
     """The optimizer's state, with its class, the names of its parameters, and their dtypes and devices.
 
@@ -285,7 +274,7 @@ class OptimizerPart(SavedPart):
 
     name = "optimizer"
     replicated = True
-    version = 2  # version 1 had only the optimizer's state_dict
+    version = 2
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer, kind: str) -> None:
         """`optimizer`: the user's optimizer. `kind`: the name of its class.
@@ -320,11 +309,11 @@ class OptimizerPart(SavedPart):
         return None if parameter is None else self._strategy.piece_of(parameter)
 
     @cached_property
-    def _parameters(self) -> list[Tensor]:
+    def _parameters(self) -> list[nn.Parameter]:
         return _parameters_of(self._optimizer)
 
     @cached_property
-    def _known_parameters(self) -> list[Tensor]:
+    def _known_parameters(self) -> list[nn.Parameter]:
         return _parameters_of(self._device_optimizer)
 
     @cached_property
@@ -333,29 +322,25 @@ class OptimizerPart(SavedPart):
 
         Cached, because they never change.
         """
-        names = self._strategy.held_names()
+        names = self._strategy.parameter_names()
         return {
             "kind": self._kind,
-            "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
+            "names": [
+                [names[id(parameter)] for parameter in group["params"]] for group in self._device_optimizer.param_groups
+            ],
             "held": types_and_devices(self._parameters),
             "options": plain(self._options),
         }
 
-    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
-        if "names" not in state:
-            return state
-        return {**state, "names": [[plain_name(name) for name in group] for group in state["names"]]}
-
     def check(self, state: Any) -> str | None:
-        own, saved = self._own, {**self._own, **state}
-        if saved["kind"] != own["kind"]:
-            return f"the checkpoint's optimizer is {saved['kind']}, but this run uses {own['kind']}"
-        there, here = len(saved["names"]), len(own["names"])
-        if there != here:
-            return f"the checkpoint's optimizer has {there} parameter groups, but this run has {here}"
-        for number, (theirs, ours) in enumerate(zip(saved["names"], own["names"], strict=True)):
-            if theirs != ours:
-                differ = sorted(set(theirs) ^ set(ours)) or ["the order of the parameters"]
+        if state["kind"] != self._own["kind"]:
+            return f"the checkpoint's optimizer is {state['kind']}, but this run uses {self._own['kind']}"
+        saved, names = state["names"], self._own["names"]
+        if len(saved) != len(names):
+            return f"the checkpoint's optimizer has {len(saved)} parameter groups, but this run has {len(names)}"
+        for number, (saved_group, group) in enumerate(zip(saved, names, strict=True)):
+            if saved_group != group:
+                differ = sorted(set(saved_group) ^ set(group)) or ["the order of the parameters"]
                 return (
                     f"parameter group {number} of the optimizer has other parameters in the checkpoint than in this "
                     f"run; difference: {', '.join(differ[:_SHOWN])}"
@@ -364,18 +349,18 @@ class OptimizerPart(SavedPart):
             for name, default in self._optimizer.defaults.items():
                 if name in options:
                     check_same_kind(options[name], default, f"{name} in parameter group {number} of the checkpoint")
-        if not isinstance(saved["options"], list) or [*map(type, saved["options"])] != [dict] * here:
+        if not isinstance(state["options"], list) or [*map(type, state["options"])] != [dict] * len(names):
             raise ValueError("the options of the checkpoint's optimizer are not one dict per parameter group")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         own_types, own_devices = self._own["held"]
-        types, devices = state.get("held", self._own["held"])
+        types, devices = state["held"]
         saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
         saved["param_groups"], changes = self._with_script_options(state)
         same_kernels = not {name for name, *_ in changes} & {"fused", "capturable"}
         if self._strategy.shards:
-            saved["state"] = self._strategy.own_optimizer_state(saved["state"])
+            saved["state"] = self._strategy.local_optimizer_state(saved["state"])
             saved["state"] = of_pieces(saved["state"], self._device_optimizer, self._strategy)
         try:
             load_optimizer_state(
@@ -393,9 +378,7 @@ class OptimizerPart(SavedPart):
     def _with_script_options(self, state: Any) -> tuple[list[dict[str, Any]], list[SettingChange]]:
         """The checkpoint's parameter groups with the options that the script has changed, and these changes."""
         groups, changes = [], []
-        for group, own, saved in zip(
-            state["param_groups"], self._options, state.get("options", self._own["options"]), strict=True
-        ):
+        for group, own, saved in zip(state["param_groups"], self._options, state["options"], strict=True):
             # A scheduler determines `lr` from `initial_lr`: the part "scheduler" sets it.
             names = [name for name in own if name in saved and not (name == "lr" and "initial_lr" in own)]
             changed = {name: copied(own[name]) for name in names if not same_value(own[name], saved[name])}
@@ -404,37 +387,19 @@ class OptimizerPart(SavedPart):
                 for name, value in changed.items()
             ]
             groups.append({**group, **changed})
-            if changed and (missing := self._missing_state(group, groups[-1])):
+            if changed and (missing := missing_state(self._optimizer, group, groups[-1])):
                 raise StateMismatchError(
                     f"the script sets {', '.join(f'{name}={value!r}' for name, value in changed.items())}, but the "
                     f"checkpoint's optimizer state has no {missing}, which is needed for that"
                 )
         return groups, changes
 
-    def _missing_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-        """The name of the state that a step with the options `after` needs, but a step with `before` does not create.
 
-        None if there is none, or if it cannot be tried. Example: Adam's `amsgrad=True` needs `max_exp_avg_sq`.
-        """
-        kind: Any = type(self._optimizer)
-        parameter = nn.Parameter(torch.ones(2, 2))
-        parameter.grad = torch.ones(2, 2)
-        with random_states_kept(), suppress(Exception):
-            trial = kind([parameter], **settings_of(kind, before))
-            trial.step()
-            trial.param_groups[0].update(settings_of(kind, after))
-            try:
-                trial.step()
-            except KeyError as error:
-                return str(error.args[0])
-        return None
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
+def _parameter_of(tensor: str, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
     """The parameter that a state tensor belongs to; None if unknown. `tensor`: its name, such as state.0.exp_avg."""
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -86,9 +86,8 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
     for part, numbers in parts.items():
         # In descending order of element size, so that each tensor is aligned without padding.
         numbers.sort(key=lambda number: -tensors[number].dtype.itemsize)
-        found = [tensors[number] for number in numbers]
-        sizes = [stored.tensor.nbytes for stored in found]
-        headers[begin] = _header(found, aliases.get(part, {}))
+        sizes = [tensors[number].tensor.nbytes for number in numbers]
+        headers[begin] = _header([tensors[number] for number in numbers], aliases.get(part, {}))
         begins = [*accumulate(sizes, initial=begin + len(headers[begin]))]
         places += [TensorOffset(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
         files.append(Region(f"{part}{suffix}{TENSORS}", begin, begins[-1] - begin))
@@ -96,19 +95,19 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
     return Layout(tuple(files), headers, tuple(places), begin)
 
 
-def _header(found: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
     # transformers and safetensors.torch.load_model read the framework and the names of tied weights here.
-    here = {stored.name for stored in found}
-    tied = {alias: name for alias, name in aliases.items() if name in here}
-    metadata = {**tied, "format": "pt"}
-    pieces = {each.name: _piece_metadata(each.piece) for each in found if each.piece}
+    names = {stored.name for stored in tensors}
+    metadata = {**{alias: name for alias, name in aliases.items() if name in names}, "format": "pt"}
+    pieces = {
+        stored.name: {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})
+        for stored in tensors
+        if (piece := stored.piece)
+    }
     if pieces:
         metadata[PIECES] = json.dumps(pieces)
-    return header(metadata, ((each.name, DTYPES[each.dtype], each.shape, each.tensor.nbytes) for each in found))
-
-
-def _piece_metadata(piece: Piece) -> dict[str, object]:
-    return {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})
+    table = ((stored.name, DTYPES[stored.dtype], stored.shape, stored.tensor.nbytes) for stored in tensors)
+    return header(metadata, table)
 
 
 # --- Packing ----------------------------------------------------------------------------------------------------------
@@ -126,13 +125,11 @@ def _piece_metadata(piece: Piece) -> dict[str, object]:
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
 _LARGEST = 1 << 63  # larger integers are written in hexadecimal, because Python parses long decimals slowly
+METADATA = "_metadata"
+"""The attribute of a module's state_dict that holds the versions of its modules. `load_state_dict` reads it."""
 DEEPEST = 200
 """The largest nesting depth."""
 _LONG = 100  # for shorter lists, the check for a list of integers takes longer than it saves
-FACTORIES: Mapping[str, Callable[[], Any]] = {
-    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
-}
-"""The factories of a defaultdict that can be stored."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +146,10 @@ class Packed:
 def pack(state: Mapping[str, Any]) -> Packed:
     """Pack a state.
 
-    `state`: part -> dicts, lists, tuples, sets, numbers, strings, arrays, tensors and `Piece`s, in any nesting. Tensors
-    with the same memory and shape are stored once, and loaded as the same tensor. Named tuples are loaded as tuples,
-    parameters as tensors. Raises a `CheckpointError` that names the path of a value that cannot be stored.
+    `state`: part -> dicts, lists, tuples, numbers, strings, bytes, arrays, tensors and `Piece`s, in any nesting.
+    Tensors with the same memory and shape are stored once, and loaded as the same tensor. Subclasses of tuple are
+    loaded as tuples, parameters as tensors. Raises a `CheckpointError` that names the path of a value that cannot be
+    stored.
     """
     packer = _Packer()
     text = {}
@@ -189,12 +187,14 @@ class _Packer:
         # Address -> the tensors at it. They are held so that the memory of temporary tensors is not reused.
         self._seen: dict[int, list[Stored]] = {}
         self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
-            type(None): _same_value, bool: _same_value, str: _same_value, int: _int, float: _float,
+            type(None): _same_value, bool: _same_value, str: _same_value,
+            int: lambda value, *_: value if -_LARGEST <= value < _LARGEST else {"$int": hex(value)},
+            float: lambda value, *_: value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()},
+            complex: lambda value, *_: {"$complex": struct.pack(">dd", value.real, value.imag).hex()},
+            bytes: lambda value, *_: {"$bytes": _encoded(value)},
             Tensor: self._tensor, Piece: self._piece, dict: self._dict, list: self._list, tuple: self._tuple,
-            OrderedDict: self._ordered,
-            bytes: _bytes, complex: _complex, torch.dtype: _dtype, torch.device: _device, torch.Size: _size,
-            np.ndarray: self._array, Counter: self._counter, defaultdict: self._default, deque: self._deque,
-            set: self._set, frozenset: self._set,
+            OrderedDict: self._ordered, Counter: self._counter,
+            np.ndarray: self._array, torch.Size: self._tuple,
         }  # fmt: skip
 
     def pack_part(self, part: str, value: Any) -> Any:
@@ -230,12 +230,6 @@ class _Packer:
     def _tuple(self, value: Any, name: str, depth: int) -> Any:
         return {"$tuple": self._list(value, name, depth)}
 
-    def _set(self, value: Any, name: str, depth: int) -> Any:
-        return {f"${type(value).__name__}": sorted(self._list(value, name, depth), key=repr)}
-
-    def _deque(self, value: Any, name: str, depth: int) -> Any:
-        return {"$deque": self._list(value, name, depth), "maxlen": value.maxlen}
-
     def _dict(self, value: Any, name: str, depth: int) -> Any:
         for key in value:
             if type(key) is not str or key[:1] == "$":
@@ -252,19 +246,14 @@ class _Packer:
 
     def _ordered(self, value: Any, name: str, depth: int) -> Any:
         packed = {"$ordered": self._pairs(value, name, depth)}
-        if vars(value):  # such as a state_dict's _metadata, with the versions of its modules
+        if vars(value).keys() - {METADATA}:
+            raise _UnstorableError(value)
+        if vars(value):
             packed["attributes"] = self._dict(vars(value), name, depth)
         return packed
 
     def _counter(self, value: Any, name: str, depth: int) -> Any:
         return {"$counter": self._pairs(value, name, depth)}
-
-    def _default(self, value: Any, name: str, depth: int) -> Any:
-        factory = value.default_factory
-        known = None if factory is None else getattr(factory, "__name__", "")
-        if factory is not None and FACTORIES.get(str(known)) is not factory:
-            raise _UnstorableError(factory, "default_factory")
-        return {"$default": self._pairs(value, name, depth), "factory": known}
 
     def _pairs(self, value: Any, name: str, depth: int) -> Any:
         pairs = []
@@ -281,12 +270,12 @@ class _Packer:
         return pairs
 
     def _scalar(self, value: Any) -> Any:
-        if value.dtype.hasobject:
+        if value.dtype.hasobject or value.dtype.names:
             raise _UnstorableError(value)
         return {"$scalar": _encoded(value.tobytes()), "dtype": np.lib.format.dtype_to_descr(value.dtype)}
 
     def _array(self, value: Any, name: str, depth: int) -> Any:
-        if value.dtype.hasobject:
+        if value.dtype.hasobject or value.dtype.names:
             raise _UnstorableError(value)
         whole = np.array(value, order="C")  # writable and contiguous
         try:
@@ -311,7 +300,7 @@ class _Packer:
             self.aliases.setdefault(self._part, {})[name] = stored.name
         packed: dict[str, Any] = {"$tensor": [stored.part, stored.name]}
         if stored.tensor is not value and value.dtype not in DTYPES:
-            packed |= {"dtype": _name(value.dtype), "shape": list(value.shape)}
+            packed |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         if not value.is_cpu:
             packed["device"] = str(value.device)
         return packed
@@ -367,40 +356,8 @@ def _same_value(value: Any, *_: Any) -> Any:
     return value
 
 
-def _int(value: int, *_: Any) -> Any:
-    return value if -_LARGEST <= value < _LARGEST else {"$int": hex(value)}
-
-
-def _float(value: float, *_: Any) -> Any:
-    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-
-
-def _complex(value: complex, *_: Any) -> Any:
-    return {"$complex": struct.pack(">dd", value.real, value.imag).hex()}
-
-
-def _bytes(value: bytes, *_: Any) -> Any:
-    return {"$bytes": _encoded(value)}
-
-
-def _dtype(value: torch.dtype, *_: Any) -> Any:
-    return {"$dtype": _name(value)}
-
-
-def _device(value: torch.device, *_: Any) -> Any:
-    return {"$device": str(value)}
-
-
-def _size(value: torch.Size, *_: Any) -> Any:
-    return {"$size": list(value)}
-
-
 def _encoded(value: bytes) -> str:
     return base64.b64encode(value).decode()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
@@ -414,7 +371,8 @@ def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
         hint = "leave it out of state_dict(), and create it again before the state is loaded"
     else:
         hint = (
-            "return only numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them from state_dict()"
+            "return only numbers, strings, bytes, tensors, arrays of numbers or text, and lists, tuples and dicts of "
+            "them from state_dict()"
         )
     return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)
 
@@ -441,17 +399,20 @@ class Division:
         self._key = _key(packed)
         shared = [
             number
-            for number, each in enumerate(packed.tensors)
-            if each.piece is None and replicated(each.part, each.name)
+            for number, stored in enumerate(packed.tensors)
+            if stored.piece is None and replicated(stored.part, stored.name)
         ]
         sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
-        pieces = [number for number, each in enumerate(packed.tensors) if each.piece is not None]
+        pieces = [number for number, stored in enumerate(packed.tensors) if stored.piece is not None]
         self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
         """How many writers this state uses."""
-        self.bytes = sum(each.tensor.nbytes for each in packed.tensors)
+        self.bytes = sum(stored.tensor.nbytes for stored in packed.tensors)
         """The total size of the tensors in this writer's state, including tensors that other writers save."""
-        keys = [packed.tensors[number][:4] for number in shared]
-        keys += [_of_whole(packed.tensors[number]) for number in pieces]
+        keys: list[tuple[Any, ...]] = [packed.tensors[number][:4] for number in shared]
+        keys += [
+            (stored.part, stored.name, stored.dtype, stored.piece and stored.piece.shape)
+            for stored in (packed.tensors[number] for number in pieces)
+        ]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
         """A hash of the names, dtypes and shapes of the divided tensors, which must be equal on all writers."""
         owners: list[int | None] = [0] * len(packed.tensors)
@@ -462,10 +423,10 @@ class Division:
         for number in pieces:
             piece = packed.tensors[number].piece
             owners[number] = writer if piece is not None and piece.owned else None
-        own = [number for number, owner in enumerate(owners) if owner == writer]
+        numbers = [number for number, owner in enumerate(owners) if owner == writer]
         suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
-        self.layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)
-        self.numbers = [own[place.number] for place in self.layout.places]
+        self.layout = lay_out([packed.tensors[number] for number in numbers], packed.aliases, suffix)
+        self.numbers = [numbers[place.number] for place in self.layout.places]
         """The indices in `packed.tensors` of the tensors that this writer saves, in the order of their places."""
         self.replicated = [number in sizes for number in self.numbers]
         """For each tensor in `numbers`, whether it is replicated."""
@@ -480,16 +441,10 @@ def active_writers(size: int, writers: int) -> int:
     return max(1, min(writers, size // BYTES_PER_WRITER))
 
 
-def _of_whole(stored: Stored) -> tuple[Any, ...]:
-    assert stored.piece is not None
-    return stored.part, stored.name, stored.dtype, stored.piece.shape
-
-
-def _place(piece: Piece) -> tuple[Any, ...]:
-    return piece.shape, piece.offsets, piece.flat, piece.owned
-
-
 def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
     """Everything that a layout depends on. This includes the order of aliases, because file headers keep that order."""
-    tensors = [(*stored[:4], stored.piece and _place(stored.piece)) for stored in packed.tensors]
+    tensors = [
+        (*stored[:4], (piece := stored.piece) and (piece.shape, piece.offsets, piece.flat, piece.owned))
+        for stored in packed.tensors
+    ]
     return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]

@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -28,9 +28,9 @@ from ddp_kit.checkpoint.format import (
     REMOVED,
     WRITING,
     FileRecord,
-    Found,
     Hasher,
     Manifest,
+    StoredCheckpoint,
     checkpoints,
     leftovers,
     name_of,
@@ -113,6 +113,10 @@ class Region:
     offset: int
     bytes: int
 
+    def content_in(self, memory: memoryview) -> memoryview:
+        """The content of the file."""
+        return memory[self.offset : self.offset + self.bytes]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -152,17 +156,9 @@ class Job:
         return cls(**{**content, "files": tuple(Region(**file) for file in content["files"])})
 
 
-def write_files(files: Sequence[Region], memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
-    """Create files from regions of `memory`, and fsync them. Raises `OSError`."""
-    return [_write_file(folder / file.name, memory[file.offset : file.offset + file.bytes], system) for file in files]
-
-
-def write_text(path: Path, text: str, system: System) -> FileRecord:
-    """Create a text file and fsync it. Raises `OSError`."""
-    return _write_file(path, memoryview(text.encode()), system)
-
-
-def _write_file(path: Path, content: memoryview, system: System) -> FileRecord:
+def write_file(path: Path, content: memoryview | bytes, system: System) -> FileRecord:
+    """Create a file and fsync it. Raises `OSError`."""
+    content = memoryview(content)
     hasher = Hasher()
     thread = Thread(target=hasher.update, args=(content,))  # hashing and writing release the GIL
     file = system.create(path)
@@ -216,23 +212,25 @@ def fsync_folder(folder: Path, system: System) -> None:
 # --- Several writers --------------------------------------------------------------------------------------------------
 # Each process writes its share of one checkpoint into the same unfinished folder.
 #
+#     training, rank 0      creates the folder; the ranks then gather their states, so all of them know that it exists
 #     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
-# Writers communicate only through the folder, because they may be on different nodes and may outlive their job. A
-# writer that holds no lock and has left no record has died or never started; writer 0 then gives up.
-#
-# When writer 0 gives up, for whatever reason, it writes the folder's name to `LOCK`, then removes the folder. A writer
-# that is late would create the folder again, and one that creates a file during the removal would keep it from being
-# removed. So the others look for the name when they begin, and when they end; then they remove what is left.
+# Writers communicate only through the folder, because they may be on different nodes, do not import torch, and finish
+# a save even if their job was killed. A writer that holds no lock and has left no record has died or never started.
+# Writer 0 then gives up and removes the folder. The others never create it: without it, they have nothing to do.
 
 
 _SHARE_POLL_SECONDS = 0.01
 _START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has written its own share
 _ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer may still be starting
-_STALL_SECONDS = 120.0  # how long no file may grow; detects stopped writers, and without locks also dead ones
+_STALL_SECONDS = 120.0  # how long no file may grow; detects dead writers on file systems without locks
 _LONGEST_RECORD = 1 << 20
-_LONGEST_NAME = 256
+
+
+def unfinished_folder(folder: Path, step: int, token: str) -> Path:
+    """The folder in which the checkpoint of a step is written. `token`: a text that is different for each save."""
+    return folder / f"{WRITING}{name_of(step)}-{token}"
 
 
 def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) -> None:
@@ -240,49 +238,29 @@ def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) 
 
     `unfinished`: the folder of the unfinished checkpoint.
     """
-    if _has_given_up(unfinished):
-        return
+    name = f".writer-{job.writer}"
     try:
-        _make_unfinished(unfinished, system)
-        lock = os.open(unfinished / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = os.open(unfinished / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
             record: dict[str, object] = {"tensors": job.tensors}
             try:
-                record["files"] = [asdict(file) for file in write_files(job.files, memory, unfinished, system)]
+                record["files"] = [
+                    asdict(write_file(unfinished / file.name, file.content_in(memory), system)) for file in job.files
+                ]
             except OSError as error:
                 for file in job.files:  # make room for the record on a full disk
                     (unfinished / file.name).unlink(missing_ok=True)
                 record["errno"] = error.errno
-            unnamed = unfinished / f"{_name(job.writer)}.new"
-            write_text(unnamed, json.dumps(record), system)
-            system.rename(unnamed, unfinished / f"{_name(job.writer)}.json")
+            write_file(unfinished / f"{name}.new", json.dumps(record).encode(), system)
+            system.rename(unfinished / f"{name}.new", unfinished / f"{name}.json")
         finally:
             os.close(lock)
     except FileNotFoundError:
-        if unfinished.is_dir() and not _has_given_up(unfinished):
+        if unfinished.is_dir():
             raise
         # Writer 0 has given up, and reports why.
-    finally:
-        if _has_given_up(unfinished):
-            system.remove(unfinished)
-
-
-def _give_up(unfinished: Path, system: System) -> None:
-    """Remove an unfinished checkpoint, and let the other writers know. Called by writer 0."""
-    # If the name cannot be written, what a late writer leaves is removed by the next save.
-    with suppress(OSError), _open_lock(unfinished.parent) as file:
-        file.write(f"{unfinished.name}\n".encode())
-    with suppress(OSError):
-        system.remove(unfinished)
-
-
-def _has_given_up(unfinished: Path) -> bool:
-    """Whether writer 0 has given up this checkpoint."""
-    with suppress(OSError), open_file(unfinished.parent / LOCK) as file:
-        return file.readline(_LONGEST_NAME) == f"{unfinished.name}\n".encode()
-    return False
 
 
 def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
@@ -292,67 +270,42 @@ def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], 
     process has ended.
     Raises `CheckpointError`, and `OSError` with the error number that another writer has recorded.
     """
-    files: list[FileRecord] = []
-    waiting = dict.fromkeys(range(1, job.writers))
+    records: list[FileRecord] = []
+    waiting = {writer: f".writer-{writer}" for writer in range(1, job.writers)}
     size, since = -1, time.monotonic()
     while waiting:
-        there = _names(unfinished)
-        writing = {each: each in there and _is_locked(unfinished / each) for each in map(_name, waiting)}
-        there = _names(unfinished)  # list again after testing the locks: a writer leaves its record before it unlocks
-        for writer in [*waiting]:
-            if f"{_name(writer)}.json" in there:
-                files += _checked(_record(unfinished / f"{_name(writer)}.json"), job, writer)
+        # From listings: on NFS, a lookup by name may miss a new file for up to a minute.
+        names = {path.name for path in unfinished.iterdir()}
+        locked = {writer: name in names and _is_locked(unfinished / name) for writer, name in waiting.items()}
+        names = {path.name for path in unfinished.iterdir()}  # again: a writer leaves its record before it unlocks
+        for writer, name in [*waiting.items()]:
+            start_seconds = _ABANDONED_SECONDS if abandoned() else _START_SECONDS
+            if f"{name}.json" in names:
+                records += _records_of(unfinished / f"{name}.json", job, writer)
                 del waiting[writer]
-            elif writing[_name(writer)] is False and time.monotonic() - since > _allowed(abandoned):
+            elif locked[writer] is False and time.monotonic() - since > start_seconds:
                 raise _missing(job, writer, "has ended or never started")
         if waiting:
-            now = _size(unfinished)
-            if now != size:
-                size, since = now, time.monotonic()
+            if (new_size := _size(unfinished)) != size:
+                size, since = new_size, time.monotonic()
             elif time.monotonic() - since > _STALL_SECONDS:
                 raise _missing(job, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
             time.sleep(_SHARE_POLL_SECONDS)
-    for path in [*_entries(unfinished)]:
-        if path.name.startswith(_name("")):
-            path.unlink()
-    return files + _indexes(unfinished, files, system)
-
-
-def _indexes(unfinished: Path, others: Iterable[FileRecord], system: System) -> list[FileRecord]:
-    """For each part that has several files, write an index that maps tensors to files, in Hugging Face's format."""
-    indexes = []
-    for part in sorted({part for file in others if (part := part_of(file.name)) is not None}):
-        tables = {path.name: tensor_table(path) for path in _entries(unfinished) if part_of(path.name) == part}
+    for path in unfinished.glob(".writer-*"):
+        path.unlink()
+    # For each part that has several files, an index that maps tensors to files, in Hugging Face's format.
+    for part in sorted({part for file in records if (part := part_of(file.name)) is not None}):
+        tables = {path.name: tensor_table(path) for path in sorted(unfinished.iterdir()) if part_of(path.name) == part}
         total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
-        names = {
-            name: file for file, table in sorted(tables.items()) for name, each in table.items() if not each.is_piece
-        }
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
-        indexes.append(write_text(unfinished / f"{part}{INDEX}", text, system))
-    return indexes
-
-
-def _name(writer: int | str) -> str:
-    return f".writer-{writer}"
-
-
-def _entries(unfinished: Path) -> list[Path]:
-    return sorted(unfinished.iterdir())
-
-
-def _allowed(abandoned: Callable[[], bool]) -> float:
-    """Seconds that a writer may take to start. `abandoned`: a function that returns whether training has ended."""
-    return _ABANDONED_SECONDS if abandoned() else _START_SECONDS
-
-
-def _names(unfinished: Path) -> set[str]:
-    """The names in the folder, from a listing: on NFS, a lookup by name may miss a new file for up to a minute."""
-    return {path.name for path in _entries(unfinished)}
+        files = {name: file for file, table in tables.items() for name, tensor in table.items() if not tensor.is_piece}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
+        records.append(write_file(unfinished / f"{part}{INDEX}", text.encode(), system))
+    return records
 
 
 def _size(unfinished: Path) -> int:
     total = 0
-    for path in _entries(unfinished):
+    for path in unfinished.iterdir():
         with suppress(FileNotFoundError):  # a record has just been renamed
             total += path.stat().st_size
     return total
@@ -373,27 +326,26 @@ def _is_locked(path: Path) -> bool | None:
         os.close(descriptor)
 
 
-def _record(path: Path) -> dict[str, object]:
+def _records_of(path: Path, job: Job, writer: int) -> list[FileRecord]:
+    """The records of the files of another writer's share. `path`: the file in which this writer has left them."""
     with open_file(path) as file:
-        return dict(json.loads(file.read(_LONGEST_RECORD)))
-
-
-def _checked(record: dict[str, object], job: Job, writer: int) -> list[FileRecord]:
-    if "errno" in record:
-        number = int(str(record["errno"]))
+        share = json.loads(file.read(_LONGEST_RECORD))
+    if "errno" in share:
+        number = int(share["errno"])
         raise OSError(number, os.strerror(number))
-    if record["tensors"] != job.tensors:
+    if share["tensors"] != job.tensors:
         raise CheckpointError(
             f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) has "
             "tensors with different names, dtypes or shapes than writer 0",
             "use the same model and optimizer on all ranks, with the same state for each parameter",
         )
-    return [FileRecord(**file) for file in record["files"]]  # type: ignore[attr-defined]
+    return [FileRecord(**file) for file in share["files"]]
 
 
-def _missing(job: Job, writer: int, what: str) -> CheckpointError:
+def _missing(job: Job, writer: int, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) {what}",
+        f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) "
+        f"{problem}",
         "see the output of the other ranks; earlier checkpoints are unchanged",
         transient=True,
     )
@@ -426,34 +378,36 @@ def write(job: Job, memory: memoryview, system: System | None = None, *, abandon
     """
     system = system or System()
     folder = Path(job.folder)
+    unfinished = unfinished_folder(folder, job.step, job.token or secrets.token_hex(4))
     with _explained(job, folder, system):
-        make_folder(folder, system)
-        unfinished = folder / f"{WRITING}{name_of(job.step)}-{job.token or secrets.token_hex(4)}"
         if job.writer > 0:
             write_share(job, memory, unfinished, system)
             return
+        make_folder(folder, system)
         with _alone(folder) as alone:
             try:
-                _make_unfinished(unfinished, system)
+                with suppress(FileExistsError):  # several writers: the training process has created it
+                    system.mkdir(unfinished)
                 _clear_leftovers(folder, unfinished, alone, system)
-                _check_space(job, folder, system)
-                records = write_files(job.files, memory, unfinished, system)
+                if job.size > system.free(folder):
+                    raise _full(job, folder, system)
+                records = [write_file(unfinished / file.name, file.content_in(memory), system) for file in job.files]
                 records += collect(job, unfinished, system, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
-                write_text(unfinished / MANIFEST, manifest.text(), system)
+                write_file(unfinished / MANIFEST, manifest.text().encode(), system)
                 fsync_folder(unfinished, system)
                 _put_in_place(unfinished, folder / name_of(job.step), system)
             except BaseException:
-                _give_up(unfinished, system)
+                removed = _removed(unfinished)
+                with suppress(OSError):  # renamed first, so that the other writers can create no more files in it
+                    system.rename(unfinished, removed)
+                    unfinished = removed
+                with suppress(OSError):
+                    system.remove(unfinished)
                 raise
             fsync_folder(folder, system)
             _prune(job, folder, system)
-
-
-def _make_unfinished(unfinished: Path, system: System) -> None:
-    with suppress(FileExistsError):  # another writer has created it
-        system.mkdir(unfinished)
 
 
 def make_folder(folder: Path, system: System | None = None) -> None:
@@ -477,19 +431,19 @@ def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[P
     Returns the new folder and the steps moved; None if there is nothing to move. Raises `CheckpointError`.
     """
     system = system or System()
-    there = [found for found in checkpoints(folder) if found.step > after and _is_ours(found)]
-    if not there:
+    later = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step > after and _is_ours(checkpoint)]
+    if not later:
         return None
     place = folder / f"{ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     try:
         system.mkdir(place)
-        for found in there:
-            system.rename(found.path, place / found.path.name)
+        for checkpoint in later:
+            system.rename(checkpoint.path, place / checkpoint.path.name)
         fsync_folder(place, system)
         fsync_folder(folder, system)
     except OSError as error:
         raise cannot_write(error, folder) from None
-    return place, [found.step for found in there]
+    return place, [checkpoint.step for checkpoint in later]
 
 
 def cannot_write(error: OSError, folder: Path) -> CheckpointError:
@@ -526,27 +480,25 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
 
 def _prune(job: Job, folder: Path, system: System) -> None:
     """Remove older checkpoints that exceed `keep_last`. Those of later steps belong to another run, and are kept."""
-    there = [found for found in checkpoints(folder) if found.step <= job.step]
-    kept = _kept(there, job.keep_last)
-    for found in there:
-        if found.step not in kept and _is_ours(found):
-            away = _removed(found.path)
+    saved = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step <= job.step]
+    whole = [checkpoint for checkpoint in saved if checkpoint.whole]
+    best = [checkpoint.step for checkpoint in whole if checkpoint.manifest is not None and checkpoint.manifest.best]
+    last = [checkpoint.step for checkpoint in whole[: job.keep_last]]
+    damaged = [
+        checkpoint.step for checkpoint in saved if not checkpoint.whole and checkpoint.step >= min(last, default=0)
+    ]
+    kept_steps = {*last, *best[:1], *damaged}
+    for checkpoint in saved:
+        if checkpoint.step not in kept_steps and _is_ours(checkpoint):
+            removed = _removed(checkpoint.path)
             with suppress(FileNotFoundError):  # another writer removed it
-                system.rename(found.path, away)
-                system.remove(away)
+                system.rename(checkpoint.path, removed)
+                system.remove(removed)
 
 
-def _kept(there: Iterable[Found], keep_last: int) -> set[int]:
-    whole = [found for found in there if found.whole]
-    best = [found.step for found in whole if found.manifest is not None and found.manifest.best]
-    last = [found.step for found in whole[:keep_last]]
-    damaged = [found.step for found in there if not found.whole and found.step >= min(last, default=0)]
-    return {*last, *best[:1], *damaged}
-
-
-def _is_ours(found: Found) -> bool:
+def _is_ours(checkpoint: StoredCheckpoint) -> bool:
     """Whether this is a checkpoint, complete or damaged, in a format that this version of ddpkit can read."""
-    return found.manifest is not None
+    return checkpoint.manifest is not None
 
 
 def _removed(path: Path) -> Path:
@@ -566,7 +518,8 @@ def _alone(folder: Path) -> Iterator[bool | None]:
     alone = None
     with ExitStack() as stack:
         with suppress(OSError):  # for example, the file belongs to another user
-            alone = _try_lock(stack.enter_context(_open_lock(folder)), fcntl.LOCK_EX)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            alone = _try_lock(stack.enter_context(FileIO(descriptor, "r+")), fcntl.LOCK_EX)
         yield alone
 
 
@@ -579,10 +532,6 @@ def wait_for_writers(folder: Path, seconds: float) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _open_lock(folder: Path) -> FileIO:
-    return FileIO(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+")
-
-
 def _try_lock(file: IO[bytes], kind: int) -> bool | None:
     """Lock a file, if no other process holds the lock. Returns whether it did; None if the file system has no locks."""
     try:
@@ -592,10 +541,10 @@ def _try_lock(file: IO[bytes], kind: int) -> bool | None:
     return True
 
 
-def _clear_leftovers(folder: Path, own: Path, alone: bool | None, system: System) -> None:
-    now = own.stat().st_mtime  # by the clock of the file system, which may differ from this machine's
+def _clear_leftovers(folder: Path, unfinished: Path, alone: bool | None, system: System) -> None:
+    now = unfinished.stat().st_mtime  # by the clock of the file system, which may differ from this machine's
     for path in leftovers(folder):
-        if path != own and (alone or (alone is None and now - _last_written(path) > _LONG_AGO)):
+        if path != unfinished and (alone or (alone is None and now - _last_written(path) > _LONG_AGO)):
             with suppress(FileNotFoundError):
                 system.remove(path)
 
@@ -607,11 +556,6 @@ def _last_written(path: Path) -> float:
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
-
-
-def _check_space(job: Job, folder: Path, system: System) -> None:
-    if job.size > system.free(folder):
-        raise _full(job, folder, system)
 
 
 def _full(job: Job, folder: Path, system: System, code: int = errno.ENOSPC) -> CheckpointError:
@@ -657,6 +601,7 @@ STOP = b"\n"
 """The packet that tells the writer process to exit."""
 LONGEST_PACKET = 1 << 16
 _LONGEST_TEXT = 10_000
+_BUG = "this is a bug in ddpkit: please report it; until it is fixed, try checkpoint.save='blocking'"
 
 
 def main(parent: int, memory: int, line: int) -> None:
@@ -679,10 +624,24 @@ def main(parent: int, memory: int, line: int) -> None:
                 continue  # the next recv returns a job that it had sent before
             if packet in (b"", STOP):
                 return
-            number, _, job = packet.partition(b" ")
+            number, _, text = packet.partition(b" ")
             if int(number) > done:  # otherwise the job was sent twice
-                done = int(number)
-                problem = _done(Job.from_json(job), memory, parent)
+                done, job = int(number), Job.from_json(text)
+                problem: dict[str, str | bool] = {}
+                content = None
+                try:
+                    # Not closed, but unmapped when the last reference to it is gone: after an error, slices of it live
+                    # as long as the traceback, and closing it would raise a BufferError instead.
+                    content = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
+                    write(job, content, abandoned=lambda: os.getppid() != parent)
+                except CheckpointError as error:
+                    problem = {"message": error.message, "hint": error.hint, "transient": error.transient}
+                except Exception:
+                    trace = traceback.format_exc()[-_LONGEST_TEXT:]
+                    message = f"the checkpoint of step {job.step} could not be written:\n{trace}"
+                    problem = {"message": message, "hint": _BUG}
+                finally:
+                    content = None
                 with suppress(OSError):  # the training process has ended
                     jobs.send(json.dumps([done, problem]).encode())
 
@@ -697,21 +656,3 @@ def readable(descriptors: Iterable[int], seconds: float | None = None) -> set[in
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000)}
-
-
-def _done(job: Job, memory: int, parent: int) -> dict[str, str | bool]:
-    """Write a checkpoint. Returns an empty dict, or, if the save failed, the arguments of a `CheckpointError`."""
-    try:
-        # Not closed, but unmapped when the last reference to it is gone: after an error, slices of it live as long as
-        # the traceback, and closing it would raise a BufferError instead.
-        shared = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
-        write(job, shared, abandoned=lambda: os.getppid() != parent)
-    except CheckpointError as error:
-        return {"message": error.message, "hint": error.hint, "transient": error.transient}
-    except Exception:
-        return {
-            "message": f"the checkpoint of step {job.step} could not be written:\n"
-            f"{traceback.format_exc()[-_LONGEST_TEXT:]}",
-            "hint": "this is a bug in ddpkit: please report it; until it is fixed, try checkpoint.save='blocking'",
-        }
-    return {}

@@ -5,7 +5,7 @@ import binascii
 import math
 import re
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.format import ITEM_BYTES, Found, checked_shape, checkpoints, examine, read_state
-from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, FACTORIES
+from ddp_kit.checkpoint.format import ITEM_BYTES, StoredCheckpoint, checked_shape, checkpoints, examine, read_state
+from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, METADATA
 from ddp_kit.checkpoint.weight_files import Destination, Key, TensorFiles, Whole, keys_in
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
@@ -29,19 +29,14 @@ from ddp_kit.pieces import Piece
 Fetch = Callable[[str, str, bool], Tensor | Piece]
 """A function: part and name of a tensor, and whether it was on a device other than the CPU -> the tensor or a piece."""
 
-_TORCH_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
-}
 _STORED_AS_BYTES = {
-    name: dtype
-    for name, dtype in _TORCH_DTYPES.items()
-    if dtype not in DTYPES and not name.startswith("q")  # quantized tensors consist of more than their bytes
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    # Quantized tensors consist of more than their bytes.
+    if isinstance(dtype, torch.dtype) and dtype not in DTYPES and not str(dtype).startswith("torch.q")
 }
-_DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
 # Numbers, strings, bytes and times, but never `O`, whose elements are pointers.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufc][0-9]{1,2}|[SUV][0-9]{1,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
-_MOST_NESTED_FIELDS = 10
-_MOST_FIELDS = 10_000
 _MOST_WITHOUT_BYTES = 1 << 16
 
 
@@ -82,32 +77,26 @@ class _Reader:
             return self._tensor(text, part, name) if tag == "$tensor" else self._array(text, part, name)
         if tag == "$scalar":
             return _scalar(text, content)
-        if tag in _FROM_LIST:
-            return _FROM_LIST[tag](self._list(content, depth))
-        if tag == "$deque":
-            return deque(self._list(content, depth), text["maxlen"])
-        return self._mapping(tag, text, [tuple(self._list(pair, depth)) for pair in content], depth)
+        if tag == "$tuple":
+            return tuple(self._list(content, depth))
+        pairs = [tuple(self._list(pair, depth)) for pair in content]
+        if tag == "$dict":
+            return dict(pairs)
+        if tag == "$counter":
+            return Counter(dict(pairs))
+        if tag != "$ordered":
+            raise ValueError(f"unknown tag {tag}")
+        ordered: OrderedDict[Any, Any] = OrderedDict(pairs)
+        attributes = self.value(text.get("attributes", {}), depth + 1)
+        if attributes.keys() - {METADATA}:  # an attribute such as `keys` would replace a method
+            raise ValueError(f"an OrderedDict has an attribute other than {METADATA}")
+        vars(ordered).update(attributes)
+        return ordered
 
     def _list(self, content: Any, depth: int) -> list[Any]:
         if not isinstance(content, list):
             raise TypeError(f"expected a list, found a {type(content).__name__}")
         return [self.value(one, depth + 1) for one in content]
-
-    def _mapping(self, tag: str, text: Any, pairs: Any, depth: int) -> Any:
-        if tag == "$dict":
-            return dict(pairs)
-        if tag == "$counter":
-            return Counter(dict(pairs))
-        if tag == "$default":
-            return defaultdict(None if text["factory"] is None else FACTORIES[text["factory"]], pairs)
-        if tag != "$ordered":
-            raise ValueError(f"unknown tag {tag}")
-        ordered = OrderedDict(pairs)
-        attributes = self.value(text.get("attributes", {}), depth + 1)
-        if any(hasattr(OrderedDict, name) for name in attributes):  # an attribute such as `keys` would replace a method
-            raise ValueError("an attribute of an OrderedDict would replace a method")
-        vars(ordered).update(attributes)
-        return ordered
 
     def _tensor(self, text: Any, part: str, name: str) -> Tensor | Piece:
         if "dtype" not in text:
@@ -143,44 +132,15 @@ def _scalar(text: Any, content: Any) -> Any:
 
 def _checked_bools(array: Any) -> Any:
     """Return the array. Raises `ValueError` if a bool's byte is not 0 or 1: numpy could then write out of bounds."""
-    for name in array.dtype.names or ():
-        _checked_bools(array[name])
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
         raise ValueError("a bool is neither 0 nor 1")
     return array
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
-    dtype = np.lib.format.descr_to_dtype(_description(text, 0))
-    if dtype.hasobject:
-        raise ValueError("a numpy dtype contains Python objects, which cannot be loaded")
-    return dtype
-
-
-def _description(text: Any, depth: int) -> Any:
-    """numpy's description of a dtype, with tuples in place of JSON's lists. Raises `ValueError` if it is invalid."""
-    if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
-        return text
-    if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
+    if not isinstance(text, str) or not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError("the description of a numpy dtype is invalid")
-    fields = []
-    for name, kind, *shape in text:
-        title = tuple(name) if isinstance(name, list) else (name,)
-        if not 1 <= len(title) <= 2 or not all(isinstance(each, str) for each in title):
-            raise ValueError("a field of a numpy dtype has no name")
-        field = (title if len(title) == 2 else name, _description(kind, depth + 1))
-        fields.append((*field, *(checked_shape(each) for each in shape)))
-    return fields
-
-
-def _torch_dtype(name: Any) -> torch.dtype:
-    return _TORCH_DTYPES[name]
-
-
-def _device(name: Any) -> torch.device:
-    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
-        raise ValueError(f"not a device: {str(name)[:40]!r}")
-    return torch.device(name)
+    return np.dtype(text)
 
 
 def _decoded(content: Any) -> bytes:
@@ -190,15 +150,11 @@ def _decoded(content: Any) -> bytes:
         raise ValueError(str(error)) from None
 
 
-_FROM_LIST: Mapping[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _FROM_TEXT: Mapping[str, Callable[[Any], Any]] = {
     "$int": lambda content: int(content, 16),
     "$float": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
     "$complex": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
     "$bytes": _decoded,
-    "$size": lambda content: torch.Size(checked_shape(content)),
-    "$dtype": _torch_dtype,
-    "$device": _device,
 }
 
 
@@ -225,11 +181,11 @@ def load(
     Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
-    found = examine(Path(path))
-    if found.manifest is None or not found.whole:
-        raise cannot_load(found, str(found.problem))
+    checkpoint = examine(Path(path))
+    if checkpoint.manifest is None or not checkpoint.whole:
+        raise cannot_load(checkpoint, str(checkpoint.problem))
     try:
-        files = TensorFiles(found)
+        files = TensorFiles(checkpoint)
         values, places = {}, {}
         for key, whole in files.tensors.items():
             piece = None if wanted is None else wanted(*key)
@@ -237,31 +193,31 @@ def load(
                 piece = None
             values[key], places[key] = _memory(whole, piece)
         files.read(places)
-        text = read_state(found)
+        text = read_state(checkpoint)
     except OSError as error:
-        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
     except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch cannot represent
-        raise cannot_load(found, str(error)) from None
+        raise cannot_load(checkpoint, str(error)) from None
     device_of = device if callable(device) else _always(torch.device(device))
     state: dict[str, Any] = unpack(text, _Fetch(values, device_of))
     return state
 
 
-def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
+def load_entries(checkpoint: StoredCheckpoint, entries: Mapping[str, Any]) -> dict[str, Any]:
     """The values of some entries of the checkpoint's state.json, with tensors in host memory.
 
     Reads and verifies only the files with these tensors. Raises `CheckpointError` if one of the files is damaged.
     """
     try:
-        files = TensorFiles(found)
+        files = TensorFiles(checkpoint)
         values, places = {}, {}
         for key in dict.fromkeys(keys_in(entries.values())):
             values[key], places[key] = _memory(files.tensors[key], None)
         files.read(places)
     except OSError as error:
-        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, RuntimeError) as error:
-        raise cannot_load(found, str(error)) from None
+        raise cannot_load(checkpoint, str(error)) from None
     read: dict[str, Any] = unpack(dict(entries), _Fetch(values, _always(torch.device("cpu"))))
     return read
 
@@ -276,11 +232,11 @@ def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Des
     return piece.with_tensor(tensor), whole.places(content.numpy(), shape, piece.offsets, flat=piece.flat)
 
 
-def from_newer_version(found: Found) -> CheckpointError:
-    """The error for a checkpoint that a later version of ddpkit has written."""
+def other_format_error(checkpoint: StoredCheckpoint) -> CheckpointError:
+    """The error for a checkpoint that another version of ddpkit has written in another format."""
     return CheckpointError(
-        f"the checkpoint {found.path} cannot be loaded: it has a {found.problem}",
-        "use the version of ddpkit that wrote it, or a later one; or pass an older checkpoint or another folder",
+        f"the checkpoint {checkpoint.path} cannot be loaded: it is {checkpoint.problem}",
+        "use the version of ddpkit that wrote it; or pass another checkpoint or another folder",
     )
 
 
@@ -306,16 +262,17 @@ class _Fetch:
         return self._moved[part, name]
 
 
-def cannot_load(found: Found, problem: str) -> CheckpointError:
+def cannot_load(checkpoint: StoredCheckpoint, problem: str) -> CheckpointError:
     """The error for a checkpoint that cannot be loaded."""
-    if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
+    if checkpoint.manifest is None and checkpoint.path.is_dir() and (inner := checkpoints(checkpoint.path)):
         return CheckpointError(
-            f"{found.path} is a folder of checkpoints, not a checkpoint",
+            f"{checkpoint.path} is a folder of checkpoints, not a checkpoint",
             f"pass one of the checkpoints in it, such as {inner[0].path}",
         )
-    if found.newer:
-        return from_newer_version(found)
+    if checkpoint.has_other_format:
+        return other_format_error(checkpoint)
     return CheckpointError(
-        f"the checkpoint {found.path} cannot be loaded: {problem}",
-        f"use another checkpoint; `ddpkit checkpoints {found.path.parent} --verify` shows which ones are undamaged",
+        f"the checkpoint {checkpoint.path} cannot be loaded: {problem}",
+        f"use another checkpoint; `ddpkit checkpoints {checkpoint.path.parent} --verify` shows which ones are "
+        "undamaged",
     )

@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import platform
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,9 +27,20 @@ import ddp_kit
 from ddp_kit import __version__
 from ddp_kit.checkpoint.format import STATE
 from ddp_kit.checkpoint.packing import Division, Layout, Replicated, Stored, active_writers, pack
-from ddp_kit.checkpoint.process import LONGEST_PACKET, STOP, Job, Region, cannot_write, make_folder, readable, write
+from ddp_kit.checkpoint.process import (
+    LONGEST_PACKET,
+    STOP,
+    Job,
+    Region,
+    cannot_write,
+    make_folder,
+    readable,
+    unfinished_folder,
+    write,
+)
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
+from ddp_kit.log import logger
 from ddp_kit.torch_internals import version_of
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------
@@ -171,7 +183,8 @@ def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
         if tensor.is_cuda:
             stream = streams.get(tensor.device)
             if stream is None:
-                stream = streams[tensor.device] = _side_stream(tensor.device)
+                stream = streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):
                 target.copy_(tensor, non_blocking=True)
 
@@ -186,14 +199,7 @@ def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
     return finish
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream that waits for the work already queued on the device's current stream."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
-
-
-# --- Handle to the writer process -------------------------------------------------------------------------------------
+# --- Writers of one process -------------------------------------------------------------------------------------
 
 
 # Runs without site.py, because .pth files may import anything; the folders of the packages it needs are arguments.
@@ -332,6 +338,34 @@ def _end(process: "subprocess.Popen[bytes]", jobs: socket.socket, stderr: IO[byt
     stderr.close()
 
 
+class BlockingWriter:
+    """The interface of `WriterProcess` without a process: `start` returns when the checkpoint is on disk."""
+
+    gone = False
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+        self._error: CheckpointError | None = None
+
+    def start(self, job: Job) -> None:
+        """Write a checkpoint."""
+        try:
+            with self._buffer.view as view:
+                write(job, view)
+        except CheckpointError as error:
+            self._error = error.with_traceback(None)  # traceback frames keep tensors alive
+
+    def finished(self, *, wait: bool) -> bool:  # noqa: ARG002
+        """True. Raises the error of the last checkpoint, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return True
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
 # --- Saver ------------------------------------------------------------------------------------------------------------
 
 
@@ -340,16 +374,16 @@ _SHOWN = 3
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def _nothing(part: str, name: str) -> bool:  # noqa: ARG001
-    return False
-
-
 class Saver:
     """Writes checkpoints into a folder. A context manager that calls `close` on exit.
 
         saver.save(12, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": {"epoch": 3}})
-        saver.check()    # now and then: raises the error of a failed save
+        saver.check()    # after each step: logs or raises the error of a failed save
+        saver.wait()     # until it is on disk
         saver.close()
+
+    A transient error of a save, such as a full disk, is logged as a warning, and the next save tries again; `wait`
+    raises it. Any other error is raised by the next call of any method.
 
     `keep_last`: the number of complete checkpoints to keep, including the new one; the best one is kept in addition.
     `background`: whether to write in a separate process; if False, `save` returns when the checkpoint is on disk.
@@ -365,17 +399,32 @@ class Saver:
     ) -> None:
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
-        self._writer, self._writers = writer, writers
+        self._number, self._writers = writer, writers
         try:
             make_folder(self._folder)
         except OSError as error:
             raise cannot_write(error, self._folder) from None
         self._buffer = SharedBuffer()
-        self._release = weakref.finalize(self, self._buffer.close)
+        self._free_memory = weakref.finalize(self, self._buffer.close)
         self._background = background
-        self._process: WriterProcess | None = None  # started by the first save
+        self._writer: WriterProcess | BlockingWriter | None = None  # created by the first save
         self._division: Division | None = None  # of the previous save
         self._copying: _Copying | None = None
+        self._error: CheckpointError | None = None  # the transient error of the last save, which was logged
+
+    def begin(self, step: int) -> str:
+        """Create the folder of a checkpoint that several writers will write, and return the token for `save`.
+
+        Called for writer 0, before the other writers save. Waits until the previous save is finished, which would
+        remove the folder. If the folder cannot be created, the save reports the error.
+        """
+        self.check(wait=True)
+        token = secrets.token_hex(4)
+        if self._writers > 1:
+            with suppress(OSError):
+                make_folder(self._folder)
+                unfinished_folder(self._folder, step, token).mkdir()
+        return token
 
     def save(
         self,
@@ -384,51 +433,53 @@ class Saver:
         *,
         best: bool = False,
         token: str = "",
-        replicated: Replicated = _nothing,
+        replicated: Replicated = lambda _part, _name: False,
         overlap: bool = False,
     ) -> None:
         """Start a save. When this returns, the state has been copied and may change, except with `overlap`.
 
-        Waits until the previous save is finished. If that save failed, and neither `check` nor `wait` has raised its
-        `CheckpointError`, the error is raised here, and no new save is started.
+        Waits until the previous save is finished. If that save failed with an error that is not transient, and that has
+        not been raised yet, the error is raised here, and no new save is started.
         `state`: part -> values that `packing.pack` can store, with tensors on any device. `best`: whether to mark the
         checkpoint as the best so far.
 
-        If there are several writers, all of them call this. `token`: a text that is equal on all writers, and different
-        in each save. `replicated`: a function that returns whether a tensor is identical on all writers; such tensors
+        If there are several writers, all of them call this. `token`: what `begin` returned for writer 0.
+        `replicated`: a function that returns whether a tensor is identical on all writers; such tensors
         are divided among the writers. Writers other than 0 save only replicated tensors and pieces.
 
         `overlap`: whether to return while a thread still copies replicated tensors; the caller must then call
         `finish_copy` before these tensors change.
         """
         packed = pack(state)
-        self.wait()
+        self.check(wait=True)
+        self._error = None
         if self._division is None or not self._division.fits(packed):
-            self._division = Division(packed, replicated, self._writer, self._writers)
+            self._division = Division(packed, replicated, self._number, self._writers)
         division = self._division
-        if self._writer >= division.writers:
+        if self._number >= division.writers:
             return
-        self._open()
-        text = _dumps(packed.text).encode() if self._writer == 0 else b""
+        writer = self._open()
+        text = _dumps(packed.text).encode() if self._number == 0 else b""
         tensors = [packed.tensors[number] for number in division.numbers]
         with _enough_memory(division.layout.bytes):
-            self._buffer.prepare(division.layout, [each.tensor for each in tensors], text)
+            self._buffer.prepare(division.layout, [stored.tensor for stored in tensors], text)
         now: list[tuple[Tensor, Stored]] = []
         later: list[tuple[Tensor, Stored]] = []
         for target, stored, is_replicated in zip(self._buffer.targets, tensors, division.replicated, strict=True):
             (later if overlap and is_replicated else now).append((target, stored))
         begin_copy((target, stored.tensor) for target, stored in now)()
         files = division.layout.files
-        if self._writer == 0:
+        if self._number == 0:
             files = (*files, Region(STATE, division.layout.bytes, len(text)))
         job = Job(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
-            token, self._writer, division.writers, division.bytes + len(text), division.tensors,
+            token, self._number, division.writers, division.bytes + len(text), division.tensors,
         )  # fmt: skip
         if overlap:
             self._copying = _Copying(later, job)
         else:
-            self._begin(job)
+            writer.start(job)
+            self.check()  # a `BlockingWriter` has written it
 
     def finish_copy(self) -> None:
         """Wait until the whole state is copied. Raises `CheckpointError` if the state changed during the copy."""
@@ -437,17 +488,8 @@ class Saver:
         self._copying.done.result()
         copying, self._copying = self._copying, None
         copying.check()
-        self._begin(copying.job)
-
-    def _begin(self, job: Job) -> None:
-        """Write the copied state, or have the writer process start writing it."""
-        if not self._background:
-            with self._buffer.view as view:
-                write(job, view)
-            return
-        assert self._process is not None, "`save` has started it"
-        with self._replaced_if_gone():
-            self._process.start(job)
+        assert self._writer is not None, "`save` has created it"
+        self._writer.start(copying.job)
 
     def reserve(self, size: int) -> None:
         """Allocate host memory in the background, so that the first save does not have to.
@@ -455,17 +497,30 @@ class Saver:
         `size`: the bytes of the state, which the writers will divide among themselves.
         """
         active = active_writers(size, self._writers)
-        if self._writer < active:
+        if self._number < active:
             self._open()
             with _enough_memory(size // active):
                 self._buffer.reserve(size // active)
 
-    def check(self) -> bool:
-        """Whether no save is in progress. Does not wait. Raises the `CheckpointError` of a failed save, once."""
-        return self._finished(wait=False)
+    def check(self, *, wait: bool = False) -> bool:
+        """Whether no save is in progress. Logs a transient error of a save, and raises any other, once.
+
+        `wait`: whether to wait until the save is finished.
+        """
+        try:
+            return self._finished(wait=wait)
+        except CheckpointError as error:
+            if not error.transient:
+                raise
+            self._error = error.with_traceback(None)  # traceback frames keep tensors alive
+            logger.warning("{}; training continues, and the next save tries again", error.message)
+            return True
 
     def wait(self) -> None:
         """Wait until the last save is finished; raise the error if it failed. Can be repeated after an interrupt."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         self._finished(wait=True)
 
     def close(self) -> None:
@@ -477,18 +532,19 @@ class Saver:
 
     def release(self) -> None:
         """Stop the writer process and free the memory; a later save recreates both. Call `wait` first."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-        self._release()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._free_memory()
 
-    def _open(self) -> None:
-        """Create the buffer and start the writer process, unless they exist."""
-        if not self._release.alive:
+    def _open(self) -> WriterProcess | BlockingWriter:
+        """Create the buffer and the writer, unless they exist. Returns the writer."""
+        if not self._free_memory.alive:
             self._buffer = SharedBuffer()
-            self._release = weakref.finalize(self, self._buffer.close)
-        if self._background and self._process is None:
-            self._process = WriterProcess(self._buffer.descriptor)
+            self._free_memory = weakref.finalize(self, self._buffer.close)
+        if self._writer is None:
+            self._writer = WriterProcess(self._buffer.descriptor) if self._background else BlockingWriter(self._buffer)
+        return self._writer
 
     def __enter__(self) -> Self:
         return self
@@ -501,19 +557,13 @@ class Saver:
     def _finished(self, *, wait: bool) -> bool:
         if wait:
             self.finish_copy()
-        if self._process is None:
+        if self._writer is None:
             return self._copying is None
-        with self._replaced_if_gone():
-            return self._process.finished(wait=wait) and self._copying is None
-
-    @contextmanager
-    def _replaced_if_gone(self) -> Iterator[None]:
-        """Context manager that discards the writer process if it has ended, so that the next save starts a new one."""
         try:
-            yield
+            return self._writer.finished(wait=wait) and self._copying is None
         except CheckpointError:
-            if self._process is not None and self._process.gone:
-                self._process = None
+            if self._writer.gone:
+                self._writer = None  # the next save starts another process
             raise
 
 
@@ -529,7 +579,9 @@ class _Copying:
 
     def check(self) -> None:
         """Raise `CheckpointError` if a tensor was written to since the copy began."""
-        changed = [f"{each.part}: {each.name}" for each, version in self._copied if version_of(each.tensor) != version]
+        changed = [
+            f"{stored.part}: {stored.name}" for stored, version in self._copied if version_of(stored.tensor) != version
+        ]
         if changed:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise CheckpointError(

@@ -94,13 +94,13 @@ class SavedPart(ABC):
 
     saving:   rank_state() on every rank, then state_dict(rank states of all ranks) on the first writer rank;
               if `replicated`, on all ranks, each of which writes some of the tensors
-    loading:  migrate(state, its version), then check(state) of all parts, then load_state_dict(state)
+    loading:  check(state) of all parts, then load_state_dict(state)
     """
 
     name: ClassVar[str]
     """The part's key in the checkpoint, and the name of its tensor file, if it has tensors."""
     version: ClassVar[int] = 1
-    """The version of the part's format; increased if the previous version of ddpkit cannot load the new format."""
+    """The version of the part's format. A checkpoint with another version is refused."""
     required: ClassVar[bool] = True
     """Whether a checkpoint must have this part. If False, a checkpoint without it leaves the part unchanged."""
     shows_own_errors: ClassVar[bool] = False
@@ -128,10 +128,6 @@ class SavedPart(ABC):
     def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
         """The piece that this rank holds of the tensor with this name in the part's file; None for all of it."""
         return None
-
-    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
-        """Convert a saved state to what this version of ddpkit would save. `version`: the saved state's version."""
-        return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
         """The reason why the state does not match this run; None if it matches.
@@ -180,51 +176,34 @@ def _shown(value: Any) -> str:
 # A checkpoint holds rank 0's state, or every rank's for callbacks that set `state_per_rank`.
 
 
-_OWN = "ddp_kit."
+_OURS = "ddp_kit."
 _EVERY_RANK = "every_rank"
-
-
-def per_rank_states(callbacks: Sequence[Callback]) -> list[str | None]:
-    """This rank's state of each callback, as text; None for callbacks that do not set `state_per_rank`."""
-    return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
-
-
-def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
-    """The class name and the state of each callback, for the checkpoint. `of_ranks`: every rank's `per_rank_states`."""
-    states: list[Any] = []
-    for number, callback in enumerate(callbacks):
-        everyone = [own[number] for own in of_ranks]
-        state = {_EVERY_RANK: everyone} if callback.state_per_rank else callback.state_dict()
-        states.append([type(callback).__name__, state])
-    return states
 
 
 def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
     """Load saved states into callbacks of the same class, in order. Warns about callbacks or states without a match.
 
-    `path`: the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
-    whatever a user's callback raises.
+    `path`: the checkpoint, for messages. `saved`: the class name and the state of each callback. Raises
+    `CheckpointError`, and whatever a user's callback raises.
     """
-    there: dict[str, deque[Any]] = defaultdict(deque)
+    unused: dict[str, deque[Any]] = defaultdict(deque)
     with explained_load_errors(path):
         for name, state in saved:
-            there[name].append(state)
+            unused[name].append(state)
     without = []
     for callback in callbacks:
         name = type(callback).__name__
-        if there[name]:
-            own = type(callback).__module__.startswith(_OWN)  # errors in the user's callbacks are shown unchanged
-            with explained_load_errors(path):
-                state = (
-                    _of_rank(there[name].popleft(), name, rank, ranks)
-                    if callback.state_per_rank
-                    else there[name].popleft()
-                )
-            with explained_load_errors(path) if own else nullcontext():
+        if unused[name]:
+            is_ours = type(callback).__module__.startswith(_OURS)  # errors in the user's callbacks are shown unchanged
+            state = unused[name].popleft()
+            if callback.state_per_rank:
+                with explained_load_errors(path):
+                    state = _of_rank(state, name, rank, ranks)
+            with explained_load_errors(path) if is_ours else nullcontext():
                 callback.load_state_dict(state)
         elif type(callback).load_state_dict is not Callback.load_state_dict:
             without.append(name)
-    gone = [name for name, states in there.items() for state in states if state]
+    gone = [name for name, states in unused.items() for state in states if state]
     if without or gone:
         parts = [f"the checkpoint has no state for {', '.join(without)}, so none is loaded"] if without else []
         parts += [f"the state for {', '.join(gone)} is ignored, because this run has no such callback"] if gone else []
@@ -233,25 +212,25 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
-        return saved  # from an older version, which saved only the state of rank 0
-    everyone = saved[_EVERY_RANK]
-    if len(everyone) != ranks:
+        return saved  # saved while the class did not set `state_per_rank`: the state of rank 0
+    states = saved[_EVERY_RANK]
+    if len(states) != ranks:
         logger.warning(
             "{} has a separate state on each rank, but the checkpoint was saved with {} and this run has {}: all "
             "ranks load the state of rank 0",
             name,
-            rank_count(len(everyone)),
+            rank_count(len(states)),
             ranks,
         )
         rank = 0
-    return from_text(everyone[rank])
+    return from_text(states[rank])
 
 
 def as_text(state: Any) -> str:
     """A nested state as JSON text, with its tensors as a base64-encoded safetensors file."""
     packed = pack({"state": state})
-    tensors = {f"{number}": each.tensor.detach().contiguous().cpu() for number, each in enumerate(packed.tensors)}
-    names = {each.name: f"{number}" for number, each in enumerate(packed.tensors)}
+    tensors = {f"{number}": stored.tensor.detach().contiguous().cpu() for number, stored in enumerate(packed.tensors)}
+    names = {stored.name: f"{number}" for number, stored in enumerate(packed.tensors)}
     content = base64.b64encode(safetensors.torch.save(tensors)).decode()
     return json.dumps({"text": packed.text, "names": names, "tensors": content})
 
@@ -260,14 +239,12 @@ def from_text(text: str) -> Any:
     """The inverse of `as_text`. Invalid text may raise any error."""
     saved = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
-    if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
-        raise ValueError("a tensor has an unsupported dtype")
+    for tensor in tensors.values():
+        if tensor.dtype not in DTYPES:
+            raise ValueError("a tensor has an unsupported dtype")
+        if tensor.dtype == torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
+            raise ValueError("a bool is neither 0 nor 1")  # torch's behaviour is undefined
     return unpack(saved["text"], lambda _part, name, _: tensors[saved["names"][name]])["state"]
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a bool tensor has bytes other than 0 and 1, for which torch's behaviour is undefined."""
-    return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)
 
 
 class CountsSkippedSteps(Protocol):
@@ -372,15 +349,14 @@ class StrategyPart(SavedPart):
     name = "strategy"
     required = False
 
-    def __init__(self, strategy: Strategy, progress: Progress) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._progress = progress
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._strategy.state_dict()
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        self._strategy.load_state_dict(state, self._progress.step)
+        self._strategy.load_state_dict(state)
 
 
 class CallbacksPart(SavedPart):
@@ -399,14 +375,19 @@ class CallbacksPart(SavedPart):
         return False
 
     def rank_state(self) -> Any:
-        return per_rank_states(self._callbacks)
+        return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in self._callbacks]
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        return callback_states(self._callbacks, ranks)
+        states: list[Any] = []
+        for number, callback in enumerate(self._callbacks):
+            every_rank = {_EVERY_RANK: [rank_state[number] for rank_state in ranks]}
+            state = every_rank if callback.state_per_rank else callback.state_dict()
+            states.append([type(callback).__name__, state])
+        return states
 
     def check(self, state: Any) -> str | None:
         if not isinstance(state, list) or not all(
-            isinstance(each, list) and len(each) == _NAME_STATE and isinstance(each[0], str) for each in state
+            isinstance(pair, list) and len(pair) == _NAME_STATE and isinstance(pair[0], str) for pair in state
         ):
             raise ValueError("the callbacks' states are not a list of pairs (name, state)")
         return None
@@ -475,33 +456,30 @@ class ConfigPart(SavedPart):
         pass
 
 
-# --- Checkpoints of older versions ------------------------------------------------------------------------------------
+# --- Parts of a checkpoint --------------------------------------------------------------------------------------------
 
 VERSIONS = "versions"
-"""The key under which a checkpoint stores the version of each part; format 1 has no such key."""
+"""The key under which a checkpoint stores the version of each part."""
 
 
 def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
-    """The saved state of each part, converted to the part's current version.
+    """The saved state of each part.
 
-    Raises `CheckpointError` for a newer version, and `ValueError` if a required part is missing.
+    Raises `CheckpointError` for another version of a part, and `ValueError` if a required part is missing.
     """
-    if VERSIONS not in state:
-        state = _from_format_1(state)
     versions, saved = state[VERSIONS], {}
     for part in parts:
         if part.name not in state:
             if part.required:
                 raise ValueError(f"the part {part.name!r} is missing")
             continue
-        version = int(versions.get(part.name, 1))
-        if version > part.version:
+        if versions[part.name] != part.version:
             raise CheckpointError(
-                f"the checkpoint {path} has version {version} of the part {part.name!r}, but this version of ddpkit "
-                f"reads versions up to {part.version}",
-                "resume with the version of ddpkit that wrote it, or a later one",
+                f"the checkpoint {path} has version {versions[part.name]} of the part {part.name!r}, but this version "
+                f"of ddpkit reads version {part.version}",
+                "resume with the version of ddpkit that wrote it",
             )
-        saved[part.name] = part.migrate(state[part.name], version)
+        saved[part.name] = state[part.name]
     unknown = sorted(state.keys() - {VERSIONS, *(part.name for part in parts)})
     if unknown:
         logger.warning("the checkpoint {} has parts that this run does not use: {}", path, ", ".join(unknown))
@@ -510,27 +488,4 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
 
 def types_and_devices(parameters: Sequence[Tensor]) -> list[list[str]]:
     """The dtypes and the device types of parameters, as two lists."""
-    return [[str(each.dtype) for each in parameters], [each.device.type for each in parameters]]
-
-
-def _from_format_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the state of a format 1 checkpoint, which has no parts, to parts with versions."""
-    own = {name: value for name, value in state.items() if name in ("model", "random", "callbacks", "best", "config")}
-    kinds = state.get("kinds")
-    optimizer = {**state["optimizer"]}
-    scheduler = state["scheduler"]
-    if kinds is not None:
-        optimizer |= {"kind": kinds["optimizer"], "names": kinds["groups"]}
-        optimizer["held"] = types_and_devices([state["model"][name] for group in kinds["groups"] for name in group])
-    if scheduler is not None:
-        scheduler = {"state": scheduler} | ({} if kinds is None else {"kind": kinds["scheduler"]})
-    return own | {
-        VERSIONS: dict.fromkeys(("optimizer", "scheduler"), 2),
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "precision": {"scaler": state["scaler"], "skipped": state["skipped"]},
-        "progress": state["position"],
-        "strategy": {"reduction_order": state.get("reduction_order")},
-        "streams": state.get("streams", []),
-        "lineage": state.get("course"),
-    }
+    return [[str(parameter.dtype) for parameter in parameters], [parameter.device.type for parameter in parameters]]

@@ -12,9 +12,9 @@ from ddp_kit.checkpoint.format import (
     ITEM_BYTES,
     Box,
     FileRecord,
-    Found,
     Hasher,
     Shape,
+    StoredCheckpoint,
     TensorRecord,
     boxes_of,
     open_file,
@@ -28,7 +28,7 @@ from ddp_kit.checkpoint.format import (
 # --- Tensor files -----------------------------------------------------------------------------------------------------
 # Tensors, or parts of them, are read and their hashes verified in one pass: each byte is read only once.
 #
-#     files = TensorFiles(found)                          reads the headers
+#     files = TensorFiles(checkpoint)                          reads the headers
 #     files.tensors["model", "weight"]                    dtype and shape of the whole tensor, also if it is sharded
 #     files.read({("model", "weight"): places(...)})      copies the requested parts into the caller's memory
 #
@@ -67,12 +67,12 @@ class Whole(NamedTuple):
 
         `shape`, `offsets`, `flat`: see `boxes_of`.
         """
-        values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
+        values, destinations, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
-            found.append(Destination(box, values[at : at + count].reshape(box.shape)))
+            destinations.append(Destination(box, values[at : at + count].reshape(box.shape)))
             at += count
-        return found
+        return destinations
 
 
 class _File(NamedTuple):
@@ -88,22 +88,22 @@ class TensorFiles:
     Raises `OSError`, and `ValueError` if a file is damaged or the pieces of a tensor are incomplete.
     """
 
-    def __init__(self, found: Found) -> None:
-        assert found.manifest is not None, "examined"
-        self._found = found
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+        assert checkpoint.manifest is not None, "examined"
+        self._checkpoint = checkpoint
         with ThreadPoolExecutor(_READERS) as pool:
-            self._files = [*filter(None, pool.map(self._examined, found.manifest.files))]
+            self._files = [*filter(None, pool.map(self._examined, checkpoint.manifest.files))]
         records: dict[Key, list[TensorRecord]] = {}
         for file in self._files:
             for name, record in file.tensors.items():
                 records.setdefault((file.part, name), []).append(record)
-        self.tensors = {key: _whole(key[1], each) for key, each in records.items()}
+        self.tensors = {key: _whole(key[1], pieces) for key, pieces in records.items()}
 
     def _examined(self, record: FileRecord) -> _File | None:
         part = part_of(record.name)
         if part is None:
             return None
-        with open_file(self._found.path / record.name) as file:
+        with open_file(self._checkpoint.path / record.name) as file:
             try:
                 return _File(record, part, *read_header(file, record.bytes))
             except ValueError:  # not written by a Saver
@@ -119,9 +119,9 @@ class TensorFiles:
                 pass
 
     def _read(self, file: _File, wanted: Mapping[Key, Sequence[Destination]]) -> None:
-        hasher = file.record.hasher()
+        hasher = Hasher()
         hasher.update(file.header)
-        with open_file(self._found.path / file.record.name) as opened:
+        with open_file(self._checkpoint.path / file.record.name) as opened:
             opened.seek(len(file.header))
             for name, record in file.tensors.items():
                 _copy(record, wanted.get((file.part, name), ()), opened, hasher)
@@ -136,19 +136,21 @@ def _needed(wanted: Mapping[Key, Sequence[Destination]]) -> Any:
     """
 
     def needed(file: _File) -> bool:
-        own = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
-        found = any(box.intersection(place.box) for places, boxes in own for box in boxes for place in places)
-        return found or not any(boxes for _, boxes in own)
+        stored = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
+        is_wanted = any(box.intersection(place.box) for places, boxes in stored for box in boxes for place in places)
+        return is_wanted or not any(boxes for _, boxes in stored)
 
     return needed
 
 
 def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedReader, hasher: Hasher) -> None:
     size = ITEM_BYTES[record.dtype]
-    for block in (each for box in record.boxes for each in split_box(box, _CHUNK // size)):
+    for block in (block for box in record.boxes for block in split_box(box, _CHUNK // size)):
         parts = [*_parts(block, places)]
         direct = next((memory for memory, at in parts if at is None), None)
-        content = np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else _bytes(direct)
+        content = (
+            np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else direct.reshape(-1).view(np.uint8)
+        )
         if file.readinto(content.data) != content.nbytes:
             raise ValueError("a file is shorter than its header says")
         hasher.update(content.data)
@@ -178,15 +180,11 @@ def _within(inner: Box, outer: Box) -> tuple[Any, ...]:
     return (*(slice(begin - start, end - start) for begin, end, start in starts), ...)
 
 
-def _bytes(memory: Array) -> Array:
-    return memory.reshape(-1).view(np.uint8)
-
-
 def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
     """The tensor that the pieces form. Raises `ValueError` unless each of its values is in exactly one piece."""
     first = records[0]
-    boxes = [box for each in records for box in each.boxes]
-    if len({(each.dtype, each.whole) for each in records}) > 1 or overlap(boxes):
+    boxes = [box for record in records for box in record.boxes]
+    if len({(record.dtype, record.whole) for record in records}) > 1 or overlap(boxes):
         raise ValueError(f"the tensor {name!r} is stored more than once")
     if sum(math.prod(box.shape) for box in boxes) != math.prod(first.whole):
         raise ValueError(f"the tensor {name!r} is incomplete")
@@ -198,8 +196,7 @@ def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
 
 
 FROZEN = "frozen"
-"""The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` left out."""
-_WRAPPED = "_orig_mod"  # what torch.compile(model) adds to names
+"""The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` omitted."""
 _TENSORS = ("$tensor", "$array")
 _AVERAGING = "EMA"  # the class of the callback
 
@@ -209,24 +206,19 @@ class StoredWeights(NamedTuple):
 
     entries: Mapping[str, Any]
     """Name -> the entry in state.json; tied weights have the same entry."""
-    left_out: Mapping[str, Any]
-    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
-
-
-def plain_name(name: str) -> str:
-    """The name of a weight without the components that `torch.compile(model)` adds to it."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+    omitted: Mapping[str, Any]
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` omitted."""
 
 
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
-    """The weights that a checkpoint holds, by name (see `plain_name`). `state`: the content of state.json.
+    """The weights that a checkpoint holds, by name. `state`: the content of state.json.
 
     `ema`: whether to replace the trained weights by the averages of the `EMA` callback; requires `has_average`.
     Raises `ValueError` if there are no weights.
     """
     model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))
-    left_out = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
-    entries = {name: entry for name, entry in model.items() if name not in left_out}
+    omitted = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
+    entries = {name: entry for name, entry in model.items() if name not in omitted}
     if not entries:
         raise ValueError("it has no model weights")
     if ema:
@@ -236,7 +228,7 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
         entries = {
             name: next((new[key] for key in keys_in([entry]) if key in new), entry) for name, entry in entries.items()
         }
-    return StoredWeights(entries, left_out)
+    return StoredWeights(entries, omitted)
 
 
 def has_average(state: Any) -> bool:
@@ -254,27 +246,25 @@ def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
         elif isinstance(entry, dict):
             waiting += entry.values()
             for tag in _TENSORS:
-                if tag in entry:
-                    yield _key(entry[tag])
-
-
-def _key(place: Any) -> Key:
-    if not isinstance(place, list) or len(place) != 2 or not all(isinstance(each, str) for each in place):
-        raise ValueError("a reference to a tensor is invalid")
-    return place[0], place[1]
+                if tag not in entry:
+                    continue
+                key = entry[tag]
+                if not isinstance(key, list) or len(key) != 2 or not all(isinstance(name, str) for name in key):
+                    raise ValueError("a reference to a tensor is invalid")
+                yield key[0], key[1]
 
 
 def _averages(state: Any) -> list[dict[str, Any]]:
     callbacks = state.get("callbacks") if isinstance(state, dict) else None
-    found = []
-    for each in callbacks if isinstance(callbacks, list) else ():
-        if isinstance(each, list) and len(each) == 2 and each[0] == _AVERAGING and isinstance(each[1], dict):
-            found.append(dict(_pairs(each[1].get("average"))))
-    return [average for average in found if average]
+    averages = []
+    for entry in callbacks if isinstance(callbacks, list) else ():
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] == _AVERAGING and isinstance(entry[1], dict):
+            averages.append(dict(_pairs(entry[1].get("average"))))
+    return [average for average in averages if average]
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and the entry of each value in a stored state_dict. docs/checkpoints.md describes the format."""
     if isinstance(model, dict):
         pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
-        yield from ((plain_name(name), value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")
+        yield from ((name, value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

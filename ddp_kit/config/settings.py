@@ -30,6 +30,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import __version__
+from ddp_kit.config import combinations
 from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError, kind_of, nearest
 from ddp_kit.uncaught import show_without_traceback
@@ -53,7 +54,7 @@ STRATEGIES = {
     "zero1": "ddp_kit.parallel.zero1:Zero1Strategy",
     "fsdp": "ddp_kit.parallel.fsdp:FsdpStrategy",
     "tensor": "ddp_kit.parallel.fsdp:FsdpStrategy",
-    "pipeline": "ddp_kit.parallel.pipeline:PipelineStrategy",
+    "pipeline": "ddp_kit.parallel.pipeline.strategy:PipelineStrategy",
     "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
 }
 """Maps the name of each strategy to "module:class". The class is imported when a run uses the strategy."""
@@ -61,7 +62,7 @@ AUTO = "auto"
 """Name that the Trainer replaces with the first strategy that fits in memory; see `ddp_kit.memory.choose`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
 """The names of strategies for type checkers and JSON schemas; a test compares them with STRATEGIES and AUTO."""
-Compression = Literal["bf16", "fp16", "powersgd"]
+Compression = Literal["bf16", "fp16"]
 
 
 def _not_bool(value: Any) -> Any:
@@ -76,6 +77,8 @@ def _not_bool_as_fraction(value: Any) -> Any:
     return value
 
 
+MAY_DIFFER = "may differ between ranks"
+"""Mark of a setting that need not be equal on all ranks, because it does not change what a rank computes."""
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
 Function = SkipJsonSchema[Callable[[Any], Any]]
@@ -89,15 +92,17 @@ Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, 
 _SETTINGS = "\n\nSettings, with their defaults:\n"
 
 
-def _is_part(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+def _group(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The class of a group of settings, such as `data`; None for a single setting."""
+    kind = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield help text with the name, default and description of each setting. Nested settings have dotted names."""
     for name, field in model.model_fields.items():
-        if _is_part(field):
-            yield from _help_lines(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if group := _group(field):
+            yield from _help_lines(group, f"{prefix}{name}.")
         else:
             yield f"  {prefix}{name} = {field.default!r}"
             yield textwrap.fill(field.description or "", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -108,7 +113,7 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
-class _Part(BaseModel):
+class _Settings(BaseModel):
     """The base class of configurations. Instances are frozen, and one `ConfigError` reports all invalid settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
@@ -117,9 +122,12 @@ class _Part(BaseModel):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         """Set the class's docstring and signature for `help()`. pydantic's signature lists the validators too."""
         super().__pydantic_init_subclass__(**options)
-        defaults = {name: {} if _is_part(field) else field.default for name, field in cls.model_fields.items()}
+        defaults = {name: {} if _group(field) else field.default for name, field in cls.model_fields.items()}
         cls.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each) for name, each in defaults.items()]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                for name, default in defaults.items()
+            ]
         )
         lines = "\n".join(_help_lines(cls))
         cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_SETTINGS}{lines}\n"
@@ -150,22 +158,22 @@ class _Part(BaseModel):
             )
 
 
-class DataConfig(_Part):
+class DataConfig(_Settings):
     """Settings for loading samples, batching them and moving batches to the device."""
 
     if TYPE_CHECKING:
 
         def __init__(self, **settings: Unpack[DataSettings]) -> None: ...
 
-    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], MAY_DIFFER] = Field(
         default=0, description='DataLoader workers per rank; "auto": this rank\'s share of the CPU cores, at most 8.'
     )
-    pin_memory: bool | Literal["auto"] = Field(
+    pin_memory: Annotated[bool | Literal["auto"], MAY_DIFFER] = Field(
         default="auto",
         description="Put batches in pinned (page-locked) host memory, so that copies to the GPU overlap with "
         'computation; "auto": yes when training on a GPU.',
     )
-    prefetch_batches: Annotated[int, Field(ge=0)] = Field(
+    prefetch_batches: Annotated[int, Field(ge=0), MAY_DIFFER] = Field(
         default=2, description="Number of micro-batches to copy to the GPU in advance."
     )
     timeout: PositiveFloat | None = Field(
@@ -223,14 +231,8 @@ class DataConfig(_Part):
         description="Like device_transform, but for evaluation and prediction batches.",
     )
 
-    @model_validator(mode="after")
-    def _one_sampler(self) -> Self:
-        if self.sampler is not None and self.batch_sampler is not None:
-            raise ValueError("sampler and batch_sampler are both set: set only one of the two")
-        return self
 
-
-class CheckpointConfig(_Part):
+class CheckpointConfig(_Settings):
     """Settings for checkpoints of a run: when and where they are saved, and how a run resumes."""
 
     if TYPE_CHECKING:
@@ -268,12 +270,6 @@ class CheckpointConfig(_Part):
         "resume.",
     )
 
-    @model_validator(mode="after")
-    def _best_mode_needs_best_metric(self) -> Self:
-        if self.best_mode != "min" and self.best_metric is None:
-            raise ValueError(f"best_mode = {self.best_mode!r} needs best_metric, which is not set")
-        return self
-
 
 _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "pipeline": lambda values: values.get("pipeline", 1) != 1,
@@ -284,7 +280,7 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 """For each strategy, a function that returns whether the settings imply the strategy. The first match counts."""
 
 
-class ParallelConfig(_Part):
+class ParallelConfig(_Settings):
     """Settings for distributing the model over the ranks."""
 
     if TYPE_CHECKING:
@@ -319,13 +315,10 @@ class ParallelConfig(_Part):
         description='Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with '
         "similar numbers of weights.",
     )
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
+    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
         default="1f1b",
-        description="Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward "
-        "passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with "
-        "two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per "
-        "rank in V order, and backward passes that send the input's gradient before they compute the weights' "
-        "gradients.",
+        description="Order of the forward and backward passes in a step. 1f1b: each backward pass as soon as possible, "
+        "which keeps fewer activations; gpipe: all forward passes, then all backward passes.",
     )
     fsdp_units: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
@@ -352,18 +345,12 @@ class ParallelConfig(_Part):
         description="Needed for models that do not use every parameter in every step; costs a graph traversal per "
         "step.",
     )
-    static_graph: bool = Field(
-        default=False,
-        description="Promise that every pass uses the same parameters, so that DDP does not search for unused "
-        "parameters.",
-    )
     bucket_mb: PositiveFloat = Field(
         default=25.0, description="Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."
     )
     compression: Compression | None = Field(
         default=None,
-        description="Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); "
-        "None: off.",
+        description="Compression of gradients for communication: bf16 or fp16, half the bytes; None: off.",
     )
     share_gpus: bool = Field(
         default=False,
@@ -412,10 +399,10 @@ class ParallelConfig(_Part):
     def _devices_of_modules(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        found = dict(_flattened(value))
-        if not found or any(type(index) is not int or index < 0 for index in found.values()):
+        devices = dict(_flattened(value))
+        if not devices or any(type(index) is not int or index < 0 for index in devices.values()):
             raise ValueError('map module names to device numbers, counted from 0: {"embed": 0, "blocks.0-11": 1}')
-        return found
+        return devices
 
     @field_validator("tensor_plan", mode="before")
     @classmethod
@@ -432,7 +419,7 @@ class ParallelConfig(_Part):
         return strategy
 
 
-class MemoryConfig(_Part):
+class MemoryConfig(_Settings):
     """Settings that save device memory: activation checkpointing and compression, and offloading to host memory."""
 
     if TYPE_CHECKING:
@@ -464,7 +451,7 @@ class MemoryConfig(_Part):
     )
 
 
-class ProfileConfig(_Part):
+class ProfileConfig(_Settings):
     """Settings for profiling: which optimizer steps torch.profiler records, and on which ranks."""
 
     if TYPE_CHECKING:
@@ -491,7 +478,7 @@ class ProfileConfig(_Part):
         return steps
 
 
-class TrainerConfig(_Part):
+class TrainerConfig(_Settings):
     """Settings of a training run. Batch sizes are numbers of samples.
 
     Two of `global_batch_size`, `micro_batch_size` and `accumulation_steps` determine the third. If none is set, the
@@ -603,77 +590,15 @@ class TrainerConfig(_Part):
     profile: ProfileConfig = ProfileConfig()
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        if (self.learning_rate_scaling is None) != (self.reference_batch_size is None):
-            raise ValueError(
-                f"learning_rate_scaling = {self.learning_rate_scaling!r} and reference_batch_size = "
-                f"{self.reference_batch_size!r}: set both or neither"
-            )
-        if self.data.batch_sampler is not None:
-            for setting, found in {
-                "global_batch_size": self.global_batch_size,
-                "reference_batch_size": self.reference_batch_size,
-                "micro_batch_size": self.micro_batch_size if self.micro_batch_size == "auto" else None,
-            }.items():
-                if found is not None:
-                    raise ValueError(
-                        f"{setting} = {found!r} and data.batch_sampler, which determines the samples of each step: "
-                        f"set only one of the two"
-                    )
-        if self.max_seconds is not None and self.checkpoint.dir is None:
-            raise ValueError(
-                f"max_seconds = {self.max_seconds:g} needs checkpoints, because the run saves one at the time limit: "
-                'set checkpoint={"dir": "run"}'
-            )
-        if self.memory.offload == "all" and self.parallel.shard == 1:
-            raise ValueError(
-                f"memory.offload = 'all' needs sharded weights, but parallel.strategy is {self.parallel.strategy!r}: "
-                "set parallel='fsdp', or use offload='optimizer' instead"
-            )
-        if self.memory.offload is not None and self.parallel.pipeline > 1:
-            raise ValueError(
-                f"memory.offload = {self.memory.offload!r} is not supported with parallel.pipeline = "
-                f"{self.parallel.pipeline}: leave one of them out"
-            )
-        if self.compile == "model" and self.parallel.pipeline > 1:
-            raise ValueError(
-                f"compile = 'model' compiles the whole model, but parallel.pipeline = {self.parallel.pipeline} runs "
-                "only a part of the model on each rank: use compile = 'blocks'"
-            )
-        if self.fp8_layers != "auto" and self.precision != "fp8":
-            raise ValueError(
-                f"fp8_layers = {self.fp8_layers!r} needs precision = 'fp8', but precision = {self.precision!r}: leave "
-                "out fp8_layers"
-            )
-        for name, default in (("bf16_buffers", ()), ("bf16_inputs", True)):
-            if getattr(self, name) != default and self.precision != "bf16-true":
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r} needs precision = 'bf16-true', but precision = "
-                    f"{self.precision!r}: leave out {name}"
-                )
-        if self.precision == "fp8" and self.parallel.tensor > 1:
-            raise ValueError(
-                f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "
-                "layers that fp8 converts: use precision = 'bf16', or use parallel.shard instead of parallel.tensor"
-            )
-        if self.parallel.pipeline_schedule == "zbv" and (
-            self.compile is not None or self.memory.activation_checkpointing is not None
-        ):
-            raise ValueError(
-                "parallel.pipeline_schedule = 'zbv' computes gradients of inputs and of weights in separate backward "
-                "passes. Compiled models do not support this, and checkpointed blocks would be recomputed several "
-                "times: use '1f1b' or 'interleaved', or leave out compile and memory.activation_checkpointing"
-            )
-        if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
-            raise ValueError(
-                f"accumulation_steps = {self.accumulation_steps} contradicts micro_batch_size = 'auto', which also "
-                "chooses the accumulation steps: leave out accumulation_steps"
-            )
+    def _check_combinations(self) -> Self:
+        """Raise `ConfigError` for settings that cannot be combined."""
+        if problems := tuple(f"{message}: {instead}" for message, instead in combinations.problems(self)):
+            raise _config_error("TrainerConfig", problems)
         return self
 
     @field_validator("data", "checkpoint", "parallel", "memory", "profile", mode="before")
     @classmethod
-    def _empty_part(cls, value: Any) -> Any:
+    def _empty_group(cls, value: Any) -> Any:
         return {} if value is None else value  # a YAML file may have `data:` with nothing below it
 
     @field_validator("verify_ranks", "sanity_check", mode="before")
@@ -749,6 +674,16 @@ class TrainerConfig(_Part):
         absolute(path).write_text(f"# TrainerConfig of ddpkit {__version__}\n{settings}", encoding="utf-8")
 
 
+def settings_equal_on_all_ranks(config: TrainerConfig) -> dict[str, Any]:
+    """The settings that must be equal on all ranks: those without the mark `MAY_DIFFER`."""
+
+    def marked(model: type[BaseModel]) -> dict[str, Any]:
+        groups = {name: marked(group) for name, field in model.model_fields.items() if (group := _group(field))}
+        return groups | {name: True for name, field in model.model_fields.items() if MAY_DIFFER in field.metadata}
+
+    return config.model_dump(mode="json", exclude=marked(TrainerConfig))
+
+
 def absolute(path: str | Path) -> Path:
     """The absolute path, with `~` expanded. Raises `ConfigError` if the home folder is unknown."""
     try:
@@ -789,10 +724,10 @@ def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
         for inner, inner_value in value.items():
             _set_nested(values, f"{name}.{inner}", inner_value)
         return
-    *parts, last = name.split(".")
-    for part in parts:
-        values[part] = _as_table(part, values.get(part))
-        values = values[part]
+    *groups, last = name.split(".")
+    for group in groups:
+        values[group] = _as_table(group, values.get(group))
+        values = values[group]
     values[last] = value
 
 
@@ -868,8 +803,9 @@ def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[st
     seen = set()
     for error in errors:
         inner = error.get("ctx", {}).get("error")
-        if isinstance(inner, ConfigError):  # raised by a nested part, which lists its own problems
-            yield from (f"{error['loc'][0]}.{problem}" for problem in inner.problems)
+        if isinstance(inner, ConfigError):  # raised by a group of settings, or by the check of combinations
+            prefix = f"{error['loc'][0]}." if error["loc"] else ""
+            yield from (f"{prefix}{problem}" for problem in inner.problems)
             continue
         # Members of a union report one error each, under the same field: one sentence covers them.
         path = _field_path(owner, error["loc"])
@@ -887,9 +823,7 @@ def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tupl
         if model is None:
             break
         path.append(step)
-        field = model.model_fields.get(step)
-        kind = field.annotation if field else None
-        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+        model = _group(model.model_fields.get(step))
     return tuple(path)
 
 
@@ -902,8 +836,8 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
         return f"{name} = {value!r}: there is no such setting; {_nearest_setting(owner, path)}"
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
-    if _is_part(_field(owner, path)):
-        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_part_with(name, value)}"
+    if _group(_field(owner, path)):
+        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
     return f"{name} = {value!r}: must be {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 
@@ -1015,8 +949,8 @@ def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
 
 def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _setting_names(field.annotation, f"{prefix}{name}.")
+        if group := _group(field):
+            yield from _setting_names(group, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -1026,7 +960,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else kind_of(value)
 
 
-def _part_with(name: str, value: object) -> str:
+def _group_with(name: str, value: object) -> str:
     """A correct example for a group of settings that got a single value. If possible, the example uses that value."""
     if name == "parallel":
         return '"fsdp"'
@@ -1063,9 +997,9 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
 
 
 def _field(owner: type[BaseModel], path: tuple[str, ...]) -> Any:
-    *parts, last = path
-    for part in parts:
-        kind = owner.model_fields[part].annotation
-        assert isinstance(kind, type)
-        owner = kind
+    *groups, last = path
+    for name in groups:
+        group = _group(owner.model_fields[name])
+        assert group is not None, "only the last name can be a single setting"
+        owner = group
     return owner.model_fields[last]

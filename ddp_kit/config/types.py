@@ -81,8 +81,8 @@ class ParallelSettings(TypedDict, total=False):
     """Number of ranks over which the model's blocks are split (pipeline stages)."""
     pipeline_stages: Literal["auto"] | tuple[str, ...] | list[str]
     """Names of the modules at which stages begin; "auto": divide the repeated blocks into stages with similar numbers of weights."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
-    """Order of the forward and backward passes in a step. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which has less idle time and more communication; zbv: zero bubble, with two stages per rank in V order, and backward passes that send the input's gradient before they compute the weights' gradients."""
+    pipeline_schedule: Literal["1f1b", "gpipe"]
+    """Order of the forward and backward passes in a step. 1f1b: each backward pass as soon as possible, which keeps fewer activations; gpipe: all forward passes, then all backward passes."""
     fsdp_units: Literal["auto"] | tuple[str, ...] | list[str]
     """FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks."""
     tensor_plan: Literal["auto"] | Mapping[str, str]
@@ -93,12 +93,10 @@ class ParallelSettings(TypedDict, total=False):
     """Placement of one model's layers on several devices: a dict from module names, or ranges such as `blocks.0-11`, to the numbers of the rank's devices; "auto": divide the repeated blocks into parts with similar numbers of weights; None: off."""
     find_unused_parameters: bool
     """Needed for models that do not use every parameter in every step; costs a graph traversal per step."""
-    static_graph: bool
-    """Promise that every pass uses the same parameters, so that DDP does not search for unused parameters."""
     bucket_mb: float
     """Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."""
-    compression: Literal["bf16", "fp16", "powersgd"] | None
-    """Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); None: off."""
+    compression: Literal["bf16", "fp16"] | None
+    """Compression of gradients for communication: bf16 or fp16, half the bytes; None: off."""
     share_gpus: bool
     """Allow several ranks per GPU, to test with more ranks than GPUs. Collectives then go through host memory (gloo, not NCCL), which is slow."""
 

@@ -84,7 +84,7 @@ def _whole(parts: Sequence[Any]) -> Any:
     return torch.cat([*parts]) if isinstance(first, Tensor) and first.dim() else first
 
 
-# --- Batches with fewer samples than were asked for -------------------------------------------------------------------
+# --- Batches with fewer samples than were requested -------------------------------------------------------------------
 
 
 class Partial(NamedTuple):
@@ -96,7 +96,7 @@ class Partial(NamedTuple):
 
 
 def unpacked(samples: int, batch: Any) -> tuple[int, Any]:
-    """(number of samples, batch) of a batch for which `samples` samples were asked; it may be a `Partial`."""
+    """(number of samples, batch) of a batch of `samples` requested samples; `batch` may be a `Partial`."""
     return (batch.samples, batch.batch) if type(batch) is Partial else (samples, batch)
 
 
@@ -109,51 +109,20 @@ def warn_about_left_out_samples() -> None:
     )
 
 
-class FewerSamples(list[Any]):
-    """The samples that `__getitems__` has returned, if there are fewer than were asked for."""
-
-    def __init__(self, samples: Iterable[Any], asked: int) -> None:
-        super().__init__(samples)
-        self.asked = asked
-
-
-class OwnCollate:
-    """Calls the user's collate function. Returns a `Partial` if the batch has fewer samples than were asked for."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-
-    def __call__(self, samples: Any) -> Any:
-        if not isinstance(samples, list):
-            return self._called(samples)
-        asked = len(samples)
-        if type(samples) is FewerSamples:
-            asked, samples = samples.asked, [*samples]
-        batch = self._called(samples)
-        number = _samples_in(batch, asked, samples)
-        return batch if number == asked else Partial(number, batch)
-
-    def _called(self, samples: Any) -> Any:
-        try:
-            return self._function(samples)
-        except StopIteration as error:
-            raise stop_iteration_error("the collate function") from error
-
-
-def _samples_in(batch: Any, asked: int, samples: list[Any]) -> int:
-    """The first dimension of a batch's tensors if it is equal for all of them and less than `asked`; else `asked`.
+def _samples_in(batch: Any, requested: int, samples: list[Any]) -> int:
+    """The first dimension of a batch's tensors if it is equal for all of them and less than `requested`; else that.
 
     `samples`: the samples that were collated. If the batch contains tensors of `samples` themselves, it is a list of
-    samples, and first dimensions do not count them. They do not either if all second dimensions are `asked`: then the
-    samples are along the second dimension.
+    samples, and first dimensions do not count them. They do not either if all second dimensions are `requested`: then
+    the samples are along the second dimension.
     """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     sizes = {tensor.size(0) for tensor in tensors}
-    if len(sizes) != 1 or (number := sizes.pop()) >= asked:
-        return asked
-    if all(tensor.dim() > 1 and not tensor.is_nested and tensor.size(1) == asked for tensor in tensors):
-        return asked
-    return asked if not {*map(id, tensors)}.isdisjoint(map(id, tensors_in(samples))) else number
+    if len(sizes) != 1 or (number := sizes.pop()) >= requested:
+        return requested
+    if all(tensor.dim() > 1 and not tensor.is_nested and tensor.size(1) == requested for tensor in tensors):
+        return requested
+    return requested if not {*map(id, tensors)}.isdisjoint(map(id, tensors_in(samples))) else number
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -190,14 +159,49 @@ class Uncollated:
     """The shape, length, keys or type of this part in each sample; () if there is none."""
 
 
-def checked_collate(samples: Any) -> Any:
-    """Call `default_collate`; return an `Uncollated` for samples that it cannot collate (see `checked_batches`).
+class Collate:
+    """Makes a batch of samples with the user's collate function, or with torch's default if `function` is None.
 
-    Returns a `Partial` for `FewerSamples`.
+    Returns a `Partial` if the batch has fewer samples than requested, and an `Uncollated` for samples that torch's
+    default cannot collate (see `checked_batches`).
     """
+
+    def __init__(self, function: Callable[[Any], Any] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, samples: Any, requested: int, keys: Sequence[Any] | None = None) -> Any:
+        """Collate the samples. `samples`: a list, or any other object that the user's `__getitems__` has returned.
+
+        `keys`: the key of each sample, to return a `Keyed` batch; None: return the batch only.
+        """
+        fetched = len(samples) if isinstance(samples, list) else requested
+        if self.function is None:
+            number, batch = fetched, _default_batch(samples)
+            if type(batch) is Uncollated:
+                return batch
+        else:
+            try:
+                batch = self.function(samples)
+            except StopIteration as error:
+                raise stop_iteration_error("the collate function") from error
+            number = fetched
+            if isinstance(samples, list):
+                number = _samples_in(batch, fetched if keys is not None else max(requested, fetched), samples)
+        if keys is not None:
+            if number < fetched:
+                raise DataError(
+                    f"the collate function has left out {fetched - number} of {fetched} samples, but with "
+                    "data.seed_samples, data.device_transform needs all of them: it is called for each sample",
+                    "leave out these samples in the dataset, or set data.seed_samples=False",
+                )
+            batch = Keyed(keys, batch)
+        return batch if number >= requested else Partial(number, batch)
+
+
+def _default_batch(samples: Any) -> Any:
+    """The result of torch's `default_collate`; an `Uncollated` for samples that it cannot collate."""
     try:
-        batch = default_collate(samples)
-        return Partial(len(samples), batch) if type(samples) is FewerSamples else batch
+        return default_collate(samples)
     except (TypeError, RuntimeError, LookupError, ValueError, AttributeError) as error:
         where, kinds = _difference(samples)
         if not kinds and "default_collate" not in str(error) and "default collate_fn" not in str(error):
@@ -208,26 +212,6 @@ def checked_collate(samples: Any) -> Any:
 def identity_collate(batch: Any) -> Any:
     """A collate function for batches that are already complete: return the batch unchanged."""
     return batch
-
-
-class CollateKeyed:
-    """Collates `(key, sample)` pairs into a `Keyed` batch."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, pairs: list[tuple[Any, Any]]) -> Any:
-        batch = self._collate([sample for _, sample in pairs])
-        if type(batch) is Partial:
-            raise DataError(
-                f"the collate function has left out {len(pairs) - batch.samples} of {len(pairs)} samples, but with "
-                "data.seed_samples, data.device_transform needs all of them: it is called for each sample",
-                "leave out these samples in the dataset, or set data.seed_samples=False",
-            )
-        if type(batch) is Uncollated:
-            return batch
-        keyed = Keyed([key for key, _ in pairs], batch)
-        return Partial(len(pairs), keyed) if type(pairs) is FewerSamples else keyed
 
 
 def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:

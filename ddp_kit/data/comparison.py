@@ -3,20 +3,20 @@
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import checked_batches, identity_collate
-from ddp_kit.data.loading import ExposeUserDataset, loader_options
+from ddp_kit.data.loading import expose_user_dataset, loader_options
 from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
-from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states, seed_generators, set_random_states
+from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states_kept, seed_generators
 
 # Length, type, batching and a few samples are compared. Each rank uses its share of the same indices: if datasets
 # differed in their order or in the split between training and evaluation, samples would silently be skipped, trained on
@@ -84,7 +84,8 @@ class SampleComparison:
             if not keys:
                 continue
             table = gathered(self._world, self._digests(dataset, keys, loader))
-            differ = [number for number in range(len(keys)) if _differ(row[number] for row in table)]
+            columns = [{*column} - {_UNKNOWN} for column in zip(*table, strict=True)]
+            differ = [number for number, digests in enumerate(columns) if len(digests) > 1]
             if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
                 first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != _UNKNOWN}
                 found = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
@@ -123,10 +124,10 @@ class SampleComparison:
         loader: "DataLoader[Any] | None",
     ) -> bool:
         """Whether every rank gets the same samples as before when it fetches them again. A collective."""
-        own = [table[self._world.rank][number] for number in numbers]
+        before = [table[self._world.rank][number] for number in numbers]
         # Repeat in one call, and so in one process: a new DataLoader worker may repeat the last one's random numbers.
         again = self._fetch(dataset, [*keys] * _REPEATS, loader)
-        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _REPEATS, strict=True))
+        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, before * _REPEATS, strict=True))
         return all(each for (each,) in gathered(self._world, [repeatable]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
@@ -142,12 +143,12 @@ class SampleComparison:
     def _arriving(self, digests: "_Digests", keys: Sequence[int], loader: "DataLoader[Any] | None") -> Iterator[int]:
         options = loader_options(self._config, self._world, self._seed, loader)
         if not keys or not options["num_workers"] or _in_memory(digests.dataset):
-            with _states_kept(self._world):
+            with random_states_kept(self._world):
                 yield from map(digests.__getitem__, keys)
             return
         # Fetch in a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
-        options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
+        options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
         loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=identity_collate, **options)
         yield from checked_batches(loader)
 
@@ -169,16 +170,6 @@ class _Digests(Dataset[int]):
             return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
         except Exception:  # the dataset has other keys, or training will raise the same error
             return _UNKNOWN
-
-
-@contextmanager
-def _states_kept(world: World) -> Iterator[None]:
-    states = random_states(world) if get_worker_info() is None else None
-    try:
-        yield
-    finally:
-        if states is not None:
-            set_random_states(states)
 
 
 def digest_of_sample(sample: object) -> int:
@@ -210,20 +201,12 @@ def _pieces(value: Any) -> Iterator[bytes]:
         for each in fields(value):
             yield from _pieces(getattr(value, each.name, None))
     elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
-        yield from _array(value)
+        import numpy as np
 
-
-def _array(value: Any) -> Iterator[bytes]:
-    import numpy as np
-
-    array = np.asarray(value)
-    if not array.dtype.hasobject:  # object arrays contain addresses
-        yield f"{array.dtype} {array.shape}".encode()
-        yield array.tobytes()
-
-
-def _differ(digests: Iterator[int]) -> bool:
-    return len({digest for digest in digests if digest != _UNKNOWN}) > 1
+        array = np.asarray(value)
+        if not array.dtype.hasobject:  # object arrays contain addresses
+            yield f"{array.dtype} {array.shape}".encode()
+            yield array.tobytes()
 
 
 def _in_memory(dataset: Any) -> bool:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,13 +38,18 @@ def on_device(
     function that is called with the first batch before the batch is moved.
     Raises `DataError` if a DataLoader worker fails or samples cannot be collated.
     """
-    batches = _with_first_checked(checked_batches(loader), check_first)
+    batches = checked_batches(loader)
+    for first in batches:
+        check_first(first)
+        batches = chain([first], batches)
+        break
     if device.type != "cuda" or ahead == 0:
         move = partial(_moved, device=device, dtype=dtype)
         stays = device.type == "cpu" and dtype is None
         for batch in batches:
             fetched()
-            arrived = batch if stays and _is_plain(batch) else each_leaf(move, batch)
+            plain = type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
+            arrived = batch if stays and plain else each_leaf(move, batch)
             arrived = arrived if transform is None else transform(arrived)
             moved()
             yield arrived
@@ -74,19 +80,6 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _with_first_checked(batches: Iterator[Any], check: Callable[[Any], None]) -> Iterator[Any]:
-    for first in batches:
-        check(first)
-        yield first
-        break
-    yield from batches
-
-
-def _is_plain(batch: Any) -> bool:
-    """Whether a batch is a plain list or tuple of CPU tensors."""
-    return type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
-
-
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Copy the dense host tensors of a batch on the side stream, and leave everything else as it is.
 
@@ -94,19 +87,20 @@ def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     a GPU, and `record_stream` cannot be called for sparse tensors, nested tensors, or tensors inside objects with a
     `to` method.
     """
-    return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 
+    def move_dense(leaf: Any) -> Any:
+        dense = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
+        return _moved(leaf, device, dtype) if dense else leaf
 
-def _is_dense_on_host(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
+    return each_leaf(move_dense, batch)
 
 
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(leaf, Tensor):
         # The copy is asynchronous only from pinned memory.
-        there = leaf.to(device, non_blocking=True)
+        copied = leaf.to(device, non_blocking=True)
         # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
-        return there.to(dtype) if dtype is not None and there.is_floating_point() else there
+        return copied.to(dtype) if dtype is not None and copied.is_floating_point() else copied
     return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,7 @@ class MapFeed:
         facts: Callable[[], Facts],
         dataset_epoch: DatasetEpoch,
         check: Callable[[], None],
-        spare: Callable[[], Any] | None = None,
+        filler_batch: Callable[[], Any] | None = None,
     ) -> None:
         """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
@@ -158,7 +158,7 @@ class MapFeed:
         self._dataset_epoch = dataset_epoch
         self._check = check
         self._checked = batches.epoch
-        self._spare = spare
+        self._filler_batch = filler_batch
         self._left = 0  # remaining passes of the step that have samples
         self._last: Any = None  # a copy of the last batch, for passes with zero weight
         self.division = batches.division
@@ -198,13 +198,13 @@ class MapFeed:
             return None
         self._number = number + 1
         passes = self._batches.passes(number)
-        if self._spare is not None:
+        if self._filler_batch is not None:
             self._left = len(passes)
             passes += (0,) * (self._batches.max_passes(number) - self._left)
         return Share(self._batches.samples(number), passes)
 
     def batch(self) -> Any:
-        if self._spare is None:
+        if self._filler_batch is None:
             return next(self._arriving)
         if self._left:
             self._left -= 1
@@ -212,7 +212,7 @@ class MapFeed:
             self._last = with_copied_containers(unpacked(0, batch)[1])
             return batch
         if self._last is None:
-            self._last = self._spare()
+            self._last = self._filler_batch()
         return with_copied_containers(self._last)
 
 
@@ -303,11 +303,7 @@ class StreamFeed:
         missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
         self._last = with_copied_containers(batches[-1:]) or self._last
         if missing and not self._last:
-            raise DataError(
-                "the stream of this rank yields no batch, but with this parallel strategy all ranks must run the same "
-                "number of passes",
-                "give every rank at least one batch, or use parallel='ddp'",
-            )
+            _raise_no_batch()
         return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
 
     def _no_steps_error(self, samples: int, first_step: int) -> DataError:
@@ -334,7 +330,9 @@ class StreamFeed:
 
         Raises `DataError` if ranks that share a model replica read different samples.
         """
-        bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(batches) if _readable(leaf))
+        tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, torch.Tensor)]
+        readable = [leaf for leaf in tensors if leaf.layout == torch.strided and leaf.dtype != torch.bfloat16]
+        bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in readable)
         digests: dict[int, set[int]] = {}
         for data_rank, digest in gathered(self._world, [self._part.rank, digest_of(bits)]):
             digests.setdefault(data_rank, set()).add(digest)
@@ -359,11 +357,6 @@ class StreamFeed:
         return int(total)
 
 
-def _readable(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor with a layout and dtype that NumPy can represent."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype != torch.bfloat16
-
-
 # --- Feed builder -----------------------------------------------------------------------------------------------------
 # Turns the user's data into feeds for training and batches for evaluation.
 
@@ -374,7 +367,7 @@ class EvaluationData:
 
     batches: Callable[[], Iterable[tuple[int, Any]]]
     """A function that returns this rank's batches, as an iterable of (number of samples, batch on the device)."""
-    spare: Callable[[], Any]
+    filler_batch: Callable[[], Any]
     """A function that returns a batch for a rank that has no batch of its own. Raises `DataError` for a stream."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
     """A function that reads this rank's first batch without DataLoader workers; None for a stream.
@@ -385,7 +378,7 @@ class EvaluationData:
     """A function that returns the number of this rank's batches; None for a stream."""
 
 
-def _no_spare() -> Any:
+def _raise_no_batch() -> NoReturn:
     raise DataError(
         "the stream of this rank yields no batch, but with this parallel strategy all ranks must run the same number "
         "of passes",
@@ -397,8 +390,8 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
     """The batch size of the user's DataLoader; None without a DataLoader, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
-    own = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
-    return None if own is None else own.size
+    options = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
+    return None if options is None else options.size
 
 
 @dataclass(frozen=True)
@@ -437,9 +430,9 @@ class FeedBuilder:
         """
         dataset, template = open_data(data, "train_data")
         config, world = self.config, self.world
-        own = train_batching(dataset, template, config.data)
+        options = train_batching(dataset, template, config.data)
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
-        check_batch_size(own, self.plan.micro_batch, asked=asked)
+        check_batch_size(options, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
@@ -452,44 +445,48 @@ class FeedBuilder:
             return StreamFeed(stream, len(sizes), world, self._move, facts, self.part, at_least=full)
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
-        batches = self._train_batches(dataset, own, epoch)
+        batches = self._train_batches(dataset, options, epoch)
         if asked and isinstance(batches, TrainBatches) and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
                 "the global batch is {} samples, but train_data has only {}: each step uses all samples",
                 self.plan.global_batch,
                 len(dataset),
             )
-        epoch_facts = partial(self._map_facts, dataset, own, batches)
+        epoch_facts = partial(self._map_facts, dataset, options, batches)
         self._check_epoch(batches, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(
             dataset, batches, config.data, self._reader, seed, template, keyed=keyed, dataset_epoch=dataset_epoch
         )
-        spare = partial(self._read_spare, dataset, batches, template, transform) if self.part.equal_passes else None
+        filler_batch = None
+        if self.part.equal_passes:
+            filler_batch = lambda: self._read(dataset, batches.filler_batch(), template, transform)[1]  # noqa: E731
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
-        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
+        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch)
 
-    def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
+    def _map_facts(self, dataset: Any, options: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         """Properties that determine the samples of each step of the current epoch."""
         config = self.config
         facts: Facts = {
             "the setting seed": config.seed,
             "the number of samples": len(dataset),
-            "drop_last": config.data.drop_last or bool(own and own.drop_last),
+            "drop_last": config.data.drop_last or bool(options and options.drop_last),
         }
         if order := batches.fingerprint():
-            configured = own is not None and (own.divided or (own.size is None and own.sampler is not None))
+            configured = options is not None and (
+                options.divided or (options.size is None and options.sampler is not None)
+            )
             facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
         chosen = subset_indices(dataset)
         if chosen:
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
         if isinstance(batches, UserTrainBatches):
-            kind = type(own.batches).__name__ if own else ""
+            kind = type(options.batches).__name__ if options else ""
             return facts | {"the sampler": kind, "the batches of a step over all ranks": batches.per_step}
-        kind = "in random order" if (own.shuffle if own else config.data.shuffle) else "in the dataset's order"
-        if own is not None and own.sampler is not None:
-            kind = type(own.sampler).__name__
+        kind = "in random order" if (options.shuffle if options else config.data.shuffle) else "in the dataset's order"
+        if options is not None and options.sampler is not None:
+            kind = type(options.sampler).__name__
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
@@ -539,16 +536,16 @@ class FeedBuilder:
         `role`: such as "eval_data", for messages.
         """
         dataset, template = open_data(data, role)
-        own, config = batching(template), self.config
-        size = own.size if own and own.size else self.plan.micro_batch
+        options, config = batching(template), self.config
+        size = options.size if options and options.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
             stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
-            return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _no_spare)
+            return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _raise_no_batch)
         batches: EvalBatches | UserEvalBatches
-        if own is not None and own.batches is not None:
-            batches = UserEvalBatches(own.batches, self.part.rank, self.part.ranks, seed=config.seed)
+        if options is not None and options.batches is not None:
+            batches = UserEvalBatches(options.batches, self.part.rank, self.part.ranks, seed=config.seed)
         else:
-            batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
+            batches = EvalBatches(self._sampler(dataset, options, shuffle=False), size)
         transform = config.data.eval_device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
@@ -557,18 +554,10 @@ class FeedBuilder:
                 unpacked(size, batch)
                 for size, batch in zip(batches.sizes(), self._move_to_evaluate(loader), strict=True)
             ),
-            lambda: self._read_spare(dataset, batches, template, transform),
-            lambda: [
-                unpacked(len(batch), self._read(dataset, batch, template, transform)) for batch in islice(batches, 1)
-            ],
+            lambda: self._read(dataset, batches.filler_batch(), template, transform)[1],
+            lambda: [self._read(dataset, batch, template, transform) for batch in islice(batches, 1)],
             lambda: len(batches.sizes()),
         )
-
-    def _read_spare(
-        self, dataset: Any, batches: Any, template: DataLoader[Any] | None, transform: Callable[[Any], Any] | None
-    ) -> Any:
-        """A batch for a rank that has no batch of its own, and therefore runs passes with zero weight."""
-        return unpacked(1, self._read(dataset, batches.spare(), template, transform))[1]
 
     def _read(
         self,
@@ -576,32 +565,34 @@ class FeedBuilder:
         indices: list[Any],
         template: DataLoader[Any] | None,
         transform: Callable[[Any], Any] | None,
-    ) -> Any:
-        """Read the samples at `indices` as one batch, without DataLoader workers."""
+    ) -> tuple[int, Any]:
+        """Read (number of samples, batch) of the samples at `indices`, without DataLoader workers."""
         settings = self.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
         loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
-        return next(iter(self._on_device(loader, self._transform(transform))))
+        return unpacked(len(indices), next(iter(self._on_device(loader, self._transform(transform)))))
 
-    def _train_batches(self, dataset: Any, own: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
+    def _train_batches(self, dataset: Any, options: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
         config = self.config
-        drop_last, seed = config.data.drop_last or bool(own and own.drop_last), config.seed
-        if own is not None and own.batches is not None:
+        drop_last, seed = config.data.drop_last or bool(options and options.drop_last), config.seed
+        if options is not None and options.batches is not None:
             passes = config.accumulation_steps or 1
-            if own.divided:
+            if options.divided:
                 micro_batch = config.micro_batch_size
                 largest = micro_batch if isinstance(micro_batch, int) else sys.maxsize
                 plan = BatchPlan(1, largest, passes, self.part.ranks)
-                return DividedTrainBatches(own.batches, self.part.rank, plan, seed=seed, epoch=epoch)
+                return DividedTrainBatches(options.batches, self.part.rank, plan, seed=seed, epoch=epoch)
             return UserTrainBatches(
-                own.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
+                options.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
             )
-        sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
+        sampler = self._sampler(dataset, options, shuffle=options.shuffle if options else config.data.shuffle)
         sampler.set_epoch(epoch)
         return TrainBatches(sampler, self.plan, drop_last=drop_last)
 
-    def _sampler(self, dataset: Any, own: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
-        seed, order = self.config.seed, own.sampler if own else None
-        return ExactDistributedSampler(dataset, self.part.rank, self.part.ranks, shuffle=shuffle, seed=seed, own=order)
+    def _sampler(self, dataset: Any, options: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
+        seed, order = self.config.seed, options.sampler if options else None
+        return ExactDistributedSampler(
+            dataset, self.part.rank, self.part.ranks, shuffle=shuffle, seed=seed, user_sampler=order
+        )
 
     def _check_epoch(
         self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False

@@ -1,4 +1,4 @@
-"""DataLoaders for the batches of this rank, and the dataset wrappers that they use."""
+"""Loaders for the batches of this rank, chosen by the kind of data: see `build_loader`."""
 
 import os
 import pickle
@@ -6,36 +6,21 @@ import shutil
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddp_kit.config.settings import DataConfig
-from ddp_kit.data.collate import (
-    CollateKeyed,
-    FewerSamples,
-    OwnCollate,
-    checked_collate,
-    identity_collate,
-    stop_iteration_error,
-)
+from ddp_kit.data.collate import Collate, identity_collate, stop_iteration_error
 from ddp_kit.data.source import DatasetEpoch
-from ddp_kit.distributed.world import (
-    RandomStates,
-    World,
-    mixed_seed,
-    random_states,
-    random_states_kept,
-    seed_generators,
-    set_random_states,
-)
+from ddp_kit.distributed.world import World, mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.log import logger
 
@@ -54,10 +39,10 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[Any]]: ...
 
 
-class WholeBatches(Dataset[Any]):
-    """A TensorDataset, or a Subset of one, that returns a whole batch at once.
+class TensorBatches(Dataset[Any]):
+    """The batches of a TensorDataset, or of a Subset of one, each read at once.
 
-    The result is the same as that of `default_collate`: a list of tensors that share no memory with the dataset.
+    A batch is what `default_collate` returns: a list of tensors that share no memory with the dataset.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -78,25 +63,78 @@ class WholeBatches(Dataset[Any]):
             return default_collate(fetch_samples(self.dataset, keys))  # type: ignore[no-any-return]
 
 
-class Samples(Dataset[Any]):
-    """A wrapper around a dataset. If reading a sample raises an error, a note on the error names the sample."""
+class TensorLoader:
+    """A loader that fetches batches in this process, faster than a DataLoader. `pinned`: whether to pin the batches."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, data: TensorBatches, batches: Iterable[list[int]], pinned: bool) -> None:
+        self._data = data
+        self._batches = batches
+        self._pinned = pinned
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for keys in self._batches:  # not map, which would end if the indices of a Subset raised StopIteration
+            batch = self._data.__getitems__(keys)
+            yield [tensor.pin_memory() for tensor in batch] if self._pinned else batch
+
+
+class SampleBatches(Dataset[Any]):
+    """The batches of a dataset: fetches the samples of a batch, and collates them.
+
+    `seeding`: whether to set the random states before each sample, from (seed, epoch, key) alone; before each batch,
+    from (seed, epoch, keys) alone; or not at all. A resumed run then draws the same random numbers, no matter how far
+    ahead batches are fetched. With seeding, the keys must come from `WithEpoch`, and the random states of the training
+    process are restored after each batch. `keyed`: whether to return `Keyed` batches. `dataset_epoch`: an object that
+    calls the dataset's `set_epoch` before the first sample of an epoch; None: do not call it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[..., Any],
+        seeding: Literal["sample", "batch"] | None,
+        seed: int,
+        dataset_epoch: DatasetEpoch | None,
+        *,
+        keyed: bool,
+    ) -> None:
         self.dataset = dataset
+        self._collate = collate
+        self._seeding = seeding
+        self._seed = seed
+        self._dataset_epoch = dataset_epoch
+        self._keyed = keyed
 
-    def __getitems__(self, keys: list[Any]) -> list[Any]:
-        return fetch_samples(self.dataset, keys)
+    def __getitems__(self, keys: list[Any]) -> Any:
+        if self._seeding is None:
+            return self._collate(fetch_samples(self.dataset, keys), len(keys))
+        epoch = keys[0][0]
+        if self._dataset_epoch is not None:
+            self._dataset_epoch.set(epoch)
+        with random_states_kept() if get_worker_info() is None else nullcontext():
+            if self._seeding == "batch":
+                sample_keys = [key for _, key in keys]
+                seed_generators(mixed_seed(self._seed, epoch, *sample_keys))
+                return self._collate(fetch_samples(self.dataset, sample_keys), len(keys))
+            samples, fetched = [], []
+            for key in keys:
+                seed_generators(mixed_seed(self._seed, *key))
+                for sample in fetch_samples(self.dataset, [key[1]]):
+                    samples.append(sample)
+                    fetched.append(key)
+            return self._collate(samples, len(keys), fetched if self._keyed else None)
 
 
 def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
-    """Fetch samples as torch's DataLoader does; an error gets a note that names the sample."""
+    """Fetch samples as torch's DataLoader does; an error gets a note that names the sample.
+
+    The user's `__getitems__` may return fewer samples than there are keys, or an object that is no list.
+    """
     subsets, inner = _unwrapped(dataset)
     method = "__getitems__" if callable(getattr(inner, "__getitems__", None)) else "__getitem__"
     samples: list[Any] = []
     try:
         if method == "__getitems__":
-            found = dataset.__getitems__(keys)
-            return FewerSamples(found, len(keys)) if type(found) is list and len(found) < len(keys) else found
+            return dataset.__getitems__(keys)  # type: ignore[no-any-return]
         for key in keys:
             samples.append(dataset[key])  # after an error, `samples` holds the samples read before
     except Exception as error:
@@ -120,10 +158,13 @@ def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
     return where
 
 
-def can_fetch_whole_batches(dataset: Dataset[Any]) -> bool:
-    """Whether a dataset is a TensorDataset of dense CPU tensors, or a Subset of one, as `WholeBatches` requires."""
+def can_read_batches_at_once(dataset: Dataset[Any]) -> bool:
+    """Whether a dataset is a TensorDataset of dense CPU tensors, or a Subset of one, as `TensorBatches` requires."""
     _, inner = _unwrapped(dataset)
-    return type(inner) is TensorDataset and all(map(_is_dense_on_cpu, inner.tensors))
+    return type(inner) is TensorDataset and all(
+        type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        for tensor in inner.tensors
+    )
 
 
 def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
@@ -133,126 +174,6 @@ def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
         subsets.append(dataset)
         dataset = dataset.dataset
     return subsets, dataset
-
-
-def _is_dense_on_cpu(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-
-
-class WholeBatchLoader:
-    """A loader that fetches batches in this process, faster than a DataLoader. `pinned`: whether to pin the batches."""
-
-    def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
-        self._data = data
-        self._batches = batches
-        self._fetch: Callable[[list[int]], list[Tensor]] = self._pinned if pinned else data.__getitems__
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        for keys in self._batches:  # not map, which would end if the indices of a Subset raised StopIteration
-            yield self._fetch(keys)
-
-    def _pinned(self, keys: list[int]) -> list[Tensor]:
-        return [tensor.pin_memory() for tensor in self._data.__getitems__(keys)]
-
-
-class SeededSamples(Dataset[Any]):
-    """Wraps a dataset, and sets the random states from (seed, epoch, key) alone before each sample is read.
-
-    The keys must come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`:
-    whether to return (key, sample) pairs. `dataset_epoch`: an object that calls the dataset's `set_epoch` before the
-    first sample of an epoch; None: do not call it.
-    """
-
-    def __init__(
-        self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None, *, keyed: bool = False
-    ) -> None:
-        self.dataset = dataset
-        self._seed = seed
-        self._dataset_epoch = dataset_epoch
-        self._keyed = keyed
-
-    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
-        if self._dataset_epoch is not None:
-            self._dataset_epoch.set(keys[0][0])
-        with random_states_kept() if get_worker_info() is None else nullcontext():
-            samples = [(key, sample) for key in keys for sample in self._fetched(*key)]
-        found = samples if self._keyed else [sample for _, sample in samples]
-        return found if len(found) == len(keys) else FewerSamples(found, len(keys))
-
-    def _fetched(self, epoch: int, key: Any) -> list[Any]:
-        seed_generators(mixed_seed(self._seed, epoch, key))
-        return fetch_samples(self.dataset, [key])
-
-
-class SeededBatches(Dataset[Any]):
-    """Wraps a dataset, and sets the random states from (seed, epoch, keys) alone before each batch is read.
-
-    A resumed run therefore draws the same random numbers, no matter how far ahead it fetches batches. The keys must
-    come from `WithEpoch`. The random states are not restored, because collate_fn may draw random numbers afterwards:
-    use this wrapper only in DataLoader workers or in an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
-    """
-
-    def __init__(self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None) -> None:
-        self.dataset = dataset
-        self._seed = seed
-        self._dataset_epoch = dataset_epoch
-
-    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
-        if self._dataset_epoch is not None:
-            self._dataset_epoch.set(keys[0][0])
-        own = [key for _, key in keys]
-        seed_generators(mixed_seed(self._seed, keys[0][0], *own))
-        return fetch_samples(self.dataset, own)
-
-
-class IsolatedLoader:
-    """Wraps a loader without workers, and restores the random states of the training process after each batch."""
-
-    def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._loader = loader
-        self.batch_sampler = loader.batch_sampler  # `checked_batches` reads it to name samples in errors
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        while True:
-            with random_states_kept():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-
-
-class IsolatedRandomStates:
-    """Context manager with its own random states, separate from the random states of training.
-
-    Each use continues from the states at the end of the previous use; the first use starts from `seed`. In a DataLoader
-    worker, nothing is restored on exit, because no training code runs there.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._in_worker = get_worker_info() is not None
-        self._states: RandomStates | None = None
-
-    def __enter__(self) -> None:
-        if not self._in_worker:
-            self._outside = random_states()
-        if self._states is None:
-            seed_generators(self._seed)
-        elif not self._in_worker:
-            set_random_states(self._states)
-
-    def __exit__(self, *_: object) -> None:
-        self._states = random_states()
-        if not self._in_worker:
-            set_random_states(self._outside)
-
-    @property
-    def states(self) -> RandomStates:
-        """The random states at the end of the last use."""
-        assert self._states is not None
-        return self._states
 
 
 class WithEpoch:
@@ -266,21 +187,20 @@ class WithEpoch:
         return ([(epoch, key) for key in keys] for keys in self.batches)
 
 
-class ExposeUserDataset:
-    """A `worker_init_fn` for wrapped datasets: makes `get_worker_info().dataset` the user's own dataset.
+def expose_user_dataset(then: Callable[[int], None] | None) -> Callable[[int], None]:
+    """A `worker_init_fn` that makes `get_worker_info().dataset` the user's own dataset instead of a wrapper.
 
     `then`: the user's own worker_init_fn, which is called afterwards.
     """
+    return partial(_expose_user_dataset, then)
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
 
-    def __call__(self, number: int) -> None:
-        info: Any = get_worker_info()
-        # The info forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._then is not None:
-            self._then(number)
+def _expose_user_dataset(then: Callable[[int], None] | None, number: int) -> None:
+    info: Any = get_worker_info()
+    # The info forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if then is not None:
+        then(number)
 
 
 # --- Transfer through pipes -------------------------------------------------------------------------------------------
@@ -292,9 +212,9 @@ _LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 _SOCKET_PATH_BYTES = 108 if sys.platform == "linux" else 104  # the size of sun_path, with a final zero byte
 
 
-def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """Return `collate`. With too little shared memory, or a long TMPDIR, workers then send batches through pipes."""
-    return _by_value(collate) if workers and (_little_shared_memory() or _long_temporary_folder()) else collate
+def sends_by_value(workers: int) -> bool:
+    """Whether DataLoader workers send batches through pipes: with too little shared memory, or a long TMPDIR."""
+    return workers > 0 and (_little_shared_memory() or _long_temporary_folder())
 
 
 @cache
@@ -333,35 +253,30 @@ def _little_shared_memory() -> bool:
 
 
 @dataclass(frozen=True)
-class _ByValue:
+class ByValue:
     """A batch that a DataLoader worker sends as bytes, because torch's own way does not work here.
 
-    `finish`: a function that the receiving process applies to the batch. torch's sharing strategy `file_system` would
-    not help, because it uses /dev/shm as well.
+    `collate`: a function that the receiving process calls with `content`, which then are arguments; None: `content` is
+    the batch. torch's sharing strategy `file_system` would not help, because it uses /dev/shm as well.
     """
 
     content: Any
-    finish: Callable[[Any], Any] | None = None
+    collate: Collate | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (pickle.dumps(self.content), self.finish)
+        return _received, (pickle.dumps(self.content), self.collate)
 
 
-def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
+def _received(content: bytes, collate: Collate | None) -> Any:
     received = pickle.loads(content)  # noqa: S301  # from this process's own child, through a pipe
-    return finish(received) if finish is not None else received
+    return received if collate is None else collate(*received)
 
 
-def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a collate function so that workers send batches as bytes.
-
-    With torch's default collate function, workers send the samples, and the receiving process collates them.
-    """
-    return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
-
-
-def _send(collate: Callable[[Any], Any], samples: Any) -> _ByValue:
-    return _ByValue(collate(samples))
+def collate_by_value(collate: Collate, samples: Any, requested: int, keys: Sequence[Any] | None = None) -> ByValue:
+    """Collate samples in a DataLoader worker. torch's default would use shared memory: the receiver then collates."""
+    if collate.function is None:
+        return ByValue((samples, requested, keys), collate)
+    return ByValue(collate(samples, requested, keys))
 
 
 # --- DataLoader -------------------------------------------------------------------------------------------------------
@@ -380,6 +295,12 @@ def build_loader(
 ) -> Iterable[Any]:
     """Create a loader that yields one batch of `dataset` for each list of keys in `batches`.
 
+    data                                           loader
+    tensors in memory, without DataLoader workers  TensorLoader, which indexes the tensors in this process
+    tensors in memory, with DataLoader workers     DataLoader over TensorBatches
+    any other dataset with indices                 DataLoader over SampleBatches
+    a stream                                       DataLoader over StreamBatches: see `build_stream`
+
     `template`: the user's own DataLoader, whose options are used. `seed`: the seed of the DataLoader workers. If
     `batches` has a seed and an epoch (see `Batches`), random states are set from these instead: before each sample if
     `config.seed_samples` is set; otherwise before each batch that is fetched by a worker or prefetched. `keyed`:
@@ -389,38 +310,41 @@ def build_loader(
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
     collate = chosen_collate(config, template)
-    own = dataset
-    # Whether this process fetches batches, and draws their random numbers, before the step that uses them.
-    ahead = world.device.type == "cuda" and config.prefetch_batches > 0
-    # Fetching whole batches draws no random numbers.
-    if collate is checked_collate and can_fetch_whole_batches(dataset) and not keyed:
-        whole = WholeBatches(dataset)
+    by_value = sends_by_value(workers)
+    loaded: TensorBatches | SampleBatches
+    if collate.function is None and can_read_batches_at_once(dataset) and not keyed:  # this draws no random numbers
+        loaded = TensorBatches(dataset)
         if not workers and (not pinned or world.device.type == "cuda"):
-            return WholeBatchLoader(whole, batches, pinned)
-        dataset, collate = whole, identity_collate
-    elif config.seed_samples:
-        seeded = cast(Batches, batches)
-        dataset, batches = SeededSamples(dataset, seeded.seed, dataset_epoch, keyed=keyed), WithEpoch(seeded)
-        collate = CollateKeyed(collate) if keyed else collate
-    elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
-        seeded = cast(Batches, batches)
-        dataset, batches = SeededBatches(dataset, seeded.seed, dataset_epoch), WithEpoch(seeded)
+            return TensorLoader(loaded, batches, pinned)
     else:
-        dataset = Samples(dataset)
-    if dataset is not own:
-        options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
-    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
-    return IsolatedLoader(loader) if type(dataset) is SeededBatches and not workers else loader
+        # Whether this process fetches batches, and draws their random numbers, before the step that uses them.
+        ahead = world.device.type == "cuda" and config.prefetch_batches > 0
+        seeding: Literal["sample", "batch"] | None = "sample" if config.seed_samples else None
+        if (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
+            seeding = seeding or "batch"
+        loaded = SampleBatches(
+            dataset,
+            partial(collate_by_value, collate) if by_value else collate,
+            seeding,
+            cast(Batches, batches).seed if seeding else 0,
+            dataset_epoch,
+            keyed=keyed,
+        )
+        if seeding:
+            batches = WithEpoch(cast(Batches, batches))
+    options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
+    send = ByValue if by_value and isinstance(loaded, TensorBatches) else identity_collate
+    return DataLoader(loaded, batch_sampler=batches, collate_fn=send, **options)
 
 
-def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
+def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Collate:
     """The user's collate function, or torch's default with better errors. Raises `ConfigError` if the user set two."""
-    given = config.collate_fn
+    function = config.collate_fn
     if template is not None and template.collate_fn is not default_collate:
-        if given is not None:
+        if function is not None:
             raise ConfigError("both the DataLoader and data.collate_fn set a collate function", "leave one of them out")
-        given = template.collate_fn
-    return checked_collate if given is None else OwnCollate(given)
+        function = template.collate_fn
+    return Collate(function)
 
 
 def loader_options(
@@ -430,7 +354,13 @@ def loader_options(
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
-    workers = _workers(config, world) if template is None else template.num_workers
+    if template is not None:
+        workers = template.num_workers
+    elif config.num_workers != "auto":
+        workers = config.num_workers
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(8, max(0, cores // world.local_world_size - 1))
     timeout = config.timeout or 0 if workers else 0
     if template is None:
         return {
@@ -449,10 +379,3 @@ def loader_options(
         "prefetch_factor": template.prefetch_factor,
         "persistent_workers": template.persistent_workers,
     }
-
-
-def _workers(config: DataConfig, world: World) -> int:
-    if config.num_workers != "auto":
-        return config.num_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(0, cores // world.local_world_size - 1))

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -67,13 +67,13 @@ class BatchPlan:
             rank: The index of the rank, from 0 to `world_size` - 1.
             samples: Samples in the step, over all ranks.
         """
-        own = split(samples, self.world_size, rank)
-        if not own:
+        positions = split(samples, self.world_size, rank)
+        if not positions:
             return ()
-        needed = -(-len(own) // self.micro_batch)
-        passes = max(needed, min(self.accumulation, len(own))) if samples >= self.global_batch else needed
-        shares = (split(len(own), passes, number) for number in range(passes))
-        return tuple(range(own.start + share.start, own.start + share.stop) for share in shares)
+        needed = -(-len(positions) // self.micro_batch)
+        passes = max(needed, min(self.accumulation, len(positions))) if samples >= self.global_batch else needed
+        shares = (split(len(positions), passes, number) for number in range(passes))
+        return tuple(range(positions.start + share.start, positions.start + share.stop) for share in shares)
 
 
 def split(total: int, parts: int, number: int) -> range:
@@ -135,8 +135,8 @@ class ExactDistributedSampler(Sampler[Any]):
 
     A rank's samples are consecutive in the order of the epoch. Iterating yields this rank's samples; `order` returns
     the samples of all ranks. `set_epoch` reads the length of `data`, which may change.
-    `own`: the user's own sampler over all samples; if given, it determines the number and order of samples. Raises
-    `DataError` if `own` has no length, or does not yield as many items as its length.
+    `user_sampler`: the user's own sampler over all samples; if given, it determines the number and order of samples.
+    Raises `DataError` if it has no length, or does not yield as many items as its length.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class ExactDistributedSampler(Sampler[Any]):
         *,
         shuffle: bool,
         seed: int,
-        own: Iterable[Any] | None = None,
+        user_sampler: Iterable[Any] | None = None,
     ) -> None:
-        if own is not None:
-            _length(own, "sampler")
-        self.own = own
+        if user_sampler is not None:
+            _length(user_sampler, "sampler")
+        self.user_sampler = user_sampler
         self.rank = rank
         self.seed = seed
         self.epoch = 0
@@ -159,7 +159,7 @@ class ExactDistributedSampler(Sampler[Any]):
         self._world_size = world_size
         self._shuffle = shuffle
         self._size: int | None = None  # samples in this epoch; None until the number is needed
-        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order that `own` yielded for it
+        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order of `user_sampler` for it
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, and reset the number of samples, which may change between epochs."""
@@ -169,14 +169,17 @@ class ExactDistributedSampler(Sampler[Any]):
     def total_size(self) -> int:
         """The number of samples in this epoch, over all ranks."""
         if self._size is None:
-            self._size = len(self._data) if self.own is None else len(self.order())
+            self._size = len(self._data) if self.user_sampler is None else len(self.order())
         return self._size
 
     def order(self) -> Sequence[Any]:
         """The keys of all samples of this epoch, over all ranks, in order."""
-        if self.own is not None:
+        if self.user_sampler is not None:
             if self._drawn is None or self._drawn[0] != self.epoch:
-                self._drawn = (self.epoch, _compact(_draw(self.own, self.seed, self.epoch, "sampler")))
+                order: Sequence[Any] = _draw(self.user_sampler, self.seed, self.epoch, "sampler")
+                with suppress(TypeError, OverflowError):  # keys that are no integers
+                    order = array("q", order)  # 8 bytes per key
+                self._drawn = (self.epoch, order)
             return self._drawn[1]
         if not self._shuffle:
             return range(self.total_size)
@@ -185,7 +188,7 @@ class ExactDistributedSampler(Sampler[Any]):
 
     def fingerprint(self) -> str:
         """A hash of this epoch's order if the user's own sampler determines the order; "" otherwise."""
-        if self.own is None:
+        if self.user_sampler is None:
             return ""
         order = self.order()
         return blake2b(order.tobytes() if isinstance(order, array) else repr(order).encode()).hexdigest()
@@ -221,11 +224,12 @@ class _LazyInts(Sequence[int]):
 class _Steps(Sampler[list[Any]]):
     """A batch sampler that yields the batches of optimizer steps. The number of steps may differ between epochs.
 
-    `own`: the user's sampler or batch sampler, if any. `what`: "dataset", "sampler" or "batch sampler", for messages.
+    `user_sampler`: the user's sampler or batch sampler, if any. `what`: "dataset", "sampler" or "batch sampler", for
+    messages.
     """
 
-    def __init__(self, own: Iterable[Any] | None, what: str, seed: int) -> None:
-        self._own, self._what = own, what
+    def __init__(self, user_sampler: Iterable[Any] | None, what: str, seed: int) -> None:
+        self._user_sampler, self._what = user_sampler, what
         self.seed = seed
         self.epoch = 0
         """The epoch of the next iteration."""
@@ -240,12 +244,12 @@ class _Steps(Sampler[list[Any]]):
 
         All epochs have the same number of steps, unless `set_epoch` changes the length of the user's sampler.
         """
-        if self._own is None or not _set_epochs(self._own):
+        if self._user_sampler is None or not _set_epochs(self._user_sampler):
             return len(epochs) * self.steps
         self._known[self.epoch] = self.steps
         new = [epoch for epoch in epochs if epoch not in self._known]
         if new:
-            lengths = lengths_in(self._own, self._what, self.seed, new, then=self.epoch)
+            lengths = lengths_in(self._user_sampler, self._what, self.seed, new, then=self.epoch)
             self._known |= {each: self._steps_of(length, each) for each, length in zip(new, lengths, strict=True)}
         return sum(map(self._known.__getitem__, epochs))
 
@@ -277,7 +281,7 @@ class TrainBatches(_Steps):
     division = ""
 
     def __init__(self, sampler: ExactDistributedSampler, plan: BatchPlan, *, drop_last: bool) -> None:
-        super().__init__(sampler.own, "dataset" if sampler.own is None else "sampler", sampler.seed)
+        super().__init__(sampler.user_sampler, "dataset" if sampler.user_sampler is None else "sampler", sampler.seed)
         self._sampler = sampler
         self._plan = plan
         self._drop_last = drop_last
@@ -316,7 +320,7 @@ class TrainBatches(_Steps):
         """The largest number of forward passes on any rank in step `step`."""
         return len(self._plan.micro_batches(0, self.samples(step)))
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
@@ -325,10 +329,8 @@ class TrainBatches(_Steps):
         return self._sampler.fingerprint()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._from(self._sampler.order(), self.first_step)
-
-    def _from(self, order: Sequence[Any], first_step: int) -> Iterator[list[Any]]:
-        for step in range(first_step, self.steps):
+        order = self._sampler.order()
+        for step in range(self.first_step, self.steps):
             start = step * self._plan.global_batch
             for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
                 yield list(order[start + positions.start : start + positions.stop])
@@ -346,7 +348,7 @@ class UserTrainBatches(_Steps):
 
     def __init__(
         self,
-        own: Iterable[Any],
+        user_sampler: Iterable[Any],
         rank: int,
         world_size: int,
         accumulation: int,
@@ -355,13 +357,13 @@ class UserTrainBatches(_Steps):
         seed: int,
         epoch: int = 0,
     ) -> None:
-        super().__init__(own, "batch sampler", seed)
-        _length(own, "batch sampler")
+        super().__init__(user_sampler, "batch sampler", seed)
+        _length(user_sampler, "batch sampler")
         self._rank, self._world_size = rank, world_size
         self._drop_last = drop_last
         self.per_step = accumulation * world_size
         self.division = (
-            f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
+            f"a step = {self.per_step} batches of the DataLoader's {type(user_sampler).__name__} = "
             f"accumulation {accumulation} x {world_size}"
         )
         """The division of a step, for the first log line of a run; the number of samples is not known in advance."""
@@ -398,7 +400,7 @@ class UserTrainBatches(_Steps):
         batches = min(self.per_step, self._drawn.batches - step * self.per_step)
         return len(split(batches, self._world_size, 0))
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """The first batch, for a rank that has no batch of its own."""
         return list(self._drawn.first[0])
 
@@ -407,20 +409,20 @@ class UserTrainBatches(_Steps):
         return self._drawn.fingerprint
 
     def __iter__(self) -> Iterator[list[Any]]:
-        own = self._drawn.own
-        return (batch for step in range(self.first_step, self.steps) for batch in own[step])
+        rank_batches = self._drawn.rank_batches
+        return (batch for step in range(self.first_step, self.steps) for batch in rank_batches[step])
 
     def _draw(self, epoch: int) -> "_EpochBatches":
-        assert self._own is not None
-        batches = _drawn_batches(self._own, self.seed, epoch)
+        assert self._user_sampler is not None
+        batches = _drawn_batches(self._user_sampler, self.seed, epoch)
         steps = [batches[start : start + self.per_step] for start in range(0, len(batches), self.per_step)]
-        own = [self._share(step) for step in steps]
+        rank_batches = [self._share(step) for step in steps]
         return _EpochBatches(
             epoch,
             len(batches),
-            own,
+            rank_batches,
             [sum(map(len, step)) for step in steps],
-            [tuple(map(len, step)) for step in own],
+            [tuple(map(len, step)) for step in rank_batches],
             blake2b(repr(batches).encode()).hexdigest(),
             batches[:1],
         )
@@ -437,17 +439,17 @@ class DividedTrainBatches(UserTrainBatches):
     `plan`: the division of a batch among the ranks and into micro-batches.
     """
 
-    def __init__(self, own: Iterable[Any], rank: int, plan: BatchPlan, *, seed: int, epoch: int = 0) -> None:
-        self._plan, self._own_rank = plan, rank
-        super().__init__(own, 0, 1, 1, drop_last=False, seed=seed, epoch=epoch)
-        self.division = f"a step = a batch of {type(own).__name__}"
+    def __init__(self, user_sampler: Iterable[Any], rank: int, plan: BatchPlan, *, seed: int, epoch: int = 0) -> None:
+        self._plan, self._plan_rank = plan, rank
+        super().__init__(user_sampler, 0, 1, 1, drop_last=False, seed=seed, epoch=epoch)
+        self.division = f"a step = a batch of {type(user_sampler).__name__}"
 
     def max_passes(self, step: int) -> int:
         return len(self._plan.micro_batches(0, self.samples(step)))
 
     def _share(self, step: list[list[Any]]) -> list[list[Any]]:
         (batch,) = step
-        return [batch[part.start : part.stop] for part in self._plan.micro_batches(self._own_rank, len(batch))]
+        return [batch[part.start : part.stop] for part in self._plan.micro_batches(self._plan_rank, len(batch))]
 
 
 @dataclass(frozen=True)
@@ -457,7 +459,7 @@ class _EpochBatches:
     epoch: int
     batches: int
     """The number of batches, over all ranks."""
-    own: list[list[list[Any]]]
+    rank_batches: list[list[list[Any]]]
     """This rank's batches in each step."""
     samples: list[int]
     """The number of samples in each step, over all ranks."""
@@ -486,13 +488,13 @@ class EvalBatches(Sampler[list[Any]]):
         total = len(self._sampler)
         return [min(self._size, total - start) for start in range(0, total, self._size)]
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
     def __iter__(self) -> Iterator[list[Any]]:
-        own = iter(self._sampler)
-        return (list(islice(own, size)) for size in self.sizes())
+        keys = iter(self._sampler)
+        return (list(islice(keys, size)) for size in self.sizes())
 
 
 class UserEvalBatches(Sampler[list[Any]]):
@@ -501,17 +503,17 @@ class UserEvalBatches(Sampler[list[Any]]):
     Each batch goes to exactly one rank.
     """
 
-    def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
+    def __init__(self, user_sampler: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
         self.seed, self.epoch = seed, 0
-        share = split(_length(own, "batch sampler"), world_size, rank)
-        everyone = _drawn_batches(own, seed, self.epoch)
+        share = split(_length(user_sampler, "batch sampler"), world_size, rank)
+        everyone = _drawn_batches(user_sampler, seed, self.epoch)
         self._batches, self._first = everyone[share.start : share.stop], everyone[:1]
 
     def sizes(self) -> list[int]:
         """The number of samples in each batch."""
         return list(map(len, self._batches))
 
-    def spare(self) -> list[Any]:
+    def filler_batch(self) -> list[Any]:
         """The first batch, for a rank that has no batch of its own."""
         return list(self._first[0])
 
@@ -522,81 +524,78 @@ class UserEvalBatches(Sampler[list[Any]]):
 # --- User-defined samplers --------------------------------------------------------------------------------------------
 
 
-def _length(own: Iterable[Any], what: str) -> int:
+def _length(user_sampler: Iterable[Any], what: str) -> int:
     try:
-        return len(cast(Sized, own))
+        return len(cast(Sized, user_sampler))
     except TypeError:
         raise DataError(
-            f"the {what} ({type(own).__name__}) has no length",
+            f"the {what} ({type(user_sampler).__name__}) has no length",
             "add a __len__ that returns the number of items per epoch, which determines the number of steps",
         ) from None
 
 
-def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], then: int = 0) -> list[int]:
+def lengths_in(user_sampler: Iterable[Any], what: str, seed: int, epochs: Sequence[int], then: int = 0) -> list[int]:
     """The lengths of the user's sampler in these epochs; its `set_epoch`, if any, is called before each length is read.
 
     `what`: "sampler" or "batch sampler", for messages. `then`: the epoch that the sampler is set to afterwards.
     """
-    if not _set_epochs(own):
-        return [_length(own, what)] * len(epochs)
+    if not _set_epochs(user_sampler):
+        return [_length(user_sampler, what)] * len(epochs)
     lengths = []
     for epoch in (*epochs, then):
-        with _seeded(own, mixed_seed(seed, epoch)):
-            _set_epoch(own, epoch)
-            lengths.append(_length(own, what))
+        with _seeded(user_sampler, mixed_seed(seed, epoch)):
+            for set_epoch in _set_epochs(user_sampler):
+                set_epoch(epoch)
+            lengths.append(_length(user_sampler, what))
     return lengths[:-1]
 
 
-def _set_epochs(own: Iterable[Any]) -> list[Callable[[int], object]]:
+def _set_epochs(user_sampler: Iterable[Any]) -> list[Callable[[int], object]]:
     """The `set_epoch` methods of a sampler and of the samplers inside it."""
-    found = [getattr(part, "set_epoch", None) for part in _parts(own)]
+    found = [getattr(part, "set_epoch", None) for part in samplers_in(user_sampler)]
     return [each for each in found if callable(each)]
 
 
-def _set_epoch(own: Iterable[Any], epoch: int) -> None:
-    for set_epoch in _set_epochs(own):
-        set_epoch(epoch)
-
-
-def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
+def _draw(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
     """The items that the user's sampler yields in `epoch`, drawn with the same seeds on every rank and in every run.
 
     Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
     """
-    with _seeded(own, mixed_seed(seed, epoch)):
-        _set_epoch(own, epoch)
-        length = _length(own, what)
-        drawn = list(own)
+    with _seeded(user_sampler, mixed_seed(seed, epoch)):
+        for set_epoch in _set_epochs(user_sampler):
+            set_epoch(epoch)
+        length = _length(user_sampler, what)
+        drawn = list(user_sampler)
         # A sampler that counts epochs itself may now report the length of the next epoch, or may not have known the
         # length of this epoch before.
-        if len(drawn) == _length(own, what):
+        if len(drawn) == _length(user_sampler, what):
             length = len(drawn)
     if len(drawn) != length:
         raise DataError(
-            f"the {what} ({type(own).__name__}) has length {length}, "
+            f"the {what} ({type(user_sampler).__name__}) has length {length}, "
             f"but yields {len(drawn)} items in epoch {epoch + 1}",
             "make its __len__ return the number of items in each epoch, which determines the number of steps",
         )
     return drawn
 
 
-def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]:
-    batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
+def _drawn_batches(user_sampler: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]:
+    batches = [list(batch) for batch in _draw(user_sampler, seed, epoch, "batch sampler")]
     if [] in batches:
         raise DataError(
-            f"the batch sampler ({type(own).__name__}) yields an empty batch at index {batches.index([])}",
+            f"the batch sampler ({type(user_sampler).__name__}) yields an empty batch at index {batches.index([])}",
             "skip empty batches, and do not count them in __len__",
         )
     return batches
 
 
 @contextmanager
-def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
+def _seeded(user_sampler: Iterable[Any], seed: int) -> Iterator[None]:
     """Context manager that seeds the global generators and the sampler's generators, and restores them on exit."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)
-        for part in _parts(own):
+        for part in samplers_in(user_sampler):
             for value in [*getattr(part, "__dict__", {}).values()]:
                 _seed_one(value, seed, stack)
         yield
@@ -620,19 +619,11 @@ def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
         source.state = type(source)(seed).state
 
 
-def _parts(own: Iterable[Any]) -> Iterator[Any]:
+def samplers_in(sampler: Iterable[Any]) -> Iterator[Any]:
     """A sampler and the samplers inside it; a batch sampler usually contains one."""
-    part: Any = own
+    part: Any = sampler
     for _ in range(5):  # a limit, in case a sampler contains itself
         yield part
         part = getattr(part, "sampler", None)
         if part is None:
             return
-
-
-def _compact(order: list[Any]) -> Sequence[Any]:
-    """Convert the order to an array of 8-byte integers if all keys are integers; otherwise return it unchanged."""
-    try:
-        return array("q", order)
-    except (TypeError, OverflowError):
-        return order

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.config.settings import DataConfig
+from ddp_kit.data.sampler import samplers_in
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError, kind_of
 
@@ -18,7 +19,7 @@ Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 _WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
 _SHOWN = 4  # keys in a message
-_MAX_NESTING = 5  # the largest depth of nested samplers and datasets
+_MAX_NESTING = 5  # the largest depth of nested datasets
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
@@ -75,19 +76,14 @@ class DatasetEpoch:
 def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
     """Call `set_epoch` of a dataset and of the datasets inside it, if they have this method."""
     if nesting < _MAX_NESTING:
-        for each in _inside(dataset):
-            set_epoch(each, epoch, nesting + 1)
-    if callable(own := getattr(dataset, "set_epoch", None)):
-        own(epoch)
-
-
-def _inside(dataset: Any) -> list[Any]:
-    """The datasets inside a Subset, ConcatDataset, StackDataset, ChainDataset, or a similar wrapper."""
-    several = getattr(dataset, "datasets", None)
-    if isinstance(several, Mapping):
-        several = several.values()
-    found = [*several] if isinstance(several, list | tuple | ValuesView) else []
-    return [*found, getattr(dataset, "dataset", None)]
+        several = getattr(dataset, "datasets", None)  # of a ConcatDataset, StackDataset or ChainDataset
+        if isinstance(several, Mapping):
+            several = several.values()
+        inner = [*several] if isinstance(several, list | tuple | ValuesView) else []
+        for part in [*inner, getattr(dataset, "dataset", None)]:  # the latter of a Subset
+            set_epoch(part, epoch, nesting + 1)
+    if callable(method := getattr(dataset, "set_epoch", None)):
+        method(epoch)
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
@@ -109,8 +105,8 @@ def _no_dataset(data: Any) -> tuple[str, str] | None:
         return f"{kind} with the keys {', '.join(names)}", (
             "pass a dataset whose samples have the indices 0, 1, ...: one of the values, or TensorDataset(*values)"
         )
-    arrays = type(data) is tuple and len(data) > 1 and all(hasattr(each, "shape") and each.shape for each in data)
-    if arrays and len({each.shape[0] for each in data}) == 1:
+    arrays = type(data) is tuple and len(data) > 1 and all(hasattr(array, "shape") and array.shape for array in data)
+    if arrays and len({array.shape[0] for array in data}) == 1:
         return f"a tuple of {len(data)} tensors", "pass torch.utils.data.TensorDataset(*tensors)"
     return None
 
@@ -140,32 +136,15 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
             "each item of the dataset would be a whole batch",
             "return one sample from __getitem__ and set a batch_size, or yield the batches from an IterableDataset",
         )
-    for sampler in _samplers(batches):
-        if hasattr(sampler, "num_replicas") and not _divides_all(sampler, loader):
+    dataset: Any = loader.dataset
+    for sampler in samplers_in(batches):
+        # The Trainer can replace torch's own DistributedSampler over the whole dataset.
+        plain = type(sampler) is DistributedSampler and type(batches) is BatchSampler
+        if hasattr(sampler, "num_replicas") and not (plain and len(sampler.dataset) == len(dataset)):
             raise DataError(
                 f"{role} is a DataLoader with a {type(sampler).__name__}, which yields only this rank's samples",
                 "leave out this sampler, or use one over all samples: the Trainer divides the samples among the ranks",
             )
-
-
-def _samplers(batches: Any) -> Iterator[Any]:
-    """A batch sampler and the samplers inside it."""
-    part = batches
-    for _ in range(_MAX_NESTING):
-        if part is None:
-            return
-        yield part
-        part = getattr(part, "sampler", None)
-
-
-def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
-    """Whether a sampler is torch's DistributedSampler over the whole dataset, and so the Trainer can replace it."""
-    plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
-    return plain and _length(sampler.dataset) == _length(loader.dataset)
-
-
-def _length(data: object) -> int:
-    return len(cast(Sized, data))
 
 
 @dataclass(frozen=True)
@@ -196,7 +175,9 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
     size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
     if isinstance(sampler, DistributedSampler):  # torch's own: `open_data` rejects others
         return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
-    if _is_default_order(sampler, loader.dataset):
+    dataset: Any = loader.dataset
+    known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    if known and len(cast(Sized, sampler)) == len(dataset):  # made by DataLoader(shuffle=...): each sample once
         return Batching(size, isinstance(sampler, RandomSampler), drop_last)
     return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
 
@@ -221,7 +202,7 @@ def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: Da
             f"pass the dataset itself, with settings such as num_workers and collate_fn in data={{...}}; or leave out "
             f"{name}",
         )
-    for part in _samplers(sampler if batches is None else batches):
+    for part in samplers_in(cast(Iterable[Any], sampler if batches is None else batches)):
         if hasattr(part, "num_replicas"):
             raise DataError(
                 f"{name} contains a {type(part).__name__}, which yields only this rank's samples",
@@ -230,30 +211,24 @@ def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: Da
     return Batching(None, shuffle=False, drop_last=False, sampler=sampler, batches=batches, divided=batches is not None)
 
 
-def _is_default_order(sampler: Any, dataset: object) -> bool:
-    """Whether the sampler is one that DataLoader(shuffle=...) creates: each sample once, in order or shuffled."""
-    known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
-    return known and len(sampler) == _length(dataset)
-
-
-def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:
+def check_batch_size(options: Batching | None, micro_batch: int, asked: bool = False) -> None:
     """Raise `DataError` if the user's DataLoader and the configuration have different batch sizes.
 
     `asked`: whether the configuration sets global_batch_size or micro_batch_size.
     """
-    if own is None:
+    if options is None:
         return
-    if own.size is None and asked and own.sampler is None and not own.divided:
-        maker = "the DataLoader has batch_size=None, so the dataset" if own.batches is None else "the batch sampler"
+    if options.size is None and asked and options.sampler is None and not options.divided:
+        maker = "the DataLoader has batch_size=None, so the dataset" if options.batches is None else "the batch sampler"
         raise DataError(
             f"{maker} decides the batch size, but the configuration sets one too",
             "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "
             "accumulation_steps is the number of micro-batches per rank and optimizer step",
         )
-    if own.size is not None and own.size != micro_batch:
+    if options.size is not None and options.size != micro_batch:
         raise DataError(
-            f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
+            f"the DataLoader has batch_size={options.size}, but the configuration makes micro-batches of "
             f"{micro_batch} samples",
-            f"set micro_batch_size={own.size} in the TrainerConfig (samples per rank and pass, so the global batch "
+            f"set micro_batch_size={options.size} in the TrainerConfig (samples per rank and pass, so the global batch "
             f"grows with the number of ranks), or pass the dataset itself instead of a DataLoader",
         )

@@ -11,6 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -28,9 +29,16 @@ from ddp_kit.data.collate import (
     tensors_in,
     warn_about_left_out_samples,
 )
-from ddp_kit.data.loading import ExposeUserDataset, IsolatedRandomStates, chosen_collate, loader_options, sendable
+from ddp_kit.data.loading import (
+    ByValue,
+    chosen_collate,
+    collate_by_value,
+    expose_user_dataset,
+    loader_options,
+    sends_by_value,
+)
 from ddp_kit.data.source import set_epoch
-from ddp_kit.distributed.world import RandomStates, World, mixed_seed, set_random_states
+from ddp_kit.distributed.world import RandomStates, World, mixed_seed, random_states, seed_generators, set_random_states
 from ddp_kit.errors import DataError
 
 _SKIPPED_TURN = 0
@@ -112,17 +120,18 @@ def build_stream(
             "leave out data.seed_samples and set seeds in __iter__, or use a dataset with __getitem__ and __len__",
         )
     options = loader_options(config, world, seed, template)
-    options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
+    options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
     whole = template is not None and template.batch_size is None
     collate = chosen_collate(config, template)
+    by_value = sends_by_value(options["num_workers"])
     epoch = torch.zeros((), dtype=torch.int64)
     if options["num_workers"]:
         epoch.share_memory_()  # type: ignore[no-untyped-call]
-    batches = _Batches(
+    batches = StreamBatches(
         dataset,
         None if whole else tuple(sizes),
-        sendable(collate, options["num_workers"]),
-        sendable(identity_collate, options["num_workers"]),
+        partial(collate_by_value, collate) if by_value else collate,
+        ByValue if by_value else identity_collate,
         drop_last=template is not None and template.drop_last,
         epoch=epoch,
         seed=mixed_seed(seed, world.rank),
@@ -131,7 +140,39 @@ def build_stream(
     return Stream(DataLoader(batches, batch_size=None, collate_fn=identity_collate, **options), epoch)
 
 
-class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
+class IsolatedRandomStates:
+    """Context manager with its own random states, separate from the random states of training.
+
+    Each use continues from the states at the end of the previous use; the first use starts from `seed`. In a DataLoader
+    worker, nothing is restored on exit, because no training code runs there.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._in_worker = get_worker_info() is not None
+        self._states: RandomStates | None = None
+
+    def __enter__(self) -> None:
+        if not self._in_worker:
+            self._outside = random_states()
+        if self._states is None:
+            seed_generators(self._seed)
+        elif not self._in_worker:
+            set_random_states(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        self._states = random_states()
+        if not self._in_worker:
+            set_random_states(self._outside)
+
+    @property
+    def states(self) -> RandomStates:
+        """The random states at the end of the last use."""
+        assert self._states is not None
+        return self._states
+
+
+class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
     """Groups a stream's samples into batches, in the process that reads them.
 
     `sizes`: as for `build_stream`; None if the dataset yields whole batches.
@@ -141,7 +182,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
         self,
         dataset: "IterableDataset[Any]",
         sizes: tuple[int, ...] | None,
-        collate: Callable[[Any], Any],
+        collate: Callable[..., Any],
         sent: Callable[[Any], Any],
         *,
         drop_last: bool,
@@ -171,9 +212,9 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
             if reader < turn % turns:
                 yield _SKIPPED_TURN, None, None
         # The seed depends on the epoch, so reading the same epoch again draws the same random numbers.
-        own = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
+        isolated = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
         dataset: Any = self.dataset
-        with own:
+        with isolated:
             set_epoch(dataset, epoch)
             if start is not None:
                 dataset.load_state_dict(start.dataset)
@@ -182,7 +223,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
                 set_random_states(start.random)
         for number in count(reader if start is None else start.number, turns):
             size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
-            with own:
+            with isolated:
                 samples: list[Any] = []
                 try:
                     samples.extend(islice(stream, size))
@@ -195,9 +236,9 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
                     raise
                 if not samples or (self._drop_last and len(samples) < size):
                     return
-                batch = self._collate(samples[0] if self._sizes is None else samples)
+                batch = self._collate(samples[0], 0) if self._sizes is None else self._collate(samples, len(samples))
                 dataset_state = copy.deepcopy(dataset.state_dict()) if self._record_states else None
-            after = ReaderState(reader, number + turns, own.states, dataset_state) if self._record_states else None
+            after = ReaderState(reader, number + turns, isolated.states, dataset_state) if self._record_states else None
             yield None if self._sizes is None else len(samples), batch, after if after is None else self._sent(after)
 
 

@@ -13,16 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from torch.distributed import Store
+from ddp_kit.distributed.control import STORE_ERRORS, Control
 
-_POLL_SECONDS = 0.1  # the minimum interval between polls for requests
-_POLLS_PER_SECOND = 2000  # the maximum number of these polls, summed over all ranks
-_ANSWER_POLL_SECONDS = 0.01  # the interval between polls for the other ranks' answers
+_POLL_SECONDS = 0.1  # the interval at which this rank looks whether it has a request; needs no store
 _CLOSED_POLL_SECONDS = 1.0  # the interval between checks whether ranks without an answer have left the loop
+_ALIVE_SECONDS = 60.0  # the interval between announcements that keep networks from dropping idle connections
 _JOIN_SECONDS = 5.0  # how long to wait for the thread to end
-
-
-_CLOSED = "closed"
 
 
 class Purpose(Enum):
@@ -43,7 +39,7 @@ class StepRequest:
 class StepConsensus:
     """Grants a request on all ranks after the same step.
 
-    a rank has a request       its thread writes it to the process group's store
+    a rank has a request       its thread writes it to the process group's store, and announces it (see `control.py`)
     each rank's thread         reads the request, and answers with the current step of the rank's loop; the loop waits
                                at this step until all ranks have answered
     all ranks                  grant the request after the largest of these steps
@@ -52,17 +48,23 @@ class StepConsensus:
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store`: a function that returns a store used only for such requests, given the number of previous calls of
-    `begin`; None instead of a function if there is only one rank. `poll`: a function that returns this rank's own
-    request, if any; with several ranks, a thread calls it.
+    `control`: a function that returns the announcements between the ranks; None if there is only one rank. `name`: the
+    name of the run, equal on all ranks. `poll`: a function that returns this rank's own request, if any; with several
+    ranks, a thread calls it.
     """
 
     def __init__(
-        self, rank: int, ranks: int, open_store: Callable[[int], Store] | None, poll: Callable[[], StepRequest | None]
+        self,
+        rank: int,
+        ranks: int,
+        control: Callable[[], Control] | None,
+        name: str,
+        poll: Callable[[], StepRequest | None],
     ) -> None:
         self._rank = rank
         self._ranks = ranks
-        self._open_store = open_store
+        self._open_control = control
+        self._name = name
         self._poll = poll
         self.running = True
         """Whether requests can still be granted: the thread is running, and the store is open."""
@@ -72,17 +74,18 @@ class StepConsensus:
         self._agreed: tuple[int, StepRequest] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._times = 0
+        self._loops = 0
 
     def begin(self) -> None:
         """Start listening for requests. All ranks call it."""
-        if self._open_store is not None and self._thread is None:
+        if self._open_control is not None and self._thread is None:
             self._closed = threading.Event()
             self._hold = self._agreed = None
             self.running = True
-            store, self._times = self._open_store(self._times), self._times + 1
+            self._control = self._open_control()
+            loop, self._loops = f"requests/{self._name}/{self._loops}", self._loops + 1
             self._thread = threading.Thread(
-                target=self._serve, args=[store, self._closed], name="step_consensus", daemon=True
+                target=self._serve, args=[self._control, loop, self._closed], name="step_consensus", daemon=True
             )
             self._thread.start()
             # A thread that the interpreter stops inside torch's store would abort the process, so end the thread first.
@@ -90,7 +93,7 @@ class StepConsensus:
 
     def due(self) -> StepRequest | None:
         """The request that is granted after this step, if any. All ranks call it after the same steps."""
-        if self._open_store is None:
+        if self._open_control is None:
             return self._poll()
         if self._thread is None:
             return None
@@ -118,52 +121,59 @@ class StepConsensus:
             self._known.notify_all()
         thread, self._thread = self._thread, None
         if thread is not None:
+            self._control.wake()
             thread.join(_JOIN_SECONDS)
         atexit.unregister(self.close)
 
-    def _serve(self, store: Store, closed: threading.Event) -> None:
-        with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
-            number, pause = 0, max(_POLL_SECONDS, self._ranks / _POLLS_PER_SECOND)
-            while self.running and not closed.wait(pause):
-                request = self._proposed(store, str(number))
+    def _serve(self, control: Control, loop: str, closed: threading.Event) -> None:
+        with suppress(*STORE_ERRORS):  # the store has closed: the job is over
+            number = 0
+            while self.running and control.is_open and not closed.is_set():
+                request = self._next_request(control, f"{loop}/{number}", closed)
                 if request is not None:
-                    self.running = self._settle(store, str(number), request, closed)
+                    self.running = self._settle(control, loop, f"{loop}/{number}", request, closed)
                     number += 1
-            store.set(f"{_CLOSED}/{self._rank}", "")
+            if control.is_open:
+                control.store.append(f"{loop}/closed", f"{self._rank}\n")
         self.running = False
         with self._known:
             self._hold = None
             self._known.notify_all()
 
-    def _proposed(self, store: Store, key: str) -> StepRequest | None:
-        """The request that was written first, by this or another rank; None if no rank has a request."""
-        request = self._poll()
-        if request is not None:
-            found = store.compare_set(key, "", f"{request.purpose.value} {request.why}")
-        elif store.check([key]):
-            found = store.get(key)
-        else:
-            return None
-        purpose, _, why = found.decode().partition(" ")
+    def _next_request(self, control: Control, key: str, closed: threading.Event) -> StepRequest | None:
+        """The next request of this or another rank; None if there is none before the loop ends."""
+        alive_at = time.monotonic() + _ALIVE_SECONDS
+        while not control.wait(key, _POLL_SECONDS, closed.is_set):
+            if closed.is_set() or not control.is_open:
+                return None
+            request = self._poll()
+            if request is not None:
+                text = f"{self._rank} {request.purpose.value} {request.why}"
+                if control.store.compare_set(key, "", text).decode() == text:  # of several requests, the first counts
+                    control.announce(key)
+            elif self._rank == 0 and time.monotonic() >= alive_at:
+                alive_at += _ALIVE_SECONDS
+                control.announce("alive")
+        _, purpose, why = control.store.get(key).decode().split(" ", 2)
         return StepRequest(Purpose(purpose), why)
 
-    def _settle(self, store: Store, key: str, request: StepRequest, closed: threading.Event) -> bool:
+    def _settle(self, control: Control, loop: str, key: str, request: StepRequest, closed: threading.Event) -> bool:
         """Agree on the step after which the request is granted, and wait until then. Returns False if it is dropped."""
         with self._known:
             self._hold = self._begun
-        answers = [f"{key}/{rank}" for rank in range(self._ranks)]
-        store.set(answers[self._rank], str(self._hold))
-        examine = time.monotonic() + _CLOSED_POLL_SECONDS
-        while not store.check(answers):  # not store.wait: if it fails, torch logs lines of its own
-            if closed.wait(_ANSWER_POLL_SECONDS):
+        answers = control.append(f"{key}/answers", f"{self._rank} {self._hold}")
+        if len(answers) == self._ranks:
+            control.announce(f"{key}/answers")
+        while len(answers) < self._ranks:
+            control.wait(f"{key}/answers", _CLOSED_POLL_SECONDS, closed.is_set)
+            if closed.is_set() or not control.is_open:
                 return False
-            if time.monotonic() >= examine:
-                examine = time.monotonic() + _CLOSED_POLL_SECONDS
-                # In this order: a rank that has left its loop gives no more answers, so all ranks drop the request.
-                left = [rank for rank in range(self._ranks) if store.check([f"{_CLOSED}/{rank}"])]
-                if not all(store.check([answers[rank]]) for rank in left):
-                    return False
-        last = max(int(answer) for answer in store.multi_get(answers))
+            # In this order: a rank that has left its loop gives no more answers, so all ranks drop the request.
+            left = control.lines(f"{loop}/closed")
+            answers = control.lines(f"{key}/answers")
+            if not {*left} <= {line.split()[0] for line in answers}:
+                return False
+        last = max(int(line.split()[1]) for line in answers)
         with self._known:
             self._agreed, self._hold = (last, request), None
             self._known.notify_all()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
 from ddp_kit.distributed.world import World, gathered, host_group
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.torch_internals import pytree
@@ -34,7 +34,13 @@ def bits(tensors: Iterable[Tensor]) -> Tensor:
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in tensors:
-        for part in _dense(tensor.detach()):
+        dense: tuple[Tensor, ...] = (tensor.detach(),)
+        if tensor.layout == torch.sparse_coo:
+            coalesced = tensor.detach().coalesce()
+            dense = coalesced.indices(), coalesced.values()
+        elif tensor.layout != torch.strided:
+            dense = (tensor.detach().to_dense(),)
+        for part in dense:
             if part.numel() < _SMALL:
                 small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
             else:
@@ -45,21 +51,12 @@ def bits(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([each.to(device, non_blocking=device.type != "cpu") for each in scalars])
+    return torch.stack([scalar.to(device, non_blocking=device.type != "cpu") for scalar in scalars])
 
 
 def _spread(numbers: Tensor) -> Tensor:
     """A weighted sum with a different factor for each position, so that a permutation changes it."""
     return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
-
-
-def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return tensor.indices(), tensor.values()
-    if tensor.layout != torch.strided:
-        return (tensor.to_dense(),)
-    return (tensor,)
 
 
 def _whole(flat: Tensor) -> list[Tensor]:
@@ -79,15 +76,15 @@ def _whole(flat: Tensor) -> list[Tensor]:
 
 def facts_of_model(model: nn.Module) -> dict[str, int | str]:
     """Facts that must be equal on all ranks before the model is distributed: names, shapes and dtypes, not values."""
-    sparse = [each for each in model.buffers() if each.layout != torch.strided]
+    sparse = [buffer for buffer in model.buffers() if buffer.layout != torch.strided]
     return {
         "the parameters of the model (names, shapes, dtypes, requires_grad)": repr(
-            [(name, *_tensor_kind(each), each.requires_grad) for name, each in model.named_parameters()]
+            [(name, *_tensor_kind(weight), weight.requires_grad) for name, weight in model.named_parameters()]
         ),
         "the buffers of the model (names, shapes, dtypes)": repr(
-            [(name, *_tensor_kind(each)) for name, each in model.named_buffers()]
+            [(name, *_tensor_kind(buffer)) for name, buffer in model.named_buffers()]
         ),
-        "the sparse buffers of the model": repr([bits([each]).item() for each in sparse]),
+        "the sparse buffers of the model": repr([bits([buffer]).item() for buffer in sparse]),
     }
 
 
@@ -95,13 +92,13 @@ def _tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.layout
 
 
-def facts_of_weights(model: nn.Module, held: Iterable[Tensor], world: World) -> dict[str, int | str]:
+def facts_of_weights(model: nn.Module, shards: Iterable[Tensor], world: World) -> dict[str, int | str]:
     """A checksum of each parameter, to compare between ranks that hold the same weights. Waits for the device.
 
-    `held`: the parts of the parameters of `model` that this rank holds, in the same order.
+    `shards`: the parts of the parameters of `model` that are on this rank, in the same order.
     """
     names = [name for name, _ in model.named_parameters()]
-    numbers = _stacked([bits([each]) for each in held], world.device).tolist()
+    numbers = _stacked([bits([shard]) for shard in shards], world.device).tolist()
     return {
         f"the weights of the model (first difference: {name})": repr(number)
         for name, number in zip(names, numbers, strict=True)
@@ -118,22 +115,19 @@ def facts_of_optimizer(
     holds the state of these parameters, in the same order.
     """
     optimizers = device_optimizer, optimizer
-    named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
-    held = {
-        names[id(each)]: (kept, optimizer.state.get(kept, {}))
-        for each, kept in zip(named, own, strict=False)  # if the user added a group, lengths differ, and a step raises
-    }
-    numbers = _stacked([_state_bits(*each) for each in held.values()], world.device).tolist()
+    # If the user added a group to one of the two, their lengths differ, and the next step raises an error.
+    pairs = zip(*(chain(*(group["params"] for group in one.param_groups)) for one in optimizers), strict=False)
+    states, sums = {}, []
+    for on_device, parameter in pairs:
+        state = states[names[id(on_device)]] = optimizer.state.get(parameter, {})
+        tensors = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor)]
+        zero = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        sums.append(sum((bits([tensor]).to(parameter.device) for tensor in tensors), zero))
+    numbers = _stacked(sums, world.device).tolist()
     return {
         f"the state of the optimizer (first difference: {name})": f"{number} {_plain(state)}"
-        for (name, (_, state)), number in zip(held.items(), numbers, strict=True)
+        for (name, state), number in zip(states.items(), numbers, strict=True)
     }
-
-
-def _state_bits(parameter: Tensor, state: Any) -> Tensor:
-    tensors = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor)]
-    zero = torch.zeros((), dtype=torch.int64, device=parameter.device)
-    return sum((bits([each]).to(parameter.device) for each in tensors), zero)
 
 
 def _plain(value: Any) -> str:
@@ -145,7 +139,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_plain(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_plain, value)) + "]"
     if value is None or isinstance(value, int | float | complex | str | bytes):
@@ -177,30 +171,29 @@ def rates(optimizer: Optimizer) -> int:
     """A hash, below 2**56, of the learning rates and other settings that schedulers change. Skips tensors on a GPU."""
     values = [
         tuple(
-            value.item() if isinstance(value, Tensor) else value for value in map(group.get, _RATES) if _on_host(value)
+            value.item() if isinstance(value, Tensor) else value
+            for value in map(group.get, _RATES)
+            if not isinstance(value, Tensor) or value.is_cpu
         )
         for group in optimizer.param_groups
     ]
-    return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest())
+    return digest_of(repr(values).encode())
 
 
-def _on_host(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.is_cpu
-
-
-def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch.device) -> Tensor:
+def row(verify: str, optimizer: Optimizer, weights: Iterable[Tensor], device: torch.device) -> Tensor:
     """The checksums that ranks compare with `differing` at a log point, as a 1-D tensor. Does not wait for the device.
 
     The tensor has dtype float64, and two elements per checksum.
-    `verify`: the setting `verify_ranks`. `held`: the weights that this rank holds.
+    `verify`: the setting `verify_ranks`. `weights`: the parts of the weights that are on this rank.
     """
-    own = [torch.full((), rates(optimizer), dtype=torch.int64, device=device)]  # a copy from the host would wait
+    sums = [torch.full((), rates(optimizer), dtype=torch.int64, device=device)]  # a copy from the host would wait
     if verify != "off":
-        own.append(bits(held))
+        sums.append(bits(weights))
     if verify == "all":
-        tensors = [each for each in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)]
-        own.append(bits(each.to(device) if each.is_cpu else each for each in tensors))
-    whole = _stacked(own, device)
+        leaves = pytree.tree_leaves([*optimizer.state.values()])
+        tensors = [leaf.to(device) if leaf.is_cpu else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        sums.append(bits(tensors))
+    whole = _stacked(sums, device)
     return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
 
 
@@ -246,9 +239,6 @@ class Difference:
         error = DataError(message, hint)
         error.reported_elsewhere = bool(self.minority) and world.rank != self.minority[0]
         return error
-
-
-_MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
 
 
 def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False) -> None:
@@ -319,13 +309,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
-    """Exchange facts about each rank's first loss; returns them in rank order. A collective: all ranks call it once.
+def first_losses(world: World, kind: int, problem: DdpKitError | None) -> list[int]:
+    """Exchange the kind of each rank's first loss; returns them in rank order. A collective: all ranks call it once.
 
     If any rank has a problem, all ranks raise an error; only the lowest rank that has a problem reports it.
     """
-    everyone = gathered(world, [*facts, problem is not None])
-    troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
+    everyone = gathered(world, [kind, problem is not None])
+    troubled = [rank for rank, (_, trouble) in enumerate(everyone) if trouble]
     if problem is not None:
         problem.reported_elsewhere = world.rank != troubled[0]
         raise problem
@@ -333,13 +323,12 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
         error = LossError(f"rank {troubled[0]} cannot continue", f"fix the error that rank {troubled[0]} reports")
         error.reported_elsewhere = True
         raise error
-    return [(first, second) for first, second, _ in everyone]
+    return [kind for kind, _ in everyone]
 
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
     """Facts about configuration, optimizer and metrics that must be the same on all ranks."""
-    settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
-    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
+    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings_equal_on_all_ranks(config).items()}
     return facts | {
         "the optimizer and its settings": settings_of(optimizer),
         "the names of the metrics": repr(list(metrics)),

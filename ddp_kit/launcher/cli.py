@@ -8,22 +8,23 @@ import importlib
 import io
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_kit import __version__
-from ddp_kit.env import PYTHON, QUIET_IMPORT, allocator_defaults
+from ddp_kit.env import QUIET_IMPORT, allocator_defaults
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest, printable
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked
 from ddp_kit.uncaught import open_standard_streams
 
@@ -36,7 +37,7 @@ commands:
   devices       list the GPUs, the processes on them, and which ones are free
   top           show what each rank of the running jobs is doing
   report        write an HTML report about runs: loss, speed, ranks, memory, restarts, advice
-  submit        run a script on several nodes, with Slurm, Kubernetes, Ray, SkyPilot or ssh
+  submit        run a script on several nodes, through the scheduler of a cluster or ssh
   plan          estimate the memory per device before a run, and suggest changes if it does not fit
   checkpoints   list the checkpoints in a folder, verify them, or compare two of them
   export        write the weights of a checkpoint to safetensors files
@@ -51,7 +52,7 @@ examples:
   ddpkit devices                               show which GPUs are free
   ddpkit top                                   show what each rank is doing
   ddpkit report runs/1                         write report.html about the run in this folder
-  ddpkit submit --on slurm --nodes 4 --gpus 8 train.py   launch on four nodes of a cluster
+  ddpkit submit --on ENGINE --nodes 4 --gpus 8 train.py   launch on four nodes of a cluster
   ddpkit plan --gpus 8 --memory 80GiB train.py   check whether the job fits in memory; needs no GPU
   ddpkit checkpoints runs/1 --verify           read every byte of the checkpoints and compare hashes
   ddpkit export runs/1 model.safetensors       write the newest checkpoint's weights for other programs
@@ -93,7 +94,15 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
             if argv and argv[0].partition("=")[0] == _COMPLETION:
                 return completion(argv)
             command = parser.parse_args(argv[:1]).command  # the command parses the rest
-            return launch(argv[1:], warm) if command == "launch" else _command(command)(argv[1:])
+            if command == "launch":
+                return launch(argv[1:], warm)
+            if command not in COMMANDS:
+                close = nearest(command, list(COMMANDS))
+                raise UsageError(
+                    f"there is no command {command!r}; the commands are: {', '.join(COMMANDS)}",
+                    f"run `ddpkit {f'launch {command}' if command.endswith('.py') else close or 'launch'} ...`",
+                )
+            return COMMANDS[command](argv[1:])
         finally:
             _StoppedError.may_be_raised = False
     except _StoppedError as stopped:
@@ -122,33 +131,31 @@ def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -
 
 def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
     """`ddpkit launch`: parse the command line, make the plan, run it, and print the verdict."""
-    # Imported here because the agent imports torch, which the other commands do not need.
-    from ddp_kit.launcher.warm.client import WarmServer
+    from ddp_kit.launcher import spec
 
-    defaults = allocator_defaults(os.environ)
-    server_env = {**os.environ, **defaults}
-    # The server is started first, so that it and this process import torch at the same time.
-    if warm is None and sys.platform == "linux":
-        warm = WarmServer(argv, server_env, _may_start_warm(argv), _print_message)
     try:
-        from ddp_kit.launcher import spec
+        launch_spec = spec.parse(argv, os.environ, _later_torchrun_parser)
+        if launch_spec.torchrun["print_completion"] is not None:
+            return completion([f"{_COMPLETION}={launch_spec.torchrun['print_completion']}"])
+        spec.check_script(launch_spec, os.environ)
+        defaults = allocator_defaults(os.environ)
+        # The server is started before this process imports torch, so that both import it at the same time.
+        if warm is None and sys.platform == "linux" and not launch_spec.dry_run:
+            from ddp_kit.launcher.warm.client import WarmServer
 
-        spec.check_flags(argv, _torch_version)
+            warm = WarmServer(argv, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
         import_agent()
         from ddp_kit.launcher import agent
 
         if _StoppedError.first is not None:
             raise _StoppedError.first
-        from ddp_kit.launcher import dry_run, plan, verdict
-        from ddp_kit.launcher.clusters import recognition
+        from ddp_kit.launcher import dry_run, plan, rendezvous, verdict
         from ddp_kit.launcher.devices import cpus, gpus, reservations
 
-        launch_spec = spec.parse(argv, agent.torchrun_parser(), os.environ)
         ignored = (number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
         processes = agent.nproc_per_node(launch_spec.processes)
         launch_spec = replace(launch_spec, processes=processes, ignored_signals=frozenset(ignored))
-        spec.check_script(launch_spec, os.environ)
-        launch_spec = recognition.completed(launch_spec, os.environ)
+        launch_spec = rendezvous.complete_from_cluster(launch_spec, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, launch_spec, machine, os.environ, run_id, cpus.here(), defaults=defaults)
         with reservations.reserved(make, hold=not launch_spec.dry_run) as job_plan:
@@ -245,53 +252,38 @@ def environment(argv: Sequence[str]) -> int:
 
 def schema(argv: Sequence[str]) -> int:
     """`ddpkit schema`: print the JSON schema of TrainerConfig."""
-    from ddp_kit.launcher.commands.schema import run
+    from ddp_kit.launcher.commands.completion import run_schema
 
-    return run(argv, _print_text)
+    return run_schema(argv, _print_text)
 
 
 def completion(argv: Sequence[str]) -> int:
     """`ddpkit --print-completion SHELL`: print the completion script for a shell."""
-    import_agent()
-    from ddp_kit.launcher import agent
     from ddp_kit.launcher.commands.completion import run
 
-    return run(argv, agent.torchrun_parser(), _print_exactly)
+    return run(argv, _print_exactly)
 
 
-def _torch_version() -> str:
-    """The version of the installed torch, without an import of torch."""
-    from importlib.metadata import version  # takes 50 ms
+def _later_torchrun_parser() -> argparse.ArgumentParser | None:
+    """torchrun's own parser, if the installed torch is newer than those whose flags ddpkit lists."""
+    from importlib.metadata import version
 
-    return version("torch")
+    from ddp_kit.launcher.spec import NEWEST_TORCH
 
+    major, minor, *_ = re.findall(r"\d+", version("torch"))
+    if (int(major), int(minor)) <= NEWEST_TORCH:
+        return None
+    import_agent()
+    from ddp_kit.launcher import agent
 
-def _may_start_warm(argv: Sequence[str]) -> bool:
-    """Guess, before the command line is parsed, whether this launch will use the warm server."""
-    cold_flags = {"-h", "--help", "--cold", "--dry-run", "--no-python", "--no_python", "--run-path", "--run_path"}
-    return not cold_flags.intersection(_before_script(argv)) and PYTHON not in os.environ
-
-
-def _before_script(argv: Sequence[str]) -> Sequence[str]:
-    """The arguments before the script, found without torchrun's parser; all arguments if no script is recognised."""
-    for position, word in enumerate(argv):
-        if word.endswith(".py") or word in ("-m", "--module", "--"):
-            return argv[:position]
-    return argv
+    return agent.torchrun_parser()
 
 
 def import_agent() -> None:
-    """Import the agent, which imports torch."""
-    with _import_quietly():
-        importlib.import_module("ddp_kit.launcher.agent")
-
-
-@contextmanager
-def _import_quietly() -> Iterator[None]:
-    """Context manager for importing torch: hides warnings of its C++ code in this process, but not in the workers."""
+    """Import the agent, which imports torch. Warnings of torch's C++ code are hidden, but not those in the workers."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
-    yield
+    importlib.import_module("ddp_kit.launcher.agent")
     for name in added:
         del os.environ[name]
 
@@ -332,14 +324,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "env": environment,
     "schema": schema,
 }
-
-
-def _command(name: str) -> Callable[[Sequence[str]], int]:
-    if name in COMMANDS:
-        return COMMANDS[name]
-    close = nearest(name, list(COMMANDS))
-    instead = f"`ddpkit launch {name} ...`" if name.endswith(".py") else f"`ddpkit {close or 'launch'} ...`"
-    raise UsageError(f"there is no command {name!r}; the commands are: {', '.join(COMMANDS)}", f"run {instead}")
 
 
 class _StoppedError(BaseException):

@@ -69,10 +69,10 @@ def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]
     rows = [["rank", "host", "GPU", "cores", "program"]]
     for local_rank, worker in enumerate(workers):
         rank = f"first + {local_rank}" if first is None else str(first + local_rank)
-        gpu = ", ".join(f"{each.index}: {each.name}" for each in worker.gpus) or "-"
+        gpus = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in worker.gpus) or "-"
         cores = "set by --numa-binding" if plan.numa_binding else _ranges(worker.cpus) or "any"
         program = shlex.join(masked_words(plan.command_line(local_rank), {**env, **plan.env}))
-        rows.append([rank if plan.workers else f"{rank}, ...", host, gpu, cores, program])
+        rows.append([rank if plan.workers else f"{rank}, ...", host, gpus, cores, program])
     return rows
 
 
@@ -92,6 +92,11 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     started = (
         "forked from the warm server where possible" if plan.program(0) else "each started cold, in a new interpreter"
     )
+    hangs, seconds = "not detected", plan.spec.hang_timeout
+    if seconds is None:
+        hangs = "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
+    elif seconds:
+        hangs = f"a process that makes no progress for {seconds:g} s or more is killed"
     return [
         ("processes", f"{len(plan.workers)}, {started}"),
         *_recognised(plan.rendezvous),
@@ -101,7 +106,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         ("restarts", f"at most {most} consecutive restarts without progress" if most else "none"),
         ("signals", ", ".join(plan.signals_to_handle) or "none"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
-        ("hangs", _hangs(plan.hang_timeout)),
+        ("hangs", hangs),
         ("logs", _logs(plan.logs)),
         *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
     ]
@@ -153,21 +158,15 @@ def _timeouts(rendezvous: Rendezvous) -> list[tuple[str, str]]:
     return [("timeouts", f"{waits}; {lost}; wait up to {limits.replacement_timeout:g} s for a replacement")]
 
 
-def _hangs(seconds: float | None) -> str:
-    if seconds is None:
-        return "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
-    return f"a process that makes no progress for {seconds:g} s or more is killed" if seconds else "not detected"
-
-
 def _logs(logs: Logs) -> str:
     where = "not kept"
     if logs.are_kept:
         temporary = f"in the directory for temporary files, {AT_THE_START}"
         where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
     settings = {name: value for name, value in vars(logs).items() if name != "log_dir"}
-    given = {name: value for name, value in settings.items() if value and value != "0"}
+    set_values = {name: value for name, value in settings.items() if value and value != "0"}
     shown = (
-        f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in given.items()
+        f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in set_values.items()
     )
     return ", ".join([where, *shown])
 
@@ -276,7 +275,9 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     del wanted["training_script"], wanted["training_script_args"]
     usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}
     flags = [_flag(name, value) for name, value in wanted.items() if name not in usual | plan.read_by_torchrun]
-    dashes = ["--"] if _taken_for_flags(plan.script_arguments, wanted) else []
+    # torchrun drops the first `--`, which must not be the script's own.
+    protect = plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, wanted)
+    dashes = ["--"] if protect else []
     words = ["torchrun", *flags, *dashes, plan.script, *plan.script_arguments]
     command = masked_words(words, {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
@@ -301,8 +302,8 @@ def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     """Describe how the torchrun command behaves differently from this launch."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
-    given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
-    missing = given - plan.read_by_torchrun - defaults.keys()
+    settings = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
+    missing = settings - plan.read_by_torchrun - defaults.keys()
     but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
     but += [f"which does not support --{name.replace('_', '-')} in this version" for name in sorted(missing)]
     return "".join(f", {text}" for text in but)

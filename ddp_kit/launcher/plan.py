@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from string import Template
 from types import MappingProxyType
@@ -43,7 +43,6 @@ from ddp_kit.env import (
 )
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import rendezvous
-from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.devices.choice import Chosen, choose
 from ddp_kit.launcher.devices.cpus import Cpus, threads_each
 from ddp_kit.launcher.devices.gpus import Gpu, visible
@@ -98,49 +97,40 @@ class Logs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that this node will do: `--dry-run` prints it, `agent.run` executes it.
+    """Everything that this node will do: `--dry-run` prints it, `agent.run` executes it."""
 
-    torchrun's settings are stored only in `torchrun`, from which the properties read them.
-    """
-
-    torchrun: Mapping[str, Any]
-    """torchrun's settings, by the names in its parser. The values come from the user, or else from the launcher."""
+    spec: LaunchSpec
+    """The command line. Its torchrun settings are complete: the launcher has chosen those that were not given."""
     read_by_torchrun: frozenset[str]
     """Names of settings that need no flag in a torchrun command, because torchrun reads their environment variables."""
-    ignored_signals: frozenset[str]
-    """Names of the signals that were ignored when the launcher started, and therefore do not stop the job."""
     python: str
     """The interpreter of the workers."""
     may_fork: bool
-    """Whether the warm server may fork workers that run a script or a module."""
+    """Whether the warm server may fork the workers."""
     workers: tuple[WorkerResources, ...]
     """The resources of each worker, by local rank."""
     env: Mapping[str, str]
     """The variables that the launcher adds to the workers' environment, in addition to torchrun's variables."""
     origin: Mapping[str, str]
     """The source of each value in `env`, such as `--gpus 2`."""
-    place: JobPlace | None
-    """This node's place in the job, from the cluster's variables."""
     agent_serves_store: bool
     """Whether the launcher serves the workers' store; if not, the worker of rank 0 serves it."""
-    hang_timeout: float | None
-    """Seconds without progress after which a worker is killed; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
     """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
-    gpus_per_process: int
     colour: bool
     """Whether labels on a terminal may be coloured."""
-    flags: tuple[str, ...]
-    """The launcher's flags as they were typed, to print the command for the other nodes."""
-    script_as_typed: str
-    """The script as it was typed, with `...` in place of its arguments."""
     notices: tuple[str, ...]
     """Lines that are printed before the workers start."""
 
     @property
+    def torchrun(self) -> Mapping[str, Any]:
+        """torchrun's settings, by the names in its parser."""
+        return self.spec.torchrun
+
+    @property
     def script(self) -> str:
         """The script, module or program to run."""
-        return str(self.torchrun["training_script"])
+        return self.spec.script
 
     @property
     def script_arguments(self) -> tuple[str, ...]:
@@ -182,12 +172,12 @@ class Plan:
     def signals_to_handle(self) -> tuple[str, ...]:
         """Names of the signals that stop the job."""
         names = self.torchrun["signals_to_handle"].split(",")
-        return tuple(name for name in names if name.strip() not in self.ignored_signals)
+        return tuple(name for name in names if name.strip() not in self.spec.ignored_signals)
 
     @cached_property
     def rendezvous(self) -> Rendezvous:
         """The rendezvous, and the limits on nodes and restarts. Raises `UsageError` for invalid settings."""
-        return rendezvous.read(self.torchrun, self.place)
+        return rendezvous.read(self.torchrun, self.spec.place)
 
     @cached_property
     def logs(self) -> Logs:
@@ -224,7 +214,7 @@ class Plan:
 
     def program(self, local_rank: int) -> Program | None:
         """The program that a forked worker runs, or None if the worker cannot be forked."""
-        if not self.may_fork or self.is_wrapped:
+        if not self.may_fork:
             return None
         name, *arguments = _fill_local_rank(local_rank, (self.script, *self.script_arguments))
         return Program(self.python, name, tuple(arguments), self.torchrun["module"])
@@ -234,8 +224,8 @@ class Plan:
 
         Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
         """
-        found = {NCCL_ERROR_HANDLING: "1", **env, **self.env}
-        virtual = {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(found, local_rank)} if self.virtual_local_rank else {}
+        inherited = {NCCL_ERROR_HANDLING: "1", **env, **self.env}
+        virtual = {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(inherited, local_rank)} if self.virtual_local_rank else {}
         contract = {
             RANK: assignment.first_rank + local_rank,
             LOCAL_RANK: local_rank,
@@ -255,8 +245,9 @@ class Plan:
             SIGNALS: ",".join(self.signals_to_handle),
         }
         changes = assignment.round - assignment.restarts
-        own = {NODE_CHANGES: str(changes)} if changes else {}  # otherwise the environment is the same as under torchrun
-        return found | {name: str(value) for name, value in contract.items()} | virtual | own
+        # Without a change of nodes, the environment is the same as under torchrun.
+        node_changes = {NODE_CHANGES: str(changes)} if changes else {}
+        return inherited | {name: str(value) for name, value in contract.items()} | virtual | node_changes
 
 
 def make(
@@ -265,58 +256,69 @@ def make(
     env: Mapping[str, str],
     run_id: str,
     cpus: Cpus,
-    held: Mapping[str, str],
+    reserved: Mapping[str, str],
     *,
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Decide how many processes run on which GPUs and cores, and all other settings, including the rendezvous.
 
-    `run_id`: the default for --rdzv-id. `cpus`: the cores that the launcher may use. `held`: GPU UUID -> the other
-    launch that reserved that GPU. `defaults`: ddpkit's default environment variables for the workers.
+    `run_id`: the default for --rdzv-id. `cpus`: the cores that the launcher may use. `reserved`: GPU UUID -> the
+    other launch that reserved that GPU. `defaults`: ddpkit's default environment variables for the workers.
     Raises `UsageError` if the requested GPUs are not available, and for invalid settings.
     """
-    each = spec.gpus_per_process or 1
-    requested = _requested_gpus(spec)
+    requested, group_size = _requested_gpus(spec), spec.gpus_per_process or 1
     # --nproc-per-node without --gpus behaves as in torchrun: the script chooses its GPUs.
     by_gpu = requested is not None or spec.processes is None
-    typed = spec.command if spec.gpus_per_process is None else f"--gpus-per-process {each} {spec.command}"
-    chosen = choose(requested, typed, machine, env, held) if by_gpu else ()
+    typed = spec.command if spec.gpus_per_process is None else f"--gpus-per-process {group_size} {spec.command}"
+    chosen = choose(requested, typed, machine, env, reserved) if by_gpu else ()
     _check_groups(spec, chosen)
-    processes = _processes(spec, len(chosen) // each, env)
-    workers = _worker_resources(processes, chosen, each, cpus, bind=spec.torchrun["numa_binding"] is None)
-    variables = _gpu_variables(spec, chosen, env) | _thread_variables(workers, cpus, env)
+    processes = _processes(spec, len(chosen) // group_size, env)
+    workers = (WorkerResources(),) * (int(processes) if processes.isdecimal() else 0)
+    if chosen:
+        gpus = [gpu for _, gpu in chosen]
+        groups = [tuple(gpus[first : first + group_size]) for first in range(0, len(gpus), group_size)]
+        bind = spec.torchrun["numa_binding"] is None
+        workers = tuple(WorkerResources(group, _near(group, cpus) if bind else ()) for group in groups)
+    variables = _gpu_variables(spec, chosen, env)
+    # In a forked worker, torch counted the cores of the launcher, not those that the worker is bound to.
+    bound = any(worker.cpus and len(worker.cpus) < len(cpus.core_of) for worker in workers)
+    if THREADS not in env and (len(workers) > 1 or bound):
+        threads = threads_each(cpus, [worker.cpus for worker in workers])
+        variables[THREADS] = str(threads), "the cores divided among the processes of this node"
     variables |= {name: (value, "ddpkit's default") for name, value in defaults.items()}
     single_node = rendezvous.single_node_settings(spec.torchrun, run_id)
     settings = {**spec.torchrun, "nproc_per_node": processes, **single_node}
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process at most one MIG device
-    _check(settings)
+    if not 0 < settings["monitor_interval"] < math.inf:
+        problem = f"--monitor-interval must be greater than 0 seconds, not {settings['monitor_interval']}"
+        raise UsageError(problem, "for example: --monitor-interval 0.1")
+    if settings["module"] and settings["no_python"] and not settings["run_path"]:
+        raise UsageError("--module and --no-python cannot be combined", "remove one of them")
     read_by_torchrun = _fill_from_environment(settings, spec.given, env)
+    try:
+        uninterruptible_state_timeout = max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
+    except ValueError:  # no limit, as in torch
+        uninterruptible_state_timeout = 0.0
+    notices = [*_gpu_notices(spec, chosen, machine, env)]
+    if THREADS in variables:
+        processes_text = "the process" if processes == "1" else f"each of {processes} processes"
+        notices.append(
+            f"{THREADS}={variables[THREADS][0]} for {processes_text}; set this variable to change the number"
+        )
+    notices += [*rendezvous.overridden_flags(spec.torchrun), *rendezvous.ignored_settings(settings)]
     plan = Plan(
-        torchrun=MappingProxyType(settings),
+        spec=replace(spec, torchrun=MappingProxyType(settings)),
         read_by_torchrun=read_by_torchrun,
-        ignored_signals=spec.ignored_signals,
         python=env.get(PYTHON, sys.executable),
-        may_fork=not spec.cold and PYTHON not in env,
+        may_fork=spec.may_fork(env),
         workers=workers,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
-        place=spec.place,
         agent_serves_store=settings["rdzv_backend"] == "static" or agent_serves_store(env),
-        hang_timeout=spec.hang_timeout,
-        uninterruptible_state_timeout=_uninterruptible_state_timeout(env),
-        gpus_per_process=each,
+        uninterruptible_state_timeout=uninterruptible_state_timeout,
         colour=not env.get(NO_COLOR),
-        flags=spec.flags,
-        script_as_typed=spec.script_as_typed,
-        notices=(
-            *_mask_notices(machine, env),
-            *_gpu_notices(spec, chosen),
-            *_thread_notices(variables, processes),
-            *rendezvous.overridden_flags(spec.torchrun),
-            *rendezvous.ignored_settings(settings),
-            *_missing_gpus(spec, chosen),
-        ),
+        notices=tuple(notices),
     )
     _ = plan.rendezvous, plan.logs  # raise for invalid settings now
     if plan.virtual_local_rank:
@@ -335,7 +337,7 @@ def _requested_gpus(spec: LaunchSpec) -> str | None:
             raise UsageError(
                 f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not specify "
                 "how many GPUs to use",
-                "set --gpus to the total number of GPUs, and remove --nproc-per-node",
+                "set --gpus to the number of GPUs of this node, and remove --nproc-per-node",
             )
         return str(int(spec.processes) * spec.gpus_per_process)
     return spec.gpus
@@ -343,31 +345,31 @@ def _requested_gpus(spec: LaunchSpec) -> str | None:
 
 def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
     """Raise `UsageError` if the GPUs cannot be divided into equal groups."""
-    each = spec.gpus_per_process
-    if each is None:
+    count = spec.gpus_per_process
+    if count is None:
         return
     if not chosen:
         raise UsageError(
-            f"--gpus-per-process {each} needs GPUs, but this machine has no NVIDIA GPU or no NVIDIA driver",
+            f"--gpus-per-process {count} needs GPUs, but this machine has no NVIDIA GPU or no NVIDIA driver",
             f"run `ddpkit launch {spec.command}` to train in one process on the CPU",
         )
-    if len(chosen) % each:
-        most = len(chosen) // each * each
+    if len(chosen) % count:
+        most = len(chosen) // count * count
         raise UsageError(
-            f"--gpus-per-process {each} does not evenly divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} "
+            f"--gpus-per-process {count} does not evenly divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} "
             "of this launch",
-            f"run `ddpkit launch --gpus {most} --gpus-per-process {each} {spec.command}`"
+            f"run `ddpkit launch --gpus {most} --gpus-per-process {count} {spec.command}`"
             if most
             else f"use --gpus-per-process {len(chosen)}, or use a machine with more GPUs",
         )
-    if each > 1 and spec.torchrun["virtual_local_rank"]:
+    if count > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
-            f"--gpus-per-process {each} contradicts --virtual-local-rank, which gives each process a single GPU",
+            f"--gpus-per-process {count} contradicts --virtual-local-rank, which gives each process a single GPU",
             "remove one of the two flags",
         )
-    if each > 1 and any(gpu.is_mig for _, gpu in chosen):
+    if count > 1 and any(gpu.is_mig for _, gpu in chosen):
         raise UsageError(
-            f"--gpus-per-process {each}: a process can use at most one MIG device",
+            f"--gpus-per-process {count}: a process can use at most one MIG device",
             "remove --gpus-per-process, or select whole GPUs with --gpus",
         )
 
@@ -381,8 +383,8 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
         first = f"unset {PROCESSES_DEFAULT}, or " if PROCESSES_DEFAULT in env else ""
-        each = spec.gpus_per_process or 1
-        group = "GPU" if each == 1 else f"{each} GPUs"
+        count = spec.gpus_per_process or 1
+        group = "GPU" if count == 1 else f"{count} GPUs"
         raise UsageError(
             f"--gpus {spec.gpus} means {gpus} processes, one per {group}, but --nproc-per-node is {spec.processes}",
             f"{first}remove one of the two flags",
@@ -391,17 +393,6 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
         limit = "less than 1" if int(spec.processes) < 1 else f"more processes than Linux allows ({_MAX_PROCESSES})"
         raise UsageError(f"--nproc-per-node {spec.processes} is {limit}", "use a number of processes, or auto")
     return spec.processes
-
-
-def _worker_resources(processes: str, chosen: Chosen, each: int, cpus: Cpus, bind: bool) -> tuple[WorkerResources, ...]:
-    """The resources of each process.
-
-    `each`: GPUs per process. `bind`: whether to bind each process to the cores near its GPUs.
-    """
-    if not chosen:
-        return (WorkerResources(),) * (int(processes) if processes.isdecimal() else 0)
-    groups = [tuple(gpu for _, gpu in chosen[first : first + each]) for first in range(0, len(chosen), each)]
-    return tuple(WorkerResources(group, _near(group, cpus) if bind else ()) for group in groups)
 
 
 def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
@@ -416,26 +407,24 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     if not chosen:
         return {}
     why = "one process per visible GPU" if spec.gpus is None else f"--gpus {spec.gpus}"
-    each = spec.gpus_per_process
-    if each is not None and spec.gpus is None:
-        why = f"--gpus-per-process {each}"
+    count = spec.gpus_per_process
+    if count is not None and spec.gpus is None:
+        why = f"--gpus-per-process {count}"
     variables = {VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
-    if each is not None:
-        variables[GPUS_PER_PROCESS] = str(each), f"--gpus-per-process {each}"
+    if count is not None:
+        variables[GPUS_PER_PROCESS] = str(count), f"--gpus-per-process {count}"
     if VISIBLE_GPUS not in env:  # number GPUs as NVML and nvidia-smi do
         variables[GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers match those of nvidia-smi"
     return variables
 
 
-def _mask_notices(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
+def _gpu_notices(spec: LaunchSpec, chosen: Chosen, machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
+    """Which GPUs are used, and what may be unexpected about them."""
     listed = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
-    seen = len(visible(machine, env))
-    if machine and seen < len(listed):
+    usable = len(visible(machine, env))
+    if machine and usable < len(listed):
         mask = f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}"
-        yield f"only {seen} of the {len(listed)} GPUs in {mask} can be used: a GPU does not exist or is listed twice"
-
-
-def _gpu_notices(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
+        yield f"only {usable} of the {len(listed)} GPUs in {mask} can be used: a GPU does not exist or is listed twice"
     yield from (f"GPU {gpu.described()}" for _, gpu in chosen)
     parents = [gpu.index for _, gpu in chosen if gpu.mig is not None]
     for index in sorted({index for index in parents if parents.count(index) > 1}):
@@ -446,25 +435,14 @@ def _gpu_notices(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
     busy = [gpu.label for _, gpu in chosen if gpu.busy]
     if busy and str(spec.gpus).strip().isdecimal():
         yield f"fewer than {spec.gpus} GPUs are free: this launch shares GPU {', '.join(busy)} with other processes"
-
-
-def _thread_notices(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
-    if THREADS in variables:
-        threads, _ = variables[THREADS]
-        each = "the process" if processes == "1" else f"each of {processes} processes"
-        yield f"{THREADS}={threads} for {each}; set this variable to change the number"
-
-
-def _thread_variables(
-    workers: tuple[WorkerResources, ...], cpus: Cpus, env: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """The variable that sets the number of threads per worker, with its value and the reason for it."""
-    # In a forked worker, torch counted the cores of the launcher, not those that the worker is bound to.
-    bound = any(worker.cpus and len(worker.cpus) < len(cpus.core_of) for worker in workers)
-    if THREADS in env or not (len(workers) > 1 or bound):
-        return {}
-    threads = threads_each(cpus, [worker.cpus for worker in workers])
-    return {THREADS: (str(threads), "the cores divided among the processes of this node")}
+    place = spec.place
+    if place is not None and place.gpus and len(chosen) < place.gpus and spec.gpus is None and spec.processes is None:
+        source = place.sources.get("GPUs", "it")
+        yield (
+            f"{place.environment} assigned {place.gpus} GPU{'s' * (place.gpus > 1)} to this node ({source}), "
+            f"but {len(chosen) or 'none'} {'is' if len(chosen) == 1 else 'are'} visible; run `ddpkit doctor` on this "
+            f"node to see why"
+        )
 
 
 def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
@@ -491,14 +469,14 @@ def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env
     or PET_ variables set. An empty prefix removes the labels, but only if it comes from a flag or a PET_ variable.
     Raises `UsageError` for a shutdown timeout that is not a number of seconds.
     """
-    found = set[str]()
+    read = set[str]()
     if not settings["log_line_prefix_template"] and "log_line_prefix_template" not in given:
         settings["log_line_prefix_template"] = env.get(LINE_PREFIX_DEFAULT)
-        found.add("log_line_prefix_template")
+        read.add("log_line_prefix_template")
     source, seconds = "--shutdown-timeout", settings["shutdown_timeout"]
     if seconds is None and GRACE_DEFAULT in env:
         source, seconds = GRACE_DEFAULT, env[GRACE_DEFAULT]
-        found.add("shutdown_timeout")
+        read.add("shutdown_timeout")
     elif seconds is None:  # shorter than the cluster's grace period for this launcher, if that period is known
         known = launcher_grace(env)
         seconds = GRACE_SECONDS if known is None else max(1, known - _FOR_THE_VERDICT)
@@ -508,33 +486,4 @@ def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env
         settings["shutdown_timeout"] = -1
     if settings["shutdown_timeout"] < 0:
         raise UsageError(f"{source} must be a number of seconds, 0 or more, not {seconds!r}", "for example: 30")
-    return frozenset(found)
-
-
-def _check(settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for settings that contradict each other or are out of range."""
-    if not 0 < settings["monitor_interval"] < math.inf:
-        found = f"--monitor-interval must be greater than 0 seconds, not {settings['monitor_interval']}"
-        raise UsageError(found, "for example: --monitor-interval 0.1")
-    if settings["module"] and settings["no_python"] and not settings["run_path"]:
-        raise UsageError("--module and --no-python cannot be combined", "remove one of them")
-
-
-def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
-    """A notice if the cluster assigned more GPUs to this node than are visible."""
-    place = spec.place
-    if place is not None and place.gpus and len(chosen) < place.gpus and spec.gpus is None and spec.processes is None:
-        source = place.sources.get("GPUs", "it")
-        yield (
-            f"{place.environment} assigned {place.gpus} GPU{'s' * (place.gpus > 1)} to this node ({source}), "
-            f"but {len(chosen) or 'none'} {'is' if len(chosen) == 1 else 'are'} visible; run `ddpkit doctor` on this "
-            f"node to see why"
-        )
-
-
-def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
-    """The timeout from UNINTERRUPTIBLE_TIMEOUT in seconds; 0 (no limit) if it is not a number, as in torch."""
-    try:
-        return max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
-    except ValueError:
-        return 0.0
+    return frozenset(read)

@@ -1,5 +1,6 @@
 """Read the current state of the jobs on this machine or on other hosts: heartbeats, memory and GPU usage."""
 
+import shlex
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from pydantic import TypeAdapter
 
 from ddp_kit.env import RECORD_NOTE
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
-from ddp_kit.launcher.clusters import ssh
 from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage
 from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
 
@@ -89,28 +89,28 @@ class JobReading:
 
 def readings() -> tuple[JobReading, ...]:
     """Read all jobs of this user on this machine, oldest first. This takes milliseconds."""
-    found = sorted(records(), key=lambda each: each[1].began)
-    cards = gpu_usage() if found else ()
-    return tuple(_job(launcher, record, cards) for launcher, record in found)
+    rounds = sorted(records(), key=lambda item: item[1].began)
+    cards = gpu_usage() if rounds else ()
+    return tuple(_job(launcher, record, cards) for launcher, record in rounds)
 
 
 def merged(jobs: Sequence[JobReading]) -> tuple[JobReading, ...]:
     """Merge the readings of several nodes into one reading for each job."""
     together: dict[tuple[object, ...], list[JobReading]] = {}
     # Two host names may refer to the same machine.
-    for job in {(each.host, each.launcher, each.node_rank): each for each in jobs}.values():
+    for job in {(reading.host, reading.launcher, reading.node_rank): reading for reading in jobs}.values():
         # Several jobs may have the id "none", torchrun's default.
         name = (job.run_id, job.script, job.nodes, job.world_size, job.restarts)
         together.setdefault(name if job.nodes > 1 else (job.host, job.launcher), []).append(job)
-    return tuple(one for found in together.values() for one in _joined(found))
+    return tuple(one for alike in together.values() for one in _joined(alike))
 
 
 def _joined(jobs: Sequence[JobReading]) -> Iterator[JobReading]:
-    ranks = sorted((rank for job in jobs for rank in job.ranks), key=lambda each: each.rank)
-    if len({each.rank for each in ranks}) < len(ranks):  # two jobs that look alike
+    ranks = sorted((rank for job in jobs for rank in job.ranks), key=lambda rank: rank.rank)
+    if len({rank.rank for rank in ranks}) < len(ranks):  # two jobs that look alike
         yield from jobs
         return
-    first = min(jobs, key=lambda each: each.node_rank)
+    first = min(jobs, key=lambda job: job.node_rank)
     yield replace(first, ranks=_waiting(ranks))
 
 
@@ -144,19 +144,19 @@ def _run_folder(record: RoundRecord) -> str:
 def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
     """The readings of the ranks of one job, with `waits_for` filled in."""
     behind = straggler(ranks)
-    return tuple(replace(each, waits_for=behind if each.rank != behind else None) for each in ranks)
+    return tuple(replace(rank, waits_for=behind if rank.rank != behind else None) for rank in ranks)
 
 
 def straggler(ranks: Sequence[RankReading]) -> int | None:
     """The slow rank that the other ranks are waiting for, or None if no rank stands out."""
-    if len(ranks) < 2 or any(each.step is None or each.communication is None for each in ranks):
+    if len(ranks) < 2 or any(rank.step is None or rank.communication is None for rank in ranks):
         return None
-    if all((each.age or 0.0) > _STALLED_SECONDS for each in ranks):
-        order = sorted(ranks, key=lambda each: (each.step or 0, each.beats))
+    if all((rank.age or 0.0) > _STALLED_SECONDS for rank in ranks):
+        order = sorted(ranks, key=lambda rank: (rank.step or 0, rank.beats))
         first, second = order[:2]
         return first.rank if (first.step, first.beats) < (second.step, second.beats) else None
-    order = sorted(ranks, key=lambda each: each.communication or 0.0)
-    least, next_least = (each.communication or 0.0 for each in order[:2])
+    order = sorted(ranks, key=lambda rank: rank.communication or 0.0)
+    least, next_least = (rank.communication or 0.0 for rank in order[:2])
     return order[0].rank if next_least - least > _MIN_DIFFERENCE else None
 
 
@@ -172,12 +172,12 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
         return replace(reading, phase="ended")
     except psutil.Error:  # this process is not allowed to inspect it
         pass
-    mine = tuple(card for card in cards if card.uuid in worker.gpus or worker.pid in card.pids)
+    own_gpus = tuple(card for card in cards if card.uuid in worker.gpus or worker.pid in card.pids)
     if beat.step is None:
-        return replace(reading, gpus=mine, phase=Phase.OUTSIDE.description)
+        return replace(reading, gpus=own_gpus, phase=Phase.OUTSIDE.description)
     return replace(
         reading,
-        gpus=mine,
+        gpus=own_gpus,
         step=beat.step,
         beats=beat.beats,
         seconds_per_step=beat.step_seconds or None,
@@ -220,14 +220,15 @@ class HostReadings:
 def readings_of(hosts: Sequence[str]) -> HostReadings:
     """Read the jobs on all hosts concurrently over ssh, as this user and with ssh's default keys."""
     with ThreadPoolExecutor(len(hosts)) as pool:
-        found = list(pool.map(_read, hosts))
-    jobs = merged([job for each in found if not isinstance(each, str) for job in each])
-    return HostReadings(jobs, tuple(each for each in found if isinstance(each, str)))
+        answers = list(pool.map(_read, hosts))
+    jobs = merged([job for answer in answers if not isinstance(answer, str) for job in answer])
+    return HostReadings(jobs, tuple(answer for answer in answers if isinstance(answer, str)))
 
 
 def _read(host: str) -> tuple[JobReading, ...] | str:
     """Return the readings of a host, or the reason why it could not be read."""
-    remote = ssh.found_first(("ddpkit", "top", "--once", "--json"), str(Path(sys.executable).parent))
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    remote = f'PATH={programs}:"$PATH" ddpkit top --once --json'
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 
 from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.engines import recognise
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits
+from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.masking import masked
 
 # --- Process on a port ------------------------------------------------------------------------------------------------
@@ -19,10 +22,11 @@ from ddp_kit.masking import masked
 def holder(port: int) -> str:
     """Text such as ` by pid N (COMMAND)` that names the process listening on a port; empty if it cannot be found."""
     with suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                command = masked(" ".join(psutil.Process(found.pid).cmdline()[:6]))
-                return f" by pid {found.pid} ({command})"
+        for connection in psutil.net_connections("tcp"):
+            is_listening = connection.status == psutil.CONN_LISTEN
+            if is_listening and connection.pid and connection.laddr and connection.laddr.port == port:
+                command = masked(" ".join(psutil.Process(connection.pid).cmdline()[:6]))
+                return f" by pid {connection.pid} ({command})"
     return ""
 
 
@@ -203,7 +207,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int | None]:
 
 def _conf(text: str) -> dict[str, str]:
     """Parse --rdzv-conf. Quotes that the shell has not removed are stripped from names and values."""
-    pairs = [each.partition("=") for each in text.split(",")] if text.strip() else []
+    pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
     for name, _, value in pairs:
         if not (name.strip() and value.strip()):
             raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
@@ -219,8 +223,8 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
     """Read the limits on nodes and restarts from torchrun's flags, and the timeouts from --rdzv-conf."""
-    found = _numbers(conf, torchrun["rdzv_backend"])
-    named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
+    numbers = _numbers(conf, torchrun["rdzv_backend"])
+    has_keep_alive = "keep_alive_interval" in numbers or "keep_alive_max_attempt" in numbers
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
     max_restarts = torchrun["max_restarts"]
     if max_restarts < 0:
@@ -234,12 +238,12 @@ def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlac
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         max_restarts=max_restarts,
-        join_timeout=found.get("join_timeout", found.get("timeout", join) if static else join),
-        last_call_timeout=found.get("last_call_timeout", default.last_call_timeout),
-        heartbeat_timeout=found.get("keep_alive_interval", 5.0) * found.get("keep_alive_max_attempt", 3.0)
-        if named
+        join_timeout=numbers.get("join_timeout", numbers.get("timeout", join) if static else join),
+        last_call_timeout=numbers.get("last_call_timeout", default.last_call_timeout),
+        heartbeat_timeout=numbers.get("keep_alive_interval", 5.0) * numbers.get("keep_alive_max_attempt", 3.0)
+        if has_keep_alive
         else default.heartbeat_timeout,
-        replacement_timeout=found.get("replacement_timeout", replacement),
+        replacement_timeout=numbers.get("replacement_timeout", replacement),
     )
 
 
@@ -264,16 +268,16 @@ def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
 
     Unusable values that torchrun accepts are left out; `ignored_settings` reports them.
     """
-    found = {}
+    numbers = {}
     for name in filter(conf.__contains__, _CONF_NUMBERS):
         number = _number(conf[name])
         if _is_usable(name, number):
-            found[name] = number
+            numbers[name] = number
         elif name in _NUMBERS_OF[backend] and (math.isnan(number) or name in _POSITIVE):
             raise UsageError(
                 f"--rdzv-conf {name}={conf[name]} is not a number greater than 0", f"for example: {name}=30"
             )
-    return found
+    return numbers
 
 
 def _number(value: str) -> float:
@@ -286,3 +290,48 @@ def _number(value: str) -> float:
 
 def _is_usable(name: str, number: float) -> bool:
     return 0 < number <= _MAX_SECONDS or (number == 0 and name == _REPLACEMENT)
+
+
+# --- Cluster ----------------------------------------------------------------------------------------------------------
+
+
+_ENDPOINT_FLAGS = {"rdzv_backend", "rdzv_endpoint"}
+
+
+def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
+    """Complete the launch settings with this node's rank and the rendezvous settings from the cluster's variables.
+
+    Values given by flags are kept. Returns `spec` unchanged outside of a cluster, and if the flags are complete or
+    restrict the job to this machine. Raises `UsageError` if variables are missing or contradict each other.
+    """
+    if spec.torchrun["standalone"] or ("nnodes" in spec.flags and _is_one_node(spec.torchrun)):
+        return spec
+    if "nnodes" in spec.flags and spec.flags.keys() & {"rdzv_endpoint", "node_rank"}:
+        return spec  # the command line is complete
+    place = recognise(env)
+    if place is None:
+        return spec
+    settings = dict(spec.torchrun)
+    if "nnodes" not in spec.given:
+        settings["nnodes"] = str(place.nodes)
+    if _is_one_node(settings) or _ENDPOINT_FLAGS & spec.given:
+        if "node_rank" not in spec.given and not _is_one_node(settings):
+            settings["node_rank"] = place.node_rank
+        return replace(spec, torchrun=MappingProxyType(settings), place=place)
+    if "rdzv_id" not in spec.given:
+        settings["rdzv_id"] = place.run_id
+    host = settings["master_addr"] if "master_addr" in spec.given else place.host
+    port = settings["master_port"] if "master_port" in spec.given else place.port
+    if ":" in str(settings["nnodes"]):  # any number of nodes, in any order
+        is_host = f"is_host={int(place.node_rank == 0)}"
+        conf = ",".join(filter(None, [settings["rdzv_conf"], is_host]))
+        settings |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{host}:{port}", "rdzv_conf": conf}
+    else:
+        settings |= {"rdzv_backend": "static", "rdzv_endpoint": "", "master_addr": host, "master_port": port}
+        if "node_rank" not in spec.given:
+            settings["node_rank"] = place.node_rank
+    return replace(spec, torchrun=MappingProxyType(settings), place=place)
+
+
+def _is_one_node(settings: Mapping[str, Any]) -> bool:
+    return str(settings["nnodes"]) in ("1", "1:1")

@@ -1,23 +1,26 @@
-"""Parse the command line, which may contain torchrun's flags and ddpkit's own flags, into a `LaunchSpec`."""
+"""The command line of `ddpkit launch`: the table of its flags, and the parser that reads it once, into a `LaunchSpec`.
+
+Nothing here imports torch, so a command line is parsed in milliseconds, and a misspelt flag is reported at once.
+"""
 
 import argparse
 import math
-import re
 import shlex
 import shutil
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.env import FLAG_DEFAULT, MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON
+from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.request import JobPlace
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
@@ -45,18 +48,250 @@ exit codes:
   other     the exit code of the process that failed first; 128 + signal number if a signal killed it
 """
 
-_MAX_RESTARTS = """\
-Maximum number of consecutive restarts of the worker group without progress. The count is reset once a run that
-resumed from a checkpoint has completed new Trainer steps."""
 
-_SHUTDOWN_TIMEOUT = """\
-Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25 if it is
-not set. torchrun's default is 30, but after 30 s Kubernetes kills the launcher too."""
+# --- Flags ------------------------------------------------------------------------------------------------------------
 
-_PREFIX_TEMPLATE = """\
-Template for the label at the start of each output line. Macros: ${role_name}, ${local_rank}, ${rank}, ${hostname}.
-An empty template removes all labels except those that torchrun adds with --tee. Default: the rank, if several ranks
-write to the same stream."""
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of seconds: use a number of at least 0")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of GPUs: use a whole number of at least 1")
+    return int(text)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a comma-separated list, in which `,,` is a comma that belongs to a word."""
+    return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of `ddpkit launch`."""
+
+    name: str
+    """The name with dashes, such as `--log-dir`. On the command line, underscores are accepted as well."""
+    metavar: str
+    """The name of the flag's value in the help text; empty: the flag is a switch, without a value."""
+    help: str
+    default: Any = None
+    """The value if neither the flag nor its variable is given. A switch is off by default."""
+    type: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+    short: str = ""
+    """The short spelling, such as `-m`."""
+    has_variable: bool = True
+    """Whether an environment variable sets the default: PET_LOG_DIR for `--log-dir`."""
+
+    @property
+    def dest(self) -> str:
+        """The name of the setting, as in torchrun's parser."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def add_to(self, group: "argparse._ActionsContainer", env: Mapping[str, str]) -> None:
+        """Add the flag to a parser or a group. Raises `UsageError` if the flag's variable is not a number."""
+        spellings = [spelling for spelling in (self.short, self.name) if spelling]
+        variable = FLAG_DEFAULT.format(name=self.dest.upper())
+        value = env.get(variable) if self.has_variable else None
+        if self.metavar:
+            group.add_argument(
+                *spellings,
+                metavar=self.metavar,
+                type=self.type,
+                choices=self.choices,
+                default=self.default if value is None else value,
+                help=self.help,
+            )
+            return
+        try:
+            is_on = value is not None and bool(int(value))
+        except ValueError:
+            raise UsageError(f"{variable}={value} is not a number", f"set {variable} to 0 or 1") from None
+        group.add_argument(*spellings, action="store_true", default=is_on, help=self.help)
+
+
+NEWEST_TORCH = (2, 15)
+"""The newest torch whose flags are in `TORCHRUN_FLAGS`."""
+
+# Names, types, choices, defaults and variables are those of torch 2.10 to 2.15; a test compares them with the installed
+# torch. --nproc-per-node and --master-port have no default here, because the launcher chooses their values itself.
+TORCHRUN_FLAGS = (
+    Flag("--nnodes", "N|MIN:MAX", "number of nodes, or the smallest and the largest number. Default: 1", "1:1"),
+    Flag("--nproc-per-node", "N|auto|cpu|gpu|xpu", "number of processes on this node"),
+    Flag(
+        "--rdzv-backend",
+        "NAME",
+        "how the nodes find each other: static, c10d, etcd, etcd-v2 or the name of a plug-in. Default: static",
+        "static",
+    ),
+    Flag(
+        "--rdzv-endpoint",
+        "HOST:PORT",
+        "address at which the nodes meet. Default port of c10d: 29400",
+        "",
+    ),
+    Flag("--rdzv-id", "ID", "name of the job, which is the same on all nodes", "none"),
+    Flag("--rdzv-conf", "NAME=VALUE,...", "further settings of the rendezvous, such as join_timeout=600", ""),
+    Flag(
+        "--standalone",
+        "",
+        "run on this node only, at a free port, with a new job name. --rdzv-backend, --rdzv-endpoint and --rdzv-id are"
+        " then ignored",
+    ),
+    Flag(
+        "--max-restarts",
+        "N",
+        "maximum number of consecutive restarts of all processes without progress. The count is reset once a run that"
+        " resumed from a checkpoint has completed new Trainer steps. Default: 0",
+        0,
+        int,
+    ),
+    Flag(
+        "--monitor-interval",
+        "SECONDS",
+        "time between two checks of the processes; only used with etcd and rendezvous plug-ins. Default: 0.1",
+        0.1,
+        float,
+    ),
+    Flag(
+        "--start-method",
+        "METHOD",
+        "spawn, fork or forkserver; has no effect on scripts, as in torchrun",
+        "spawn",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    Flag("--event-log-handler", "NAME", "handler for torch's events: null, console or the name of a plug-in", "null"),
+    Flag("--role", "NAME", "role of the processes, which they find in ROLE_NAME. Default: default", "default"),
+    Flag("--module", "", "run a Python module, as `python -m` does", short="-m"),
+    Flag("--no-python", "", "run the script as a program, without Python"),
+    Flag("--run-path", "", "run the script with runpy.run_path; --no-python is then ignored"),
+    Flag(
+        "--log-dir",
+        "FOLDER",
+        "keep logs in a new folder inside FOLDER: what each process prints, and the verdict",
+    ),
+    Flag(
+        "--redirects",
+        "STREAMS",
+        "write streams to log files instead of the console. 0: none, 1: stdout, 2: stderr, 3: both; or for some local"
+        " ranks only, such as 0:1,1:3. Default: 0",
+        "0",
+        short="-r",
+    ),
+    Flag(
+        "--tee",
+        "STREAMS",
+        "write streams to log files as well as to the console; the values are those of --redirects. Default: 0",
+        "0",
+        short="-t",
+    ),
+    Flag(
+        "--log-line-prefix-template",
+        "TEMPLATE",
+        "template for the label at the start of each output line. Macros: ${role_name}, ${local_rank}, ${rank},"
+        " ${hostname}. An empty template removes all labels except those that torchrun adds with --tee. Default:"
+        f" {LINE_PREFIX_DEFAULT}, or the rank, if several ranks write to the same stream",
+        "",
+    ),
+    Flag("--local-ranks-filter", "0,1,...", "local ranks whose output is shown on the console. Default: all", ""),
+    Flag(
+        "--duplicate-stdout-filters",
+        "WORD,...",
+        "also copy each line of the stdout log files that contains one of these words to one file for all ranks."
+        " Write a comma inside a word as ,,",
+        [],
+        _words,
+    ),
+    Flag("--duplicate-stderr-filters", "WORD,...", "the same for the stderr log files", [], _words),
+    Flag("--node-rank", "N", "rank of this node, for the static rendezvous. Default: 0", 0, int),
+    Flag("--master-addr", "HOST", "address of node 0, for the static rendezvous. Default: 127.0.0.1", "127.0.0.1"),
+    Flag(
+        "--master-port",
+        "PORT",
+        "port on node 0, for the static rendezvous. Default: a free port for a single node, otherwise 29500",
+        type=int,
+    ),
+    Flag("--local-addr", "HOST", "address at which other nodes reach this node. Default: chosen by the launcher"),
+    Flag(
+        "--logs-specs", "NAME", "plug-in (entry point torchrun.logs_specs) that chooses log files", has_variable=False
+    ),
+    Flag(
+        "--numa-binding",
+        "MODE",
+        "bind each process to CPU cores near its GPU: node, socket, exclusive or core-complex",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        has_variable=False,
+    ),
+    Flag(
+        "--signals-to-handle",
+        "SIGNAL,...",
+        "signals that stop the job. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    ),
+    Flag(
+        "--shutdown-timeout",
+        "SECONDS",
+        f"seconds from SIGTERM to SIGKILL when processes are stopped. Default: {GRACE_DEFAULT}, or 25 if it is not set."
+        " torchrun's default is 30, but after 30 s a cluster may kill the launcher too",
+        type=int,
+    ),
+    Flag(
+        "--virtual-local-rank",
+        "",
+        "give each process LOCAL_RANK=0 and a CUDA_VISIBLE_DEVICES with a single GPU",
+    ),
+    Flag(
+        "--print-completion",
+        "SHELL",
+        "print the completion script for a shell, as `ddpkit --print-completion` does",
+        has_variable=False,
+    ),
+)
+
+OWN_FLAGS = (
+    Flag(
+        "--gpus",
+        "N|all|0,2|free:N|UUID",
+        "GPUs of this node to use, with one process per GPU: N GPUs (free GPUs first), all, a list of GPU numbers as"
+        " shown by `ddpkit devices`, free:N for N free GPUs, or a list of UUIDs of GPUs or MIG devices",
+        has_variable=False,
+    ),
+    Flag(
+        "--gpus-per-process",
+        "N",
+        "give each process N GPUs, for a model that spans several devices (see device_map); --gpus is then the total"
+        " for all processes of this node. Default: 1",
+        type=_count,
+        has_variable=False,
+    ),
+    Flag("--cold", "", "start every process with a new interpreter instead of forking it", has_variable=False),
+    Flag(
+        "--hang-timeout",
+        "SECONDS",
+        "kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
+        " longer), and print where every rank was. 0: no limit. Default: 300, but only for scripts with a Trainer. If"
+        " given, the limit also applies to other scripts: collectives and executed Python code then count as progress",
+        type=_seconds,
+        has_variable=False,
+    ),
+    Flag(
+        "--dry-run",
+        "",
+        "print what would run, where and in which environment, without starting anything",
+        has_variable=False,
+    ),
+)
+
+
+# --- Parsing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,16 +308,14 @@ class LaunchSpec:
     """Whether --dry-run was given: print what would run and start nothing."""
     torchrun: Mapping[str, Any]
     """torchrun's settings by their names in its parser, including the script and its arguments."""
-    flags: tuple[str, ...] = ()
-    """The launcher's flags as they were typed."""
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The typed flags with their values, such as ("--nnodes", "2"), by the names of the settings."""
     hang_timeout: float | None = None
     """The value of --hang-timeout in seconds; None: not given."""
     ignored_signals: frozenset[str] = frozenset()
     """Names of the signals that were ignored when the launcher started, as under nohup."""
     gpus_per_process: int | None = None
     """The value of --gpus-per-process; None: not given."""
-    typed: frozenset[str] = frozenset()
-    """Names of the settings in `torchrun` that were set by a flag on the command line."""
     given: frozenset[str] = frozenset()
     """Names of the settings in `torchrun` that were set by a flag on the command line or by a PET_ variable."""
     place: JobPlace | None = None
@@ -105,197 +338,121 @@ class LaunchSpec:
         """The script as it was typed, with `...` in place of its arguments."""
         return shlex.quote(self.script) + " ..." * bool(self.torchrun.get("training_script_args"))
 
+    def may_fork(self, env: Mapping[str, str]) -> bool:
+        """Whether the warm server may fork the workers. `env`: the launcher's environment."""
+        return not (self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env)
 
-def parse(argv: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
-    """Parse `argv`, which may contain torchrun's flags and ddpkit's own flags. Raises `UsageError`."""
-    known = parser(torchrun)
-    # None means not given. torch's defaults would hide that a flag was not given, and its default port differs between
-    # versions.
-    known.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
-    own, script, arguments = _split(argv, known)
-    found, unknown = known.parse_known_args([*(_written_out(word, known) for word in own), *script])
-    flags = vars(found) | {"training_script_args": arguments}
-    if unknown:
-        raise _unknown_flag(unknown[0], known)
-    typed = _typed(own, known)
+
+class UnknownFlagError(UsageError):
+    """The command line has a flag that neither ddpkit nor torchrun has. `flag`: the flag, without its value."""
+
+    def __init__(self, flag: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.flag = flag
+
+
+def parse(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    later_torchrun: Callable[[], argparse.ArgumentParser | None] = lambda: None,
+) -> LaunchSpec:
+    """Parse `argv`, which may contain torchrun's flags and ddpkit's own flags. Raises `UsageError`.
+
+    `env`: the launcher's environment, whose PET_ variables set defaults. `later_torchrun`: a function that returns the
+    parser of the installed torchrun if it may have flags that are not listed here; called only for an unknown flag.
+    """
+    known = parser(env)
+    flags, words = _split(argv, known)
+    if any(name.startswith("-") for name in flags) and (torchrun := later_torchrun()) is not None:
+        known = parser(env, torchrun)
+        flags, words = _split(argv, known)
+    settings = vars(known.parse_known_args([word for typed in flags.values() for word in typed])[0])
+    for name, typed in flags.items():
+        if name.startswith("-"):
+            close = nearest(name, [spelling for action in known.actions for spelling in action.option_strings])
+            raise UnknownFlagError(
+                name,
+                f"there is no flag {typed[0]!r}",
+                f"{f'did you mean {close}? ' if close else ''}`ddpkit launch --help` lists all flags; put the script's "
+                "flags after the script",
+            )
+    if not words and settings["print_completion"] is None:
+        known.error("the following arguments are required: script.py")
+    settings |= {"training_script": "".join(words[:1]), "training_script_args": words[1:]}
     return LaunchSpec(
-        gpus=flags.pop("gpus"),
-        processes=flags.pop("nproc_per_node"),
-        cold=flags.pop("cold"),
-        dry_run=flags.pop("dry_run"),
-        hang_timeout=flags.pop("hang_timeout"),
-        gpus_per_process=flags.pop("gpus_per_process"),
-        flags=tuple(own),
-        typed=typed,
-        given=typed | {name for name in flags if FLAG_DEFAULT.format(name=name.upper()) in env},
-        torchrun=MappingProxyType(flags),
+        **{flag.dest: settings.pop(flag.dest) for flag in OWN_FLAGS},
+        processes=settings.pop("nproc_per_node"),
+        flags=MappingProxyType(flags),
+        given=frozenset(flags) | {name for name in settings if FLAG_DEFAULT.format(name=name.upper()) in env},
+        torchrun=MappingProxyType(settings),
     )
 
 
-# --- Flags of torchrun as data ----------------------------------------------------------------------------------------
-# A misspelt flag is refused at once: torch's own parser can only be asked after an import of torch. A test holds these
-# names equal to those of the installed torch.
-
-
-NEWEST_TORCH = (2, 15)
-"""The newest torch whose flags are listed here. With a later one, its own parser decides about unknown flags."""
-FLAGS_WITH_VALUE = (
-    "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
-    "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
-    "log-line-prefix-template", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
-    "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle",
-    "shutdown-timeout", "print-completion",
-)  # fmt: skip
-FLAGS_WITHOUT_VALUE = ("help", "standalone", "module", "no-python", "run-path", "virtual-local-rank")
-SHORT_FLAGS = {"help": "-h", "redirects": "-r", "tee": "-t", "module": "-m"}
-
-
-def check_flags(argv: Sequence[str], torch_version: Callable[[], str]) -> None:
-    """Raise `UsageError` if `argv` has a flag that neither torchrun nor ddpkit has, or that lacks its value.
-
-    `torch_version`: a function that returns the version of the installed torch; called only for an unknown flag.
-    """
-    known = _add_own_flags(Parser(prog="ddpkit launch", usage=_USAGE, add_help=False))
-    for name in (*FLAGS_WITH_VALUE, *FLAGS_WITHOUT_VALUE):
-        spellings = dict.fromkeys((SHORT_FLAGS.get(name, f"--{name}"), f"--{name}", f"--{name.replace('-', '_')}"))
-        known.add_argument(*spellings, action="store_true" if name in FLAGS_WITHOUT_VALUE else "store")
-    own, _, _ = _split(argv, known)
-    found, unknown = known.parse_known_args([_written_out(word, known) for word in own])
-    if unknown and not found.help:
-        major, minor = re.findall(r"\d+", f"{torch_version()}.0.0")[:2]
-        if (int(major), int(minor)) <= NEWEST_TORCH:
-            raise _unknown_flag(unknown[0], known)
-
-
-# --- Parser -----------------------------------------------------------------------------------------------------------
-
-
-def parser(torchrun: argparse.ArgumentParser) -> Parser:
-    """The flags of `ddpkit launch`: torchrun's and ddpkit's own."""
-    flags = Parser(
+def parser(env: Mapping[str, str], later_torchrun: argparse.ArgumentParser | None = None) -> Parser:
+    """The parser of `ddpkit launch`. `later_torchrun`: a parser of torchrun whose further flags are added."""
+    known = Parser(
         prog="ddpkit launch",
         usage=_USAGE,
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[torchrun],
-        add_help=False,  # torchrun's parser has -h
     )
-    _add_own_flags(flags)
-    for action in flags.actions:  # name the positional arguments as in the usage line
-        action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
-            action.dest, action.metavar
-        )
-        if action.dest == "max_restarts":
-            action.help = _MAX_RESTARTS
-        if action.dest == "shutdown_timeout":
-            action.help = _SHUTDOWN_TIMEOUT
-        if action.dest == "log_line_prefix_template":
-            action.help = _PREFIX_TEMPLATE
-    return flags
+    known.add_argument("training_script", metavar="script.py", nargs="?", help="the script, module or program to run")
+    known.add_argument("training_script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    own, torchruns = map(known.add_argument_group, ("ddpkit's own flags", "torchrun's flags"))
+    for group, flags in ((own, OWN_FLAGS), (torchruns, TORCHRUN_FLAGS)):
+        for flag in flags:
+            flag.add_to(group, env)
+    if later_torchrun is not None:
+        listed = {spelling for action in known.actions for spelling in action.option_strings}
+        for action in later_torchrun._actions:
+            if action.option_strings and listed.isdisjoint(action.option_strings):
+                torchruns._add_action(action)
+    return known
 
 
-def _add_own_flags(flags: Parser) -> Parser:
-    ours = flags.add_argument_group("ddpkit's own flags")
-    ours.add_argument(
-        "--gpus",
-        metavar="N|all|0,2|free:N|UUID",
-        help="GPUs to use, with one process per GPU: N GPUs (free GPUs first), all, a list of GPU numbers as shown by"
-        " `ddpkit devices`, free:N for N free GPUs, or a list of UUIDs of GPUs or MIG devices",
-    )
-    ours.add_argument(
-        "--gpus-per-process",
-        metavar="N",
-        type=_count,
-        help="give each process N GPUs, for a model that spans several devices (see device_map); --gpus is then the"
-        " total for all processes of this node. Default: 1",
-    )
-    ours.add_argument(
-        "--cold", action="store_true", help="start every worker with a new interpreter instead of forking it"
-    )
-    ours.add_argument(
-        "--hang-timeout",
-        metavar="SECONDS",
-        type=_seconds,
-        help="kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
-        " longer), and print where every rank was. 0: no limit. Default: 300, but only for scripts with a Trainer. If"
-        " given, the limit also applies to other scripts: collectives and executed Python code then count as progress",
-    )
-    ours.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would run, where and in which environment, without starting anything",
-    )
-    return flags
+def _split(argv: Sequence[str], known: Parser) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Split `argv` into the launcher's flags, by the names of their settings, and the words from the script on.
 
-
-def _typed(argv: Sequence[str], known: Parser) -> frozenset[str]:
-    """Names of the settings that are set by a flag in `argv`, the launcher's arguments."""
-    actions = {flag: action.dest for action in known.actions for flag in action.option_strings}
-    names = (_written_out(word, known).partition("=")[0] for word in argv)
-    return frozenset(actions[name] for name in names if name in actions)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of seconds: use a number of at least 0")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of GPUs: use a whole number of at least 1")
-    return int(text)
-
-
-def _split(argv: Sequence[str], known: Parser) -> tuple[list[str], list[str], list[str]]:
-    """Split `argv` into the launcher's arguments, the script (an empty list if missing) and the script's arguments.
-
-    argparse alone would parse `--local=3` after the script as an abbreviation of a launcher flag.
+    Flags are written out in full. An unknown or ambiguous flag has its own spelling as its name. argparse alone would
+    parse `--local=3` after the script as an abbreviation of a launcher flag.
     """
-    actions = {flag: action for action in known.actions for flag in action.option_strings}
-    position = 0
-    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("--", "-"):
-        position += 2 if _takes_next_word(argv[position], actions) else 1
-    own, rest = list(argv[:position]), list(argv[position:])
-    script, arguments = _without_dashes(rest)[:1], _without_dashes(rest)[1:]
-    return own, script, _without_dashes(arguments)
+    actions = {spelling: action for action in known.actions for spelling in action.option_strings}
+    flags, words = dict[str, tuple[str, ...]](), deque(argv)
+    while words and words[0].startswith("-") and words[0] not in ("-", "--"):
+        for spelling, value in _flags_in(words.popleft(), actions):
+            action = actions.get(spelling)
+            typed = [spelling]
+            if value is not None:
+                typed = [f"{spelling}={value}" if spelling.startswith("--") else f"{spelling}{value}"]
+            elif action is not None and action.nargs != 0 and words:
+                typed.append(words.popleft())
+            flags[spelling if action is None else action.dest] = tuple(typed)
+    rest = list(words)
+    if "--" in rest[:2]:
+        rest.remove("--")  # argparse and torchrun drop one, before the script or directly after it
+    return flags, rest
 
 
-def _written_out(word: str, known: Parser) -> str:
-    """The word, with an abbreviated flag such as `--nproc` replaced by its full name.
+def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tuple[str, str | None]]:
+    """Each flag in a word, written out in full, with its value if the word contains it.
 
-    In some Python versions, argparse rejects such an abbreviation as ambiguous, because each flag has two spellings
-    (with `-` and with `_`).
+    `--nproc=2` is --nproc-per-node with the value 2, and `-mr3` is -m, and -r with the value 3.
     """
-    name, equals, value = word.partition("=")
-    spellings = [(flag, action) for action in known.actions for flag in action.option_strings]
-    found = [(flag, action) for flag, action in spellings if flag.startswith(name)] if name.startswith("--") else []
-    several = len({id(action) for _, action in found}) != 1
-    return word if several or name in dict(spellings) else f"{found[0][0]}{equals}{value}"
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        full = name.replace("_", "-")
+        matching = [full] if full in actions else [spelling for spelling in actions if spelling.startswith(full)]
+        yield matching[0] if len(matching) == 1 else name, value if equals else None
+        return
+    letters = word[1:]
+    while len(letters) > 1 and f"-{letters[0]}" in actions and actions[f"-{letters[0]}"].nargs == 0:
+        yield f"-{letters[0]}", None
+        letters = letters[1:]
+    yield f"-{letters[0]}", letters[1:].removeprefix("=") if len(letters) > 1 else None
 
 
-def _takes_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
-    """Whether the next word is the flag's value: false for `--flag=value`, `-r3` and flags without a value."""
-    name, has_value, _ = word.partition("=")
-    if name.startswith("--"):
-        known = [action for flag, action in actions.items() if flag.startswith(name)]
-        action = actions.get(name, known[0] if known else None)
-        return not has_value and action is not None and action.nargs != 0
-    for position, letter in enumerate(name[1:], 2):  # short flags may be combined, as in -mr 3
-        action = actions.get(f"-{letter}")
-        if action is None or action.nargs != 0:
-            return action is not None and not has_value and position == len(name)
-    return False
-
-
-def _without_dashes(arguments: list[str]) -> list[str]:
-    """Drop a leading `--`, as argparse and torchrun do before the script and again after the script."""
-    return arguments[1:] if arguments[:1] == ["--"] else arguments
+# --- Checks of the script ---------------------------------------------------------------------------------------------
 
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
@@ -322,19 +479,15 @@ def _check_file(script: str) -> None:
         raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
     if path.is_dir() and not (path / "__main__.py").exists():
         raise UsageError(f"{script!r} is a folder without a __main__.py", "give the path of the script in this folder")
-    if path.suffix == ".py" and path.is_file():
-        _check_syntax(path)
-
-
-def _check_syntax(path: Path) -> None:
-    """Report a syntax error in the script once, before any process starts. Otherwise, each would print a traceback."""
-    try:
+    if path.suffix != ".py" or not path.is_file():
+        return
+    try:  # a syntax error is reported once, before any process starts; otherwise, each would print a traceback
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # these warnings are shown when the script runs
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        what = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UsageError(f"Python cannot parse {path}:\n{what}", "fix this error; nothing was started") from None
+        problem = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"Python cannot parse {path}:\n{problem}", "fix this error; nothing was started") from None
 
 
 def _nearest_script(missing: Path) -> str:
@@ -344,13 +497,3 @@ def _nearest_script(missing: Path) -> str:
         return f"did you mean {scripts[close]}?"
     names = ", ".join(path.name for path in list(scripts.values())[:10])
     return f"the scripts in {missing.parent.resolve()} are: {names}" if scripts else "check the path"
-
-
-def _unknown_flag(word: str, known: Parser) -> UsageError:
-    flags = [flag for action in known.actions for flag in action.option_strings]
-    close = nearest(word.split("=")[0], flags)
-    hint = f"did you mean {close}? " if close else ""
-    return UsageError(
-        f"there is no flag {word!r}",
-        f"{hint}`ddpkit launch --help` lists all flags; put the script's flags after the script",
-    )

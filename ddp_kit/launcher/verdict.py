@@ -146,7 +146,7 @@ _SHARED_MEMORY = (
 _HOST_MEMORY = (
     "this machine, container or job is out of memory: lower the number of processes, "
     "data.num_workers or micro_batch_size, or raise the limit (`cat /sys/fs/cgroup/memory.max`, "
-    "--memory in Docker, --mem in Slurm)"
+    "--memory in Docker; the memory that the job asks for in a cluster)"
 )
 _TIMEOUT = (
     "other ranks did not reach this point before the timeout. Look at the ranks without an error (`py-spy dump "

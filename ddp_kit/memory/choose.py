@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_kit.config import combinations
 from ddp_kit.config.settings import AUTO, MemoryConfig, ParallelConfig, StrategyName, TrainerConfig
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.env import PlanRequest
@@ -152,7 +153,7 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
     """Replace ``parallel="auto"`` with the settings of the first candidate that fits. A collective.
 
     Other configurations are returned unchanged. Two values of optimizer state are counted for each weight, as in Adam.
-    Raises `ConfigError` if none fits.
+    Raises `ConfigError` if none fits, or if the user's settings cannot be combined with the one that does.
     """
     if config.parallel.strategy != AUTO:
         return config
@@ -166,7 +167,9 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
             "use more ranks or precision='bf16-true', or configure `parallel` and `memory` yourself",
         )
     logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {each}" for each in refused), _COUNTED)
-    return config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
+    placed = config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
+    combinations.check(placed)
+    return placed
 
 
 # --- `ddpkit plan` ----------------------------------------------------------------------------------------------------

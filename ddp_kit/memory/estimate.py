@@ -244,7 +244,7 @@ def plan_memory(
         weights, copies = weights + padding, -(-copies // sizes.data)
     accumulates_whole = sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained])
     gathered = sizes.pipeline > 1 and fit_whole(sharded)
-    communication = _communication(rows, parallel, sizes, gradients, gathered=gathered)
+    communication = _communication(rows, parallel, sizes, gathered=gathered)
 
     held, host = whole if accumulates_whole else gradients, 0
     if offload == "all" and sizes.data > 1:
@@ -332,17 +332,14 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
     return max(state) + sum(row.state_besides if row.shape else row.state for row in rows), padding
 
 
-def _communication(
-    rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int, *, gathered: bool
-) -> int:
+def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, *, gathered: bool) -> int:
     """Bytes for communication: buffers and gathered weights.
 
     DDP's buckets take no extra memory, because gradients are views into them. FSDP gathers the weights of one unit
     while it computes another. `gathered`: whether `reshard_after_forward="auto"` keeps all units gathered.
     """
     if sizes.shard == 1:
-        half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
-        return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps its compression errors
+        return 0 if parallel.compression is None else int(parallel.bucket_mb * MIB)
     weights, trained = Counter({"": 0}), Counter({"": 0})
     for row in rows:
         if row.unit or sizes.pipeline == 1:  # in a pipeline, weights outside of the blocks are not sharded

@@ -25,7 +25,8 @@ from ddp_kit.log import logger
 from ddp_kit.memory.estimate import BlockMemory, MemoryPlan, ModelMemory, ParameterRow, PassMemory
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel.activations import Activations
-from ddp_kit.parallel.shards import settings_of
+from ddp_kit.parallel.optimizer_trial import trial_of
+from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
 from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.precision import Precision
 from ddp_kit.structures import repeated_blocks, with_copied_containers
@@ -268,7 +269,7 @@ def state_to_come(optimizer: Optimizer) -> int:
 
     Measured in a step of a small optimizer of the same class on the CPU, which is fast enough to do at every start.
     """
-    kind: Any = type(optimizer)
+    kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or issubclass(kind, torch.optim.LBFGS):
         return 0  # a short run never fills the history of LBFGS
     total = 0
@@ -278,7 +279,7 @@ def state_to_come(optimizer: Optimizer) -> int:
             values = sum(each.numel() for each in trained if each.dtype == dtype)
             with suppress(RuntimeError, TypeError, ValueError):  # this check must not end a run by its own error
                 tried = nn.Parameter(torch.ones(8, dtype=dtype))
-                per_value, _ = _states(kind([tried], **settings_of(kind, group)))[tried]
+                per_value, _ = _states(trial_of(optimizer, group, [tried]))[tried]
                 total += values * per_value
     return total
 
@@ -296,15 +297,12 @@ def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[s
 
     The blocks include only parameters that FSDP can shard.
     """
-    # A local import, because the module imports torch.distributed.pipelining.
-    from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
-
     parallel = training.config.parallel
     with _left_as_it_was(model, training.device), training.precision.forward():
         holders = holders_after_first_pass(model, parallel, training.loss_fns[0], training.batch)
     names = tuple(
-        frozenset(name for name, each in model.named_parameters() if place in holders[each])
-        for place in range(parallel.pipeline)
+        frozenset(name for name, each in model.named_parameters() if stage in holders[each])
+        for stage in range(parallel.pipeline)
     )
     return names, sharded_parameters(model, chain_of(model, parallel))
 

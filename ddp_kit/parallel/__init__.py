@@ -6,8 +6,8 @@
     zero1.py         DDP with the optimizer state divided over the ranks
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; tensor.py also splits layers
     device_map.py    the layers of one model on several devices of each rank
-    pipeline.py      the blocks of one model in stages on different ranks; stages.py divides the model and communicates
-                     between stages, tensor.py splits the blocks of a stage, fsdp.py shards them
+    pipeline/        the blocks of one model in stages on different ranks; tensor.py splits the blocks of a stage,
+                     fsdp.py shards them
     offload.py       an optimizer that runs on the host
     activations.py   activation checkpointing, offload and compression
     shards.py        the part of each parameter that the optimizer of this rank updates
@@ -15,26 +15,23 @@
 A new strategy needs a subclass of `Strategy`, in a file of its own, and a line in `ddp_kit.config.settings.STRATEGIES`.
 """
 
+from dataclasses import replace
 from importlib import import_module
 
 from ddp_kit.config.settings import STRATEGIES, ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel.strategy import Parallelize, Passes, SingleRank, Strategy, sizes_of
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Parallelize, SingleRank, Strategy, sizes_of
 
-__all__ = ["Parallelize", "Passes", "SingleRank", "Strategy", "strategy_for"]
+__all__ = ["Options", "Parallelize", "SingleRank", "Strategy", "strategy_for"]
 
 _SINGLE = "ddp_kit.parallel.strategy:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
 """Strategy name -> the class for a single rank, for strategies that have their own."""
 
 
-def strategy_for(
-    config: ParallelConfig, world: World, *, recoverable: bool, parallelize: Parallelize | None = None
-) -> Strategy:
+def strategy_for(config: ParallelConfig, world: World, options: Options = NO_OPTIONS) -> Strategy:
     """Create the configured strategy. For one rank, this is `SingleRank`, or `SingleRankDeviceMap` with a device map.
 
-    `recoverable`: whether steps can be repeated after a rank ran out of memory; see `Strategy.finish_failed_passes`.
-    `parallelize`: the user's own function that distributes the model; None: the strategy distributes it.
     Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)
@@ -42,7 +39,4 @@ def strategy_for(
     path = _OF_ONE_RANK.get(config.strategy, _SINGLE) if alone else STRATEGIES[config.strategy]
     module, _, name = path.partition(":")
     kind: type[Strategy] = getattr(import_module(module), name)
-    strategy = kind(world, config, recoverable=recoverable)
-    if parallelize is not None and not alone:
-        strategy.use(parallelize)
-    return strategy
+    return kind(world, config, replace(options, parallelize=None) if alone else options)

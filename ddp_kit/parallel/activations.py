@@ -105,15 +105,15 @@ def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
 
 @contextmanager
 def _replaced_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
-    own = vars(block).get("forward")  # the user may have replaced it too
+    replaced = vars(block).get("forward")  # the user may have replaced it too
     block.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             del block.forward
         else:
-            block.forward = own
+            block.forward = replaced
 
 
 def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | None) -> Forward:
@@ -122,7 +122,7 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
     `by_operation`: save the results of some operations, and recompute only the others. `called`: the blocks that the
     current forward pass has already called; None: the model runs under torch.compile.
     """
-    own: Forward = block.forward
+    original: Forward = block.forward
     compiled = called is None  # torch.compile repeats operations, not the call: no other state must be restored
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
         names, count = tuple(kwargs), len(args)
 
         def call(*values: Any) -> Any:
-            return own(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         if compiled and not by_operation:
             return checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
@@ -219,18 +219,20 @@ def _buffers(block: nn.Module) -> list[_Buffers]:
     return [(module, dict(module.named_buffers(recurse=False))) for module in block.modules()]
 
 
-def _copied(found: list[_Buffers]) -> list[_Buffers]:
-    return [(module, {name: each.detach().clone() for name, each in buffers.items()}) for module, buffers in found]
+def _copied(modules: list[_Buffers]) -> list[_Buffers]:
+    return [
+        (module, {name: buffer.detach().clone() for name, buffer in buffers.items()}) for module, buffers in modules
+    ]
 
 
 def _versions(buffers: dict[str, Tensor]) -> list[tuple[int, int]]:
-    return [(id(each), version_of(each)) for each in buffers.values()]
+    return [(id(buffer), version_of(buffer)) for buffer in buffers.values()]
 
 
-def _set_buffers(found: list[_Buffers]) -> None:
-    for module, buffers in found:
-        for name, each in buffers.items():
-            setattr(module, name, each)
+def _set_buffers(modules: list[_Buffers]) -> None:
+    for module, buffers in modules:
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer)
 
 
 # --- Recomputed operations --------------------------------------------------------------------------------------------
@@ -273,8 +275,8 @@ class SavedTensors:
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
         self._offloads, self._compresses = config.offload_activations, config.activation_bits is not None
-        own = (*model.parameters(), *model.buffers())
-        self._own = {_storage(each) for each in own if type(each) in (Tensor, nn.Parameter)}
+        tensors = (*model.parameters(), *model.buffers())
+        self._of_model = {_storage(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
         # Query, key and value projections save the same input, one after the other: it is stored once.
         self._recent: deque[tuple[Tensor, int, _Stored]] = deque(maxlen=4)
 
@@ -291,9 +293,9 @@ class SavedTensors:
         self._recent.append((tensor, version_of(tensor), stored))
         return stored
 
-    def unpack(self, kept: "_Unchanged | _Stored") -> Tensor:
+    def unpack(self, packed: "_Unchanged | _Stored") -> Tensor:
         """Return the tensor for a stored form. Values that were stored as 8-bit integers are approximate."""
-        return kept.tensor()
+        return packed.tensor()
 
     def forget_recent(self) -> None:
         """Release the references to recent tensors, at the end of the forward pass."""
@@ -302,7 +304,7 @@ class SavedTensors:
     def _is_activation(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or _is_expanded(tensor):
             return False
-        return _storage(tensor) not in self._own and not _is_weight(tensor)
+        return _storage(tensor) not in self._of_model and not _is_weight(tensor)
 
 
 class _Unchanged:
@@ -330,7 +332,7 @@ class _Stored:
     def tensor(self) -> Tensor:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        parts = [each.to(self._device, non_blocking=True) for each in self._parts]
+        parts = [part.to(self._device, non_blocking=True) for part in self._parts]
         return decompressed(parts[0], parts[1], self._shape, self._dtype) if self._compressed else parts[0]
 
 
@@ -363,7 +365,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    facts = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in (one, other)]
+    facts = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (one, other)]
     return facts[0] == facts[1]
 
 

@@ -5,195 +5,146 @@ DDP usually prepares the reduction of gradients in the forward of its wrapper, w
 parts of it. The backward pass of any other loss accumulates gradients on this rank, without a reduction.
 """
 
-import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
-from ddp_kit.parallel.strategy import Passes, SharedBuffers, Strategy, broadcast
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast
 from ddp_kit.torch_internals import DdpReducer
 
-_POWERSGD_FROM_STEP = 1000  # gradients are not compressed before this step, as advised by Vogels et al. 2019
+Reduction = torch.futures.Future[Tensor]
 
 
 class DdpStrategy(Strategy):
     """torch's DistributedDataParallel, but with support for any loss function and for ranks without samples."""
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
-        self._wrapper: DdpReducer | None = None
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.divisor = world.world_size
+        self._reducer: Any = None  # a DdpReducer, after `setup`
         self._buffers: SharedBuffers
-        self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, if recoverable
-        self._complete = False  # every parameter has received a gradient
+        self._reduces = False  # whether the next backward pass, or the one before, is the one that reduces
+        self._reductions: list[Reduction] = []  # of this step's buckets, if steps are recoverable
         self._order: list[int] | None = None  # the order of the parameters in reductions, once it is fixed
-        # For a static graph:
-        self._learns_graph = config.static_graph
-        self._rehearses_after = 0  # steps done before a resume, until the first step after it
-        self._unused: frozenset[nn.Parameter] = frozenset()  # parameters that no pass uses
         self._updates: list[Self] = []  # see `divided`
-
-    @property
-    def divisor(self) -> int:
-        return self.world.world_size
 
     # --- Setup --------------------------------------------------------------------------------------------------------
 
-    def check_recoverable(self) -> None:
-        super().check_recoverable()
-        for name in ("find_unused_parameters", "static_graph"):
-            if getattr(self.config, name):
-                raise ConfigError(
-                    f"micro_batch_size='auto' is not supported with parallel.{name} on several ranks",
-                    "set micro_batch_size to a number",
-                )
-
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
-        broadcast([each.detach() for each in (*model.parameters(), *model.buffers())])
+        broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         self._buffers = SharedBuffers(self.world, model)
-        self._wrap()
+        self._wrap(model)
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
-        """Return one strategy for each of a step's several updates; see `Strategy.divided`.
+        """Return one strategy per update, with a DistributedDataParallel of its own; see `Strategy.divided`."""
+        self._reducer = None  # the wrapper's destructor removes its hooks from the parameters
+        updates = [self._of_update(of_update) for of_update in parameters]
+        for update in updates:
+            update._wrap(nn.ParameterList(update.parameters))
+        self._updates = updates
+        return updates
 
-        Each of them has its own DistributedDataParallel for the parameters of its update.
-        """
-        self.release()
-        self._updates = [self._of_update(each) for each in parameters]
-        for update in self._updates:
-            update._updates = []
-            update._wrap()
-        return self._updates
-
-    def release(self) -> None:
-        self._wrapper = None  # its destructor removes the hooks from the parameters
-
-    def _wrap(self) -> None:
+    def _wrap(self, module: nn.Module) -> None:
         config = self.config
+        self._reducer = None  # frees the buckets of an earlier wrapper
         wrapper = DistributedDataParallel(
-            self.model if self._trains is None else nn.ParameterList(self._trains),
+            module,
             init_sync=False,  # DDP's own broadcast does not support all kinds of buffers
             # Gradients are views into the buckets, which saves a copy and the memory of one set of gradients.
             gradient_as_bucket_view=True,
             bucket_cap_mb=config.bucket_mb,
             find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
         )
-        self._add_hook(wrapper)
-        self._wrapper = DdpReducer(wrapper)
-        if self.world.device.type == "cuda":
-            self._wrapper.without_log()
-
-    def _add_hook(self, wrapper: DistributedDataParallel) -> None:
-        compression = self.config.compression
-        hooks: dict[str | None, tuple[Any, Any]] = {
-            None: (None, default_hooks.allreduce_hook),
-            "bf16": (None, default_hooks.bf16_compress_hook),
-            "fp16": (None, default_hooks.fp16_compress_hook),
+        hooks: dict[str | None, Any] = {
+            None: default_hooks.allreduce_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+            "fp16": default_hooks.fp16_compress_hook,
         }
-        if compression == "powersgd":
-            state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=_POWERSGD_FROM_STEP)
-            hooks["powersgd"] = (state, powerSGD_hook.powerSGD_hook)
-        inner = hooks[compression]
-        if compression is None and not self.recoverable:
-            return
+        hook = hooks[config.compression]
         try:
-            wrapper.register_comm_hook(*((inner, self._noted) if self.recoverable else inner))
+            if self.options.recoverable:
+                wrapper.register_comm_hook(hook, self._reduce)
+            elif config.compression is not None:
+                wrapper.register_comm_hook(None, hook)
         except TypeError as error:
             raise ConfigError(
-                f"parallel.compression={compression!r} is not available on this machine: {error}",
-                "use compression='fp16', or leave compression out",
+                f"parallel.compression={config.compression!r} is not available on this machine: {error}",
+                "use compression='fp16', or omit compression",
             ) from None
+        self._reducer = DdpReducer(wrapper, self._sparse_weights())
 
-    def _noted(self, inner: tuple[Any, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """A communication hook that runs another hook, and records that the reduction of the bucket has begun."""
-        state, hook = inner
-        future: torch.futures.Future[Tensor] = hook(state, bucket)
-        self._begun.append(future)
-        return future
-
-    @property
-    def _ddp(self) -> DdpReducer:
-        assert self._wrapper is not None, "setup was called"
-        return self._wrapper
-
-    # --- Optimizer step -----------------------------------------------------------------------------------------------
+    # --- Step ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        self._begun = []
+        self._reduces, self._reductions = False, []
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
         broadcast(self._buffers.checked())
 
-    def run_passes(self, passes: Passes) -> None:
-        if self._rehearses_after:
-            self._rehearse(passes)
-        if self._learns_graph:
-            self._learn_graph(passes)
-            return
-        self.accumulate(passes, self._ddp.reduced)
-        if not passes.count:
-            self._backward(self._zero_loss(), passes, reduces=True)
+    def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        # torch.compile splits graphs at DDP's buckets, so that reductions overlap with the backward pass.
+        with self._reducer.forward_context() if torch.is_grad_enabled() else nullcontext():
+            return function(self.model, batch)
 
-    def finish_failed_passes(self) -> None:
-        # DDP's own function for a rank without data (see DDP's `join`) reduces either all buckets or none.
-        self._ddp.reduce_zeros(begun=len(self._begun))
-        for future in self._begun:
-            future.wait()
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+        self._reduces = last
+        return super().accumulating(last=last)
 
-    def check_gradients(self) -> None:
-        """Raise `LossError` if parameters have no gradient after the first step.
+    def backward(self, loss: Tensor) -> None:
+        super().backward(self._reducer.reduced(loss) if self._reduces else loss)
 
-        DDP itself would raise an error only in the second step or not at all, and would not name the parameters.
+    def finish_reduction(self) -> None:
+        """Complete the reduction, and check that all parameters have gradients.
+
+        DDP itself would raise an error only in the next step or not at all, and would not name the parameters.
         """
-        if self._complete or self.config.find_unused_parameters or self.config.static_graph:
+        if not self._reduces:
+            self._reducer.reduce_zeros()
+        if self.config.find_unused_parameters or all(parameter.grad is not None for parameter in self.parameters):
             return
-        missing = [name for name, parameter in self._named() if parameter.grad is None]
-        if missing:
-            raise _unused(missing)
-        self._complete = True
+        missing = {parameter for parameter in self.parameters if parameter.grad is None}
+        names = [name for name, parameter in self.model.named_parameters() if parameter in missing]
+        raise LossError(
+            f"{some(names)} got no gradient in a step, but DDP waits for the gradients of all parameters",
+            "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
+            'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
+        )
+
+    def abandon_step(self) -> None:
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reducer.restart()
+        self._reducer.reduce_zeros()
+
+    def _reduce(self, hook: Callable[[None, dist.GradBucket], Reduction], bucket: dist.GradBucket) -> Reduction:
+        """A communication hook that runs another hook, unless this step has already reduced the bucket.
+
+        This is the case in `abandon_step`. DDP reduces buckets in the order of their indices.
+        """
+        if bucket.index() == len(self._reductions):
+            self._reductions.append(hook(None, bucket))
+        return self._reductions[bucket.index()]
 
     def end_step(self) -> None:
-        """Finish the reduction. DDP itself finishes it in the next pass, but the last step has no next pass.
+        self._reducer.finish_iteration()
 
-        Raises `LossError` for unused parameters, because DDP does not reduce their buckets.
-        """
-        try:
-            self._ddp.finish_iteration()
-        except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
-                raise
-            numbers = re.findall(r"did not receive grad for rank \d+:([ \d]+)", str(error))
-            names = [name for name, _ in self._named()]
-            raise _unused([names[int(number)] for number in " ".join(numbers).split()]) from error
+    def _sparse_weights(self) -> set[Tensor]:
+        """The weights whose gradients DDP reduces as sparse tensors."""
+        kinds = nn.Embedding | nn.EmbeddingBag
+        return {module.weight for module in self.model.modules() if isinstance(module, kinds) and module.sparse}
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that this strategy trains, with their names."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [(names[id(parameter)], parameter) for parameter in self.parameters]
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """A context in which torch.compile splits graphs at DDP's buckets, to let reductions overlap with backward."""
-        return self._ddp.forward_context()
-
-    def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
-        """Run a backward pass. `reduces`: whether this is the step's last backward pass that reduces gradients."""
-        if reduces:
-            passes.before_reduction(loss)
-        self.backward(loss)
-        passes.after_backward()
-
-    # --- Reduction order ----------------------------------------------------------------------------------------------
+    # --- State --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The order in which DDP reduces the parameters; None if it is not fixed yet, need not be saved, or is unknown.
@@ -201,140 +152,27 @@ class DdpStrategy(Strategy):
         It is unknown for a model with sparse gradients: DDP cannot list the buckets of sparse tensors.
         """
         if self._updates:
-            return {"updates": [each.state_dict() for each in self._updates]}
-        changes = not self.config.static_graph and not self.config.find_unused_parameters
-        changes = changes and not self._sparse_weights()
-        if self._order is None and changes and (order := self._ddp.settled_order()) is not None:
-            numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-            self._order = [numbers[id(parameter)] for parameter in order]
+            return {"updates": [update.state_dict() for update in self._updates]}
+        changes = not self.config.find_unused_parameters and not self._sparse_weights()
+        if self._order is None and changes:
+            self._order = self._reducer.settled_order()
         return {"reduction_order": self._order}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the reduction order, which DDP fixes in its first backward pass.
 
         With three or more ranks, this order affects how sums are rounded.
         """
-        for update, saved in zip(self._updates, state.get("updates", []), strict=False):
-            update.load_state_dict(saved, steps)
+        for update, of_update in zip(self._updates, state.get("updates", []), strict=False):
+            update.load_state_dict(of_update)
         order = state.get("reduction_order")
         if order is not None and sorted(order) != [*range(len(order))]:
             raise ValueError("reduction_order is not a permutation of the parameters")
-        self._rehearses_after = steps if self._learns_graph else 0
         if order is None or len(order) != len(self.parameters) or self._order is not None:
             return
         self._order = order
-        if not self.config.find_unused_parameters and not self.config.static_graph:
-            self._clear()
-            self._zero_loss(order).backward()  # type: ignore[no-untyped-call]
-            self._clear()
-            self._ddp.finish_iteration()
-
-    def _clear(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-    # --- Ranks without samples ----------------------------------------------------------------------------------------
-
-    def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
-        """Return a zero loss whose backward pass contributes zeros to DDP's reduction, for a rank without samples.
-
-        DDP needs every rank to take part in every reduction. Repeating a batch with zero weight instead would cost a
-        pass and change BatchNorm's statistics, and a rank with an empty data stream has no batch to repeat. The
-        gradients on this rank are undefined, not zeros, so a parameter that no rank used ends up without a gradient.
-
-        `order`: the order in which the parameters are reduced; None: any order.
-        """
-        sparse = self._sparse_weights()
-        parameters = list(self.parameters)
-        if order is not None:
-            parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
-        device = self.world.device  # parameters may be on several devices
-        zero = torch.zeros((), device=device)
-        ends = [
-            (_sparse_zero(each) if each in sparse else _zero(each)).to(device)
-            for each in parameters
-            if each not in self._unused
-        ]
-        return self._ddp.reduced(sum(ends, zero))
-
-    def _sparse_weights(self) -> set[Tensor]:
-        """The weights whose gradients DDP reduces as sparse tensors."""
-        kinds = nn.Embedding | nn.EmbeddingBag
-        return {each.weight for each in self.model.modules() if isinstance(each, kinds) and each.sparse}
-
-    # --- Static graphs ------------------------------------------------------------------------------------------------
-
-    def _learn_graph(self, passes: Passes) -> None:
-        """Run the first step with a static graph. Gradients are reduced after each pass, not only after the last one.
-
-        DDP learns the graph from the backward passes up to the first reduction, and for a correct graph, this must be a
-        single pass. Later reductions average the gradients of earlier passes again, which does not change them, because
-        they are already equal on all ranks. Ranks with fewer passes contribute zeros.
-        """
-        self._learns_graph = False
-        self._wrap()  # so that DDP has seen no earlier backward pass
-        done = 0
-        while done == 0 or done < passes.max_passes:
-            # A rank without samples starts with zeros for all parameters, so DDP learns to expect all parameters.
-            own = done < passes.count
-            loss = self._ddp.reduced(passes.forward(done)) if own else self._zero_loss()
-            done += 1
-            self._backward(loss, passes, reduces=done == passes.max_passes)
-            if done == passes.count:
-                self._note_unused()
-
-    def _rehearse(self, passes: Passes) -> None:
-        """Make DDP learn a static graph again after a resume, from passes whose gradients are discarded.
-
-        DDP learns from the first reduction which parameters take part, and from the second reduction their order. The
-        gradients of the following steps are then reduced as in an uninterrupted run.
-        """
-        self._wrap()
-        with passes.rehearsal() as forward:
-            while self._rehearses_after:
-                loss = self._ddp.reduced(forward()) if passes.count else self._zero_loss()
-                loss.backward()  # type: ignore[no-untyped-call]
-                if passes.count and self._learns_graph:
-                    self._note_unused()
-                self._clear()
-                self.end_step()
-                # The uninterrupted run did a second reduction if its first step had several passes, because each of
-                # these is reduced (see `_learn_graph`), or if it did a second step.
-                again = self._learns_graph and (passes.max_passes > 1 or self._rehearses_after > 1)
-                self._learns_graph, self._rehearses_after = False, int(again)
-
-    def _note_unused(self) -> None:
-        self._unused = frozenset(each for each in self.parameters if each.grad is None)
-
-
-class _Zero(torch.autograd.Function):
-    """A zero whose backward pass reaches a parameter, and leaves the parameter's gradient undefined."""
-
-    @staticmethod
-    def forward(_ctx: Any, parameter: Tensor) -> Tensor:
-        return torch.zeros((), device=parameter.device)
-
-    @staticmethod
-    def backward(_ctx: Any, *_gradients: Tensor) -> None:
-        return None
-
-
-def _zero(parameter: nn.Parameter) -> Tensor:
-    zero: Tensor = _Zero.apply(parameter)  # type: ignore[no-untyped-call]
-    return zero
-
-
-def _sparse_zero(parameter: nn.Parameter) -> Tensor:
-    """A zero with a sparse gradient: DDP does not accept an undefined gradient in place of a sparse one."""
-    first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-    return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
-
-
-def _unused(names: Sequence[str]) -> LossError:
-    """The error for parameters that get no gradient, although DDP waits for one."""
-    return LossError(
-        f"{some(names) or 'some parameters'} got no gradient in a step, but DDP waits for the gradients of all "
-        "parameters",
-        "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some steps, "
-        'set TrainerConfig(parallel={"find_unused_parameters": True})',
-    )
+        if not self.config.find_unused_parameters:
+            self.model.zero_grad()
+            self._reducer.reduce_zeros(order)
+            self.model.zero_grad()
+            self._reducer.finish_iteration()

@@ -24,7 +24,7 @@ from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, some, suggestion
 from ddp_kit.log import logger
 from ddp_kit.parallel.ddp import DdpStrategy
-from ddp_kit.parallel.strategy import SingleRank, Strategy
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SingleRank, Strategy
 from ddp_kit.structures import repeated_blocks, split_chain, work_of
 from ddp_kit.torch_internals import pytree
 
@@ -35,21 +35,21 @@ _STATES_PER_WEIGHT = 2  # assumes Adam, because the optimizer is created after t
 class _DeviceMapped(Strategy):
     """A mixin for strategies that places the modules of a model on devices, according to a device map."""
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
         self._map: dict[str, int] | None = None  # module name -> device index; None until "auto" has chosen
         self._hooks: list[RemovableHandle] = []
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        given = self.config.device_map
-        if isinstance(given, Mapping):
-            self._map = expanded(model, given)
+        device_map = self.config.device_map
+        if isinstance(device_map, Mapping):
+            self._map = expanded(model, device_map)
             for index in sorted(set(self._map.values())):
                 device_at(index, self.world)
             indices_of(model, self._map)
 
-    def place(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module) -> None:
         """Move the modules to their devices, and install the hooks. A collective if the map is "auto"."""
         if self._map is None:
             self._map = automatic_map(model, _capacities(model, self.world))
@@ -96,15 +96,12 @@ def device_at(index: int, world: World) -> torch.device:
     if index >= len(gpus):
         are = "is 1 GPU" if len(gpus) == 1 else f"are {len(gpus)} GPUs"
         raise ConfigError(
-            f"parallel.device_map names device {index}, but there {are} for rank {world.rank}: {_listed(gpus)}",
+            f"parallel.device_map names device {index}, but there {are} for rank {world.rank}: "
+            f"{', '.join(map(str, gpus))}",
             f"devices are numbered from 0 within each rank; to give each rank more GPUs, start with "
             f"`ddpkit launch --gpus-per-process {index + 1}`",
         )
     return gpus[index]
-
-
-def _listed(devices: tuple[torch.device, ...]) -> str:
-    return ", ".join(map(str, devices))
 
 
 def _capacities(model: nn.Module, world: World) -> list[float]:
@@ -112,11 +109,11 @@ def _capacities(model: nn.Module, world: World) -> list[float]:
     if world.device.type == "cpu":
         return [math.inf]
     gpus = world.gpus or (world.device,)
-    own = {gpu: sum(each.nbytes for each in _tensors(model) if each.device == gpu) for gpu in gpus}
-    free = torch.tensor([torch.cuda.mem_get_info(gpu)[0] + own[gpu] for gpu in gpus], device=world.device)
+    of_model = {gpu: sum(tensor.nbytes for tensor in _tensors(model) if tensor.device == gpu) for gpu in gpus}
+    free = torch.tensor([torch.cuda.mem_get_info(gpu)[0] + of_model[gpu] for gpu in gpus], device=world.device)
     if world.world_size > 1:
         dist.all_reduce(free, dist.ReduceOp.MIN)  # all ranks must choose the same map
-    return [float(each) for each in free.tolist()]
+    return [float(capacity) for capacity in free.tolist()]
 
 
 # --- Module names -----------------------------------------------------------------------------------------------------
@@ -124,22 +121,22 @@ def _capacities(model: nn.Module, world: World) -> list[float]:
 
 def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
     """The map with each range replaced by module names. Raises `ConfigError` for unknown or repeated names."""
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    known, found, entries = set(modules), dict[str, int](), dict[str, str]()
+    modules = dict.fromkeys(name for name, _ in model.named_modules(remove_duplicate=False))
+    indices, entries = dict[str, int](), dict[str, str]()
     for key, index in device_map.items():
-        for name in [key] if key in known else _names(key):
-            if name not in known:
+        for name in [key] if key in modules else _names(key):
+            if name not in modules:
                 raise ConfigError(
                     f"parallel.device_map names {key!r}, but {type(model).__name__} has no module {name!r}",
-                    suggestion(name, [each for each in modules if each], "modules"),
+                    suggestion(name, [module for module in modules if module], "modules"),
                 )
-            if name in found:
+            if name in indices:
                 raise ConfigError(
                     f"parallel.device_map has {name!r} in two entries: {entries[name]!r} and {key!r}",
                     "put each module in only one entry",
                 )
-            found[name], entries[name] = index, key
-    return found
+            indices[name], entries[name] = index, key
+    return indices
 
 
 def _names(key: str) -> Iterator[str]:
@@ -164,19 +161,19 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
 
     Raises `ConfigError` for modules that no name covers, and for tensors that would be on two devices.
     """
-    found: dict[str, int] = {}
+    indices: dict[str, int] = {}
     missing: list[str] = []
     places: dict[int, tuple[int, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if not own:
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if not tensors:
             continue
         index = _index_of(name, device_map)
         if index is None:
             missing.append(name)
             continue
-        found[name] = index
-        for short, tensor in own:
+        indices[name] = index
+        for short, tensor in tensors:
             full = f"{name}.{short}" if name else short
             other, first = places.setdefault(id(tensor), (index, full))
             if other != index:
@@ -187,13 +184,13 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
                 )
     if missing:
         uncovered = list(dict.fromkeys(_topmost(name, device_map) for name in missing))
-        names = some([repr(each) for each in uncovered if each])
+        names = some([repr(name) for name in uncovered if name])
         itself = "the parameters and buffers of the model itself ('' in the map)" if "" in uncovered else ""
         raise ConfigError(
             f"parallel.device_map leaves out {' and '.join(filter(None, (names, itself)))}",
             "add entries for them or for a parent module; '' matches every module without an entry",
         )
-    return found
+    return indices
 
 
 def _index_of(name: str, device_map: Mapping[str, int]) -> int | None:
@@ -219,7 +216,7 @@ def shown(device_map: Mapping[str, int]) -> str:
     for (parent, index, is_block), group in groupby(device_map.items(), _kind):
         names = [name.rpartition(".")[2] for name, _ in group]
         last = f"{names[0]}-{names[-1]}" if is_block and len(names) > 1 else ""
-        parts += [(f"{parent}{each}", index) for each in ([last] if last else names)]
+        parts += [(f"{parent}{name}", index) for name in ([last] if last else names)]
     return "{" + ", ".join(f'"{name}": {index}' for name, index in parts) + "}"
 
 
@@ -264,18 +261,18 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
     link_of: dict[int, int] = {}  # by the id of a tensor
     for name, module in _pieces(model, "", units):
         tensors = [*_tensors(module)] if name in units or not _holds(name, units) else _own_tensors(module)
-        known = [link_of[id(each)] for each in tensors if id(each) in link_of]
-        link = min(known, default=len(links))
+        links_of_tied = [link_of[id(tensor)] for tensor in tensors if id(tensor) in link_of]
+        link = min(links_of_tied, default=len(links))
         if link == len(links):
             links.append([])
             sizes.append(0.0)
             work.append(0.0)
         links[link].append(name)
         work[link] += work_of(module, recurse=name in units or not _holds(name, units))
-        for each in tensors:
-            if id(each) not in link_of:
-                link_of[id(each)] = link
-                sizes[link] += _bytes_in_training(each)
+        for tensor in tensors:
+            if id(tensor) not in link_of:
+                link_of[id(tensor)] = link
+                sizes[link] += tensor.nbytes * (2 + _STATES_PER_WEIGHT if tensor.requires_grad else 1)
     return links, sizes, work
 
 
@@ -304,10 +301,6 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _bytes_in_training(tensor: Tensor) -> int:
-    return tensor.nbytes * (2 + _STATES_PER_WEIGHT if tensor.requires_grad else 1)
-
-
 # --- Placement --------------------------------------------------------------------------------------------------------
 
 
@@ -316,9 +309,9 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
 
     As with `module.to(device)`, parameters stay the same objects.
     """
-    own = nn.Module()
-    own._parameters, own._buffers = module._parameters, module._buffers
-    own.to(device)
+    childless = nn.Module()
+    childless._parameters, childless._buffers = module._parameters, module._buffers
+    childless.to(device)
 
 
 def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
@@ -327,7 +320,7 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
     These are the modules named in the map, and the outermost modules whose tensors are all on one device.
     """
     indices = {**indices_of(model, device_map), **device_map}
-    found: dict[str, int] = {}
+    hooked: dict[str, int] = {}
     inside: dict[str, set[int]] = {}  # the devices of a module and its submodules
     for name, index in indices.items():
         inside.setdefault(name, set()).add(index)
@@ -340,15 +333,15 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
 
         `within`: whether a module around this one is entirely on one device. If so, its hook already moves the inputs.
         """
-        there = inside.get(name, set())
-        whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
+        devices = inside.get(name, set())
+        whole = len(devices) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if name in device_map or (whole and not within):
-            found[name] = indices[name] if name in indices else min(there)
+            hooked[name] = indices[name] if name in indices else min(devices)
         for child_name, child in module.named_children():
             walk(f"{name}.{child_name}" if name else child_name, child, within or whole)
 
     walk("", model, within=False)
-    return found
+    return hooked
 
 
 class _InputsMove:
@@ -372,7 +365,7 @@ class _OutputMoves:
 
     def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        self._device = next((each.device for each in tensors), self._default)
+        self._device = next((tensor.device for tensor in tensors), self._default)
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         return output if _all_on(self._device, output) else _moved(output, self._device)

@@ -5,7 +5,7 @@ A unit is a module that FSDP shards. FSDP gathers all weights of a unit at once.
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,8 +24,8 @@ from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import (
-    Parallelize,
-    Passes,
+    NO_OPTIONS,
+    Options,
     SharedBuffers,
     Strategy,
     broadcast,
@@ -46,24 +46,25 @@ def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settin
     `mesh`: a mesh with both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if
     `fully_shard` fails. Call `check_dtypes` first.
     """
-    own = _own_parameters(unit, settings.get("ignored_params") or ())
-    for each in own.values():  # FSDP does not support other layouts, such as channels_last
-        if not is_dtensor(each):
-            each.data = each.data.contiguous()
+    for parameter in _own_parameters(
+        unit, settings.get("ignored_params") or ()
+    ).values():  # FSDP does not support other layouts, such as channels_last
+        if not is_dtensor(parameter):
+            parameter.data = parameter.data.contiguous()
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     try:
         sharded: Any = fully_shard(unit, mesh=over, **settings)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"FSDP cannot shard {name or 'the model'} ({type(unit).__name__}): {error}", hint) from None
-    found: FSDPModule = sharded
-    return found
+    return sharded  # type: ignore[no-any-return]
 
 
 def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
     """The parameters that a unit gathers, without the parameters of units inside it."""
-    nested: list[Any] = [each for each in unit.modules() if each is not unit and isinstance(each, FSDPModule)]
-    inside = {parameter for each in nested for parameter in each.parameters()}
-    return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
+    nested: list[Any] = [module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule)]
+    inside = {parameter for module in nested for parameter in module.parameters()}
+    excluded = inside | {*ignored}
+    return {name: parameter for name, parameter in unit.named_parameters() if parameter not in excluded}
 
 
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
@@ -72,12 +73,12 @@ def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Paramet
     `hint`: another way to fix the error. "{}" in it is replaced with the names of the modules with the rarer dtype.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for each, parameter in _own_parameters(unit, ignored).items():
+    for short_name, parameter in _own_parameters(unit, ignored).items():
         if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{each}" if name else each)
+            by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{short_name}" if name else short_name)
     if len(by_dtype) > 1:
         kinds = "; ".join(f"{dtype} in {some(names)}" for dtype, names in by_dtype.items())
-        rarer = dict.fromkeys(each.rpartition(".")[0] for each in min(by_dtype.values(), key=len))
+        rarer = dict.fromkeys(full_name.rpartition(".")[0] for full_name in min(by_dtype.values(), key=len))
         raise ConfigError(
             f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, but they "
             f"have several dtypes: {kinds}",
@@ -108,6 +109,7 @@ class FsdpUnits:
             unit.set_force_sum_reduction_for_comms(True)
             if gathered:
                 unit.set_reshard_after_forward(False, recurse=False)
+        self._last = True  # as a unit is at first
 
     @property
     def add_up(self) -> bool:
@@ -116,15 +118,16 @@ class FsdpUnits:
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare the units for a backward pass. `last`: whether this is the last backward pass of the step."""
-        for unit in self._units:
+        for unit in self._units if last != self._last else ():
             if self._whole_gradients:
                 unit.set_requires_gradient_sync(last, recurse=False)
             elif self.add_up:
                 unit.set_requires_all_reduce(last, recurse=False)
             if self._gathered:
                 unit.set_reshard_after_backward(last, recurse=False)
+        self._last = last
 
-    def reduce_too(self, units: Iterable[FSDPModule]) -> None:
+    def reduce_unused_units(self, units: Iterable[FSDPModule]) -> None:
         """Make the last backward pass also reduce the gradients of units that only earlier passes used.
 
         Gradients filled with zeros are added to these units, because torch reduces only units that have new gradients.
@@ -143,7 +146,7 @@ class FsdpUnits:
 
 def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> bool:
     """Whether the unsharded gradients of these parameters fit into memory on every rank. A collective."""
-    size = sum(each.numel() * each.element_size() for each in parameters)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
@@ -155,25 +158,27 @@ def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> 
     return bool(fits)
 
 
-def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
+def equal_batches(
+    batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T], world: World
+) -> Iterator[tuple[int, T]]:
     """Yield (number of samples, batch) for each batch, equally often on each rank. A collective.
 
-    Ranks with fewer batches repeat their last batch as a batch of 0 samples. `spare`: a function that returns a batch
-    for a rank that has none.
+    Ranks with fewer batches repeat their last batch as a batch of 0 samples. `filler_batch`: a function that returns a
+    batch for a rank that has none.
     """
-    arriving, kept = iter(batches), None
+    iterator, filler = iter(batches), None
     while True:
-        own = next(arriving, None)
-        more = torch.tensor(int(own is not None))
+        item = next(iterator, None)
+        more = torch.tensor(int(item is not None))
         dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(world))
         if not more:
             return
-        if own is None:
-            kept = [spare()] if kept is None else kept
-            yield 0, with_copied_containers(kept[0])
+        if item is None:
+            filler = [filler_batch()] if filler is None else filler
+            yield 0, with_copied_containers(filler[0])
         else:
-            kept = [with_copied_containers(own[1])]
-            yield own
+            filler = [with_copied_containers(item[1])]
+            yield item
 
 
 # --- Order of units ---------------------------------------------------------------------------------------------------
@@ -265,44 +270,35 @@ class FsdpStrategy(Strategy):
     divides_weights = True
     replaces_parameters = True
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
-        self.sizes = sizes_of(config, world.world_size)
-        _, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
+    _accepts_parallelize = True
+
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.sizes = sizes = sizes_of(config, world.world_size)
+        _, self._replica, shard, self._tensor = sizes.coordinates(world.rank)
+        self.data_ranks, self.data_rank = sizes.data, self._replica * sizes.shard + shard
+        self.contributes = self._tensor == 0
+        parts = sizes.shard * sizes.tensor
+        self.replicas = tuple(range(first, world.world_size, parts) for first in range(parts))
+        self.optimizer_replicas = self.replicas
         self._mesh: DeviceMesh
         self._sharded: list[FSDPModule] = []
         self._buffers: SharedBuffers
         self._units: FsdpUnits
         self._shards: Shards
+        self._updated_parameters: list[nn.Parameter] = []
+        self._split: list[nn.Parameter] = []  # those that are divided over the ranks of a tensor group
         self._named_units: dict[str, Any] = {}
         self._order: UnitOrder
-        self._parallelize: Parallelize | None = None
-        self._offload: OffloadPolicy = OffloadPolicy()
-
-    # --- Data-parallel layout -----------------------------------------------------------------------------------------
-
-    @property
-    def data_ranks(self) -> int:
-        return self.sizes.data
-
-    @property
-    def data_rank(self) -> int:
-        return self._replica * self.sizes.shard + self._shard
-
-    @property
-    def contributes(self) -> bool:
-        return self._tensor == 0
-
-    @property
-    def replicas(self) -> tuple[range, ...]:
-        apart = self.sizes.shard * self.sizes.tensor
-        return tuple(range(first, self.world.world_size, apart) for first in range(apart))
+        self._last_pass = False
+        self._used_units: set[str] = set()  # by the earlier passes of this step
+        self._units_of_pass: list[str] = []
 
     # --- Setup --------------------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        for name in ("static_graph", "find_unused_parameters", "compression"):
+        for name in ("find_unused_parameters", "compression"):
             if getattr(self.config, name):
                 raise ConfigError(
                     f"parallel.{name} is a setting of DDP, but parallel.strategy is {self.config.strategy!r}",
@@ -316,21 +312,18 @@ class FsdpStrategy(Strategy):
                 "collectives on GPU tensors",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
+        if self.options.parallelize is not None and self.options.parameters_on_host:
+            raise ConfigError(
+                "memory.offload = 'all' has no effect on weights that parallelize=... shards",
+                "omit it, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
+            )
         check_dense_gradients(model, self.config.strategy)
-        scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
+        scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if scalars:
             raise ConfigError(
                 f"FSDP cannot shard scalar parameters: {some(scalars)}",
                 "give them a dimension: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))",
             )
-
-    def check_recoverable(self) -> None:
-        raise ConfigError(
-            f"micro_batch_size='auto' is not supported with parallel.strategy={self.config.strategy!r}: it tries "
-            "sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in the "
-            "collectives of the pass",
-            "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
-        )
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
@@ -339,12 +332,12 @@ class FsdpStrategy(Strategy):
             device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
         )
         names = [name for name, _ in model.named_parameters()]
-        if self._parallelize is None:
+        if self.options.parallelize is None:
             self._spread(model)
         else:
             self._place(model)
-            self._parallelize(model, self._mesh)
-            self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
+            self.options.parallelize(model, self._mesh)
+            self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
             self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._buffers = SharedBuffers(self.world, model)
@@ -354,13 +347,14 @@ class FsdpStrategy(Strategy):
         names_of = {module: name for name, module in model.named_modules()}
         self._named_units = {names_of[unit]: unit for unit in sharded}
         self._order = UnitOrder(self.world, self._named_units)
-        pieces = {each: piece for each in model.parameters() if (piece := piece_of_dtensor(each)) is not None}
+        pieces = {
+            parameter: piece for parameter in model.parameters() if (piece := piece_of_dtensor(parameter)) is not None
+        }
         self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
-        held = [(each, self._shards.of.get(each, each)) for each in self.parameters]
-        self._held = [shard for _, shard in held]
-        self._split = [
-            shard for whole, shard in held if is_divided(whole, "tensor")
-        ]  # over the ranks of a tensor group
+        shards = {parameter: self._shards.of.get(parameter, parameter) for parameter in self.parameters}
+        self._updated_parameters = [*shards.values()]
+        self._split = [shard for parameter, shard in shards.items() if is_divided(parameter, "tensor")]
+        self.parameters_on_host = self.options.parameters_on_host and bool(self._sharded)
 
     def _spread(self, model: nn.Module) -> None:
         """Move and shard the model unit by unit, so that no rank ever holds all of it on its device."""
@@ -373,33 +367,19 @@ class FsdpStrategy(Strategy):
             if self.sizes.data > 1:
                 self._shard_unit(name, unit)
 
-    def use(self, parallelize: Parallelize) -> None:
-        self._parallelize = parallelize
-
-    def offload_parameters(self) -> None:
-        if self._parallelize is not None:
-            raise ConfigError(
-                "memory.offload = 'all' has no effect on weights that parallelize=... shards",
-                "leave it out, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
-            )
-        self._offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-
-    @property
-    def parameters_on_host(self) -> bool:
-        return isinstance(self._offload, CPUOffloadPolicy) and bool(self._sharded)
-
     def _check_spread(self, model: nn.Module) -> None:
         """Raise `ConfigError` for parameters whose gradients are not, or cannot be, reduced over the ranks."""
         needed = {name for name in ("replicate", "shard") if getattr(self.sizes, name) > 1}
-        apart = [
+        missing = [
             name
-            for name, each in model.named_parameters()
-            if each.requires_grad and needed - set(each.device_mesh.mesh_dim_names or () if is_dtensor(each) else ())
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+            and needed - set(parameter.device_mesh.mesh_dim_names or () if is_dtensor(parameter) else ())
         ]
-        if apart:
+        if missing:
             raise ConfigError(
-                f"after parallelize(model, mesh), {some(apart)} are not on the mesh dimensions {sorted(needed)}: each "
-                "rank would train its own copy of these parameters",
+                f"after parallelize(model, mesh), {some(missing)} are not on the mesh dimensions {sorted(needed)}: "
+                "each rank would train its own copy of these parameters",
                 "end the function with fully_shard(model, mesh=mesh['shard']), or use mesh['replicate', 'shard']",
             )
         for name, module in model.named_modules():
@@ -418,38 +398,40 @@ class FsdpStrategy(Strategy):
         else:
             chosen = {}
             for pattern in self.config.fsdp_units:
-                found = fnmatch.filter(modules, pattern)
-                if not found:
+                names = fnmatch.filter(modules, pattern)
+                if not names:
                     raise ConfigError(
                         f"parallel.fsdp_units names {pattern!r}, but {type(model).__name__} has no such module",
                         suggestion(pattern, [*modules], "modules"),
                     )
-                chosen |= {name: modules[name] for name in found}
+                chosen |= {name: modules[name] for name in names}
         _check_shared(model, chosen)
-        return dict(sorted(chosen.items(), key=lambda one: -one[0].count(".")))
+        return dict(sorted(chosen.items(), key=lambda item: -item[0].count(".")))
 
     def _place(self, unit: Any) -> None:
         """Move a unit's buffers and unsharded parameters to the device, and copy rank 0's values to all ranks."""
         device = self.world.device
-        whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
+        whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         for buffer in unit.buffers():
             buffer.data = buffer.data.to(device)
-        broadcast([*(each.detach() for each in whole), *unit.buffers()])
+        broadcast([*(parameter.detach() for parameter in whole), *unit.buffers()])
 
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
         reshard = None if self.config.reshard_after_forward == "auto" else self.config.reshard_after_forward
         hint = "name other modules in parallel.fsdp_units, or use parallel='ddp'"
         check_dtypes(name, unit, "name {} in parallel.fsdp_units, in addition to the blocks, or use parallel='ddp'")
-        settings = {"reshard_after_forward": reshard, "offload_policy": self._offload}
+        offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+        policy = offload if self.options.parameters_on_host else OffloadPolicy()
+        settings = {"reshard_after_forward": reshard, "offload_policy": policy}
         self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         self._shards.give_to(optimizer)
 
     def local_parameters(self) -> list[Tensor]:
-        return [self._shards.of.get(each, each).detach() for each in self.model.parameters()]
+        return [self._shards.of.get(parameter, parameter).detach() for parameter in self.model.parameters()]
 
     # --- Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -457,51 +439,53 @@ class FsdpStrategy(Strategy):
         # A call of the model outside of the Trainer may have left gathered weights, which callbacks such as EMA do not
         # change with the shards.
         self._units.reshard()
+        self._used_units = set()
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
         broadcast(self._buffers.checked())
 
-    def run_passes(self, passes: Passes) -> None:
-        ran: set[str] = set()
-        for number in range(passes.count):
-            last = number == passes.count - 1
-            with _explained(), self._order.in_pass("training pass") as running:
-                loss = passes.forward(number)
-            ran.update(running)
-            if passes.count > 1:
-                self._units.before_backward(last=last)
-            if last:
-                left_out = ran.difference(running)
-                self._units.reduce_too(unit for name, unit in self._named_units.items() if name in left_out)
-                passes.before_reduction(loss)
-            with _explained():
-                loss.backward()  # type: ignore[no-untyped-call]
-            passes.after_backward()
+    def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        kind = "training pass" if torch.is_grad_enabled() else "evaluation pass"
+        with self._order.in_pass(kind) as self._units_of_pass:
+            return function(self.model, batch)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+        self._last_pass = last
+        return _explained()
+
+    def backward(self, loss: Tensor) -> None:
+        self._units.before_backward(last=self._last_pass)
+        if self._last_pass:
+            unused = self._used_units.difference(self._units_of_pass)
+            self._units.reduce_unused_units(unit for name, unit in self._named_units.items() if name in unused)
+        self._used_units.update(self._units_of_pass)
+        super().backward(loss)
+
+    def finish_reduction(self) -> None:
         with torch.no_grad():
             for whole, shard in self._shards.trained:
                 shard.grad = None if whole.grad is None else reduced_part(whole.grad, whole)
-
-    def check_gradients(self) -> None:
-        missing = [self.held_names()[id(each)] for each in self._held if each.grad is None]
+        missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
         if missing:
+            names = [self.parameter_names()[id(parameter)] for parameter in missing]
             when = "the last micro-batch of a step" if self._units.add_up else "a step"
             raise LossError(
-                f"{some(missing)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
+                f"{some(names)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
                 "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
 
     @property
-    def updated(self) -> list[nn.Parameter]:
-        return self._held
+    def updated_parameters(self) -> list[nn.Parameter]:
+        return self._updated_parameters
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients. Local sums of squares are added up over the ranks that hold different parts."""
         split = set(map(id, self._split))
-        rest = [each for each in self._held if id(each) not in split]
-        squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
+        rest = [parameter for parameter in self._updated_parameters if id(parameter) not in split]
+        squares = torch.stack([_norm(parameters, self.world.device).square() for parameters in (rest, self._split)])
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.sizes.tensor > 1:  # other gradients are the same on all ranks of the tensor group
@@ -514,7 +498,7 @@ class FsdpStrategy(Strategy):
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.sizes.tensor > 1:
             split = set(map(id, self._split))
-            rows = [number for number, each in enumerate(self._held) if id(each) in split]
+            rows = [number for number, parameter in enumerate(self._updated_parameters) if id(parameter) in split]
             sums = squares[rows]
             dist.all_reduce(sums, group=self._mesh.get_group("tensor"))
             squares[rows] = sums
@@ -522,12 +506,10 @@ class FsdpStrategy(Strategy):
 
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
-    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
+    def evaluation(self, batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T]) -> Iterator[tuple[int, T]]:
         self._units.reshard()  # as in begin_step
         try:
-            for each in equal_batches(batches, spare, self.world):
-                with self._order.in_pass("evaluation pass"):
-                    yield each
+            yield from equal_batches(batches, filler_batch, self.world)
         finally:
             self._units.reshard()  # torch would keep the weights of the root unit gathered
 
@@ -546,23 +528,23 @@ class FsdpStrategy(Strategy):
         return state
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        own, loaded = self.model.state_dict(), {}
+        local, loaded = self.model.state_dict(), {}
         with torch.no_grad():
             for name, value in state.items():
-                piece = piece_of_dtensor(own.get(name))
+                piece = piece_of_dtensor(local.get(name))
                 if piece is None:
                     loaded[name] = value
                 else:
                     piece.tensor.copy_(piece.of(value))
-                    loaded[name] = own[name]
+                    loaded[name] = local[name]
         self.model.load_state_dict(loaded)
 
-    def held_names(self) -> dict[int, str]:
-        return super().held_names() | self._shards.names
+    def parameter_names(self) -> dict[int, str]:
+        return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
         piece = self._shards.pieces.get(id(parameter))
-        return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
+        return None if piece is None else self._written(piece, split=any(parameter is other for other in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
         """A copy of a piece, with `owned` set only on the first rank that holds it, which writes it to checkpoints."""
@@ -570,7 +552,7 @@ class FsdpStrategy(Strategy):
 
 
 def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return nn.utils.get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
 
 

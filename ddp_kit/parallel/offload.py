@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError
-from ddp_kit.parallel.shards import settings_of
+from ddp_kit.parallel.optimizer_trial import check_steps_on_cpu
 
 
 class OffloadedOptimizer(Optimizer):
@@ -31,14 +30,17 @@ class OffloadedOptimizer(Optimizer):
         super().__init__([{"params": [*group["params"]]} for group in optimizer.param_groups], {})
         check_steps_on_cpu(optimizer)
         self._on_host = optimizer
-        trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
-        self._copies = {} if in_place else {each: _HostCopy(each) for each in trained}
-        self._devices = {each.device for each in self._copies if each.is_cuda}
+        trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
+        self._copies = {} if in_place else {parameter: _HostCopy(parameter) for parameter in trained}
+        self._devices = {parameter.device for parameter in self._copies if parameter.is_cuda}
         for group in optimizer.param_groups:
-            group["params"] = [self._copies[each].weight if each in self._copies else each for each in group["params"]]
-        for each, copy in self._copies.items():
-            if each in optimizer.state:
-                optimizer.state[copy.weight] = optimizer.state.pop(each)
+            group["params"] = [
+                self._copies[parameter].weight if parameter in self._copies else parameter
+                for parameter in group["params"]
+            ]
+        for parameter, copy in self._copies.items():
+            if parameter in optimizer.state:
+                optimizer.state[copy.weight] = optimizer.state.pop(parameter)
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the devices of the parameters
 
@@ -46,13 +48,13 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights. Parameters without a gradient are skipped."""
         assert closure is None, "gradients are complete before the step"
-        for each, copy in self._copies.items():
-            copy.fetch(each)
+        for parameter, copy in self._copies.items():
+            copy.fetch(parameter)
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._on_host.step()
-        for each, copy in self._copies.items():
-            copy.send_back(each)
+        for parameter, copy in self._copies.items():
+            copy.send_back(parameter)
 
 
 class _HostCopy:
@@ -82,38 +84,3 @@ class _HostCopy:
 
 def _on_host(like: nn.Parameter) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, requires_grad=False)
-
-
-def check_steps_on_cpu(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` if an optimizer does not support the CPU. Tries one step with a small tensor."""
-    kind, group = type(optimizer), optimizer.param_groups[0]
-    like = next(iter(group["params"]), torch.empty(0))
-    parameter = nn.Parameter(torch.ones(2, 2, dtype=like.dtype))
-    try:
-        trial = kind([parameter], **settings_of(kind, group, kernels=True))
-    except (TypeError, ValueError):  # the optimizer cannot be created from its settings, so it is not checked
-        return
-    except RuntimeError as error:
-        raise _only_on_gpu(optimizer, error) from None
-    failed: Exception | None = None
-    for gradient in (torch.ones_like(parameter), torch.ones_like(parameter).to_sparse(1)):  # SparseAdam: the second
-        parameter.grad = gradient
-        try:
-            with torch.random.fork_rng(devices=[]):
-                trial.step()
-        except TypeError:  # `step` needs a closure, which the Trainer refuses together with offload
-            return
-        except (RuntimeError, AssertionError) as error:
-            failed = failed or error
-        else:
-            return
-    assert failed is not None, "a step has failed"
-    raise _only_on_gpu(optimizer, failed) from None
-
-
-def _only_on_gpu(optimizer: Optimizer, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"memory.offload runs the optimizer on the CPU, which {type(optimizer).__name__} does not support: {error}",
-        "leave out capturable=True and other settings for GPU kernels (fused=True works with Adam, AdamW and SGD), "
-        "or leave out memory.offload",
-    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,13 +98,13 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values to all ranks, in place. Sparse tensors are left as they are. A collective."""
     sent: list[Tensor] = []
     received: list[tuple[Tensor, Tensor]] = []
-    for each in tensors:
-        if each.layout != torch.strided or not each.numel():
+    for tensor in tensors:
+        if tensor.layout != torch.strided or not tensor.numel():
             continue
-        if each.dtype in _SENT and each.is_contiguous():
-            sent.append(each)
+        if tensor.dtype in _SENT and tensor.is_contiguous():
+            sent.append(tensor)
         else:
-            memory = stored(each)
+            memory = stored(tensor)
             copy = memory.clone(memory_format=torch.contiguous_format).reshape(-1)
             sent.append(copy.view(_SAME_SIZE[min(copy.element_size(), 8)]))
             received.append((memory, copy))
@@ -138,7 +138,7 @@ BUFFERS_HINT = (
 def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that the ranks share, by name."""
     shared = set(map(id, persistent_buffers(model)))
-    return {name: each for name, each in model.named_buffers() if id(each) in shared}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in shared}
 
 
 class SharedBuffers:
@@ -151,7 +151,7 @@ class SharedBuffers:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
         self._model = model
-        self._kinds = [_kind(each) for each in persistent_buffers(model)]
+        self._kinds = [_kind(buffer) for buffer in persistent_buffers(model)]
         self._named = self._names()
 
     def checked(self) -> list[Tensor]:
@@ -160,7 +160,7 @@ class SharedBuffers:
         All ranks call it in the same order. They communicate only if buffers have changed since the last call.
         """
         buffers = persistent_buffers(self._model)
-        kinds = [_kind(each) for each in buffers]
+        kinds = [_kind(buffer) for buffer in buffers]
         if kinds != self._kinds:
             named = self._names()
             both = {name: (self._named.get(name, "none"), named.get(name, "none")) for name in self._named | named}
@@ -173,8 +173,8 @@ class SharedBuffers:
     def _names(self) -> dict[str, str]:
         """The shape and dtype of each buffer as text, by name."""
         return {
-            name: f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}"
-            for name, each in shared_buffers(self._model).items()
+            name: f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+            for name, buffer in shared_buffers(self._model).items()
         }
 
 
@@ -200,120 +200,50 @@ Parallelize = Callable[[nn.Module, DeviceMesh], None]
 """A function that distributes a model in place over a mesh with the dimensions replicate, shard and tensor."""
 
 
-class StageBoundary(BaseException):
-    """Raised at the end of a pipeline stage to end the user's function. The next stage continues with `tensor`.
+@dataclass(frozen=True)
+class Options:
+    """What a strategy must support, besides its settings."""
 
-    Not an `Exception`, so that the model's own code does not handle it as an error.
-    """
-
-    def __init__(self, tensor: Tensor, items: int) -> None:
-        super().__init__()
-        self.tensor = tensor
-        self.items = items
-        """The length of the tuple that the last block returned; -1 if it returned the tensor itself."""
+    recoverable: bool = False
+    """Whether a step may be abandoned and repeated after a rank ran out of memory: `micro_batch_size="auto"`."""
+    parallelize: Parallelize | None = None
+    """The user's own function that distributes the model; None: the strategy distributes it."""
+    parameters_on_host: bool = False
+    """Whether to keep sharded weights in host memory while they are not in use: `memory.offload="all"`."""
 
 
-class Passes(Protocol):
-    """This rank's forward passes in an optimizer step, which a strategy runs."""
-
-    count: int
-    """The number of passes; 0 if the rank has no samples. Strategies with `equal_passes` add passes of zero weight."""
-
-    @property
-    def max_passes(self) -> int:
-        """The largest number of passes on any rank in the first step; known after the first forward pass."""
-
-    def forward(self, number: int) -> Tensor:
-        """Return the scalar loss of a pass.
-
-        Passes begin in order. For each of them, this method is called `Strategy.calls_per_pass` times.
-
-        Raises `StageBoundary` on pipeline stages other than the last.
-        """
-
-    def without_loss(self) -> None:
-        """On a rank that has no loss, take part in the collective that compares the first losses of all ranks.
-
-        Called after the first pass of the first step.
-        """
-
-    def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
-        """A context that yields a function. Each call of the function computes and returns the loss of pass 0.
-
-        On exit, buffers and random states are restored. The real pass 0 then gets the same batch.
-        """
-
-    def before_reduction(self, loss: Tensor) -> None:
-        """Called once per step, on all ranks, just before the last backward pass that reduces gradients."""
-
-    def after_backward(self) -> None:
-        """Called after each backward pass."""
+NO_OPTIONS = Options()
+_NO_CONTEXT = nullcontext()
 
 
 class Strategy(ABC):
     """Distributes one model over the ranks.
 
-    strategy.check(model); strategy.setup(model); strategy.setup_optimizer(optimizer)      # on all ranks
+    strategy.check(model); strategy.setup(model); strategy.setup_optimizer(optimizer)
     for each optimizer step:
         strategy.begin_step()
-        strategy.run_passes(passes)                      # leaves gradients reduced over all ranks
-        strategy.check_gradients()
-        strategy.scale_gradients(...), grad_norm(), clip_grad_norm(...), clip_grad_value(...)
+        for each pass of this rank:
+            with strategy.accumulating(last=...):        # the last backward pass may also reduce the gradients
+                strategy.backward(strategy.call(loss_fn, batch))
+        strategy.finish_reduction()                      # gradients are now reduced over all ranks
+        ...                                              # norms and clipping of the gradients of `updated_parameters`
         optimizer.step()
         strategy.end_step()                              # gradients are None here
 
+    layout      data_ranks, data_rank, replicas, optimizer_replicas, contributes, divisor; equal_passes, shards,
+                divides_weights, replaces_parameters, parameters_on_host
+    setup       check, setup, setup_optimizer, divided, local_parameters
+    step        begin_step, accumulating, backward, finish_reduction, abandon_step, end_step; updated_parameters,
+                grad_norm, grad_norms
+    evaluation  call, sync_buffers, evaluation
+    state       model_state, load_model_state, parameter_names, piece_of, optimizer_form, optimizer_state,
+                local_optimizer_state, state_dict, load_state_dict
+
+    A strategy has to implement `sync_buffers` and the reduction of gradients: `finish_reduction` and `abandon_step`.
     Methods are collectives unless documented otherwise: all ranks call them in the same order.
     """
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        self.world = world
-        self.config = config
-        self.recoverable = recoverable
-        self.model: nn.Module
-        """The user's own module, which is passed to loss functions."""
-        self.parameters: tuple[nn.Parameter, ...] = ()
-        """The parameters that require a gradient."""
-        self._trains: list[nn.Parameter] | None = None  # with several updates per step: the parameters of this one
-
-    # --- Data-parallel layout -----------------------------------------------------------------------------------------
-
-    @property
-    def data_ranks(self) -> int:
-        """The number of parts that a global batch is divided into."""
-        return self.world.world_size
-
-    @property
-    def data_rank(self) -> int:
-        """The part of the global batch that this rank trains on. Ranks of one model replica train on the same part."""
-        return self.world.rank
-
-    @property
-    def replicas(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that hold the same weights."""
-        return (range(self.world.world_size),)
-
-    @property
-    def optimizer_replicas(self) -> tuple[Sequence[int], ...]:
-        """Groups of ranks that hold the same optimizer state."""
-        return self.replicas
-
-    @property
-    def divisor(self) -> int:
-        """The number by which the reduction divides the sum of the ranks' gradients."""
-        return 1
-
-    @property
-    def contributes(self) -> bool:
-        """Whether this rank's losses, weights, metrics and predictions count.
-
-        Of several ranks that share samples, only one counts.
-        """
-        return True
-
-    @property
-    def calls_per_pass(self) -> int:
-        """How often the loss function is called for each batch: once for each pipeline stage on this rank."""
-        return 1
+    # --- Layout -------------------------------------------------------------------------------------------------------
 
     equal_passes: bool = False
     """Whether all ranks run the same number of passes, because passes contain collectives.
@@ -323,16 +253,43 @@ class Strategy(ABC):
     shards: bool = False
     """Whether each rank's optimizer holds only a part of the trained parameters."""
     divides_weights: bool = False
-    """Whether each rank holds only a part of the weights, so that `model_state` returns pieces."""
+    """Whether each rank holds only a part of the weights, so that passes contain collectives and `model_state` returns
+    pieces."""
     replaces_parameters: bool = False
     """Whether `setup` replaces the model's parameters, so that the optimizer must be created after it."""
+    parameters_on_host: bool = False
+    """Whether sharded weights are in host memory while they are not in use; known after `setup`."""
+
+    _accepts_parallelize = False
+
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        self.world = world
+        self.config = config
+        self.options = options
+        self.data_ranks = world.world_size
+        """The number of parts that a global batch is divided into."""
+        self.data_rank = world.rank
+        """The part of the global batch that this rank trains on. Ranks of one model replica train on the same part."""
+        self.replicas: tuple[Sequence[int], ...] = (range(world.world_size),)
+        """Groups of ranks that hold the same weights."""
+        self.optimizer_replicas: tuple[Sequence[int], ...] = self.replicas
+        """Groups of ranks that hold the same optimizer state."""
+        self.contributes = True
+        """Whether this rank's losses, weights, metrics and predictions count: of ranks with the same samples, one's."""
+        self.divisor = 1
+        """The number by which the reduction divides the sum of the ranks' gradients."""
+        self.model: nn.Module
+        """The user's own module, which is passed to loss functions."""
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        """The parameters that require a gradient."""
+        self._trained: list[nn.Parameter] | None = None  # with several updates per step: the parameters of this one
 
     # --- Setup --------------------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
         """Raise `ConfigError` for a model that the strategy cannot distribute. Not a collective."""
         for name, module in model.named_modules():
-            wrapper = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
+            wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
             if wrapper is not None:
                 what = f"the module {name} of the model" if name else "the model"
                 raise ConfigError(f"{what} is wrapped in {wrapper}", _WRAPPERS[wrapper])
@@ -341,42 +298,34 @@ class Strategy(ABC):
                 f"the model {type(model).__name__} has no parameter that requires grad: there is nothing to train",
                 "set requires_grad=True on the parameters to train",
             )
-
-    def check_recoverable(self) -> None:
-        """Raise `ConfigError` if a step cannot be repeated after a rank ran out of memory. Not a collective."""
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()):
+        if self.options.parallelize is not None and not self._accepts_parallelize:
+            raise ConfigError(
+                "parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is "
+                f"{self.config.strategy!r}",
+                "set the sizes of the mesh for your parallelize function, such as parallel={'shard': 4, 'tensor': 2}",
+            )
+        if self.options.recoverable and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise ConfigError(
                 "micro_batch_size='auto' is not supported with SyncBatchNorm, which runs a collective in every pass",
                 "set micro_batch_size to a number",
             )
-
-    def use(self, parallelize: Parallelize) -> None:  # noqa: ARG002
-        """Make `setup` distribute the model with the user's own function. Not a collective."""
-        raise ConfigError(
-            f"parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is {self.config.strategy!r}",
-            "set the sizes of the mesh for your parallelize function, such as parallel={'shard': 4, 'tensor': 2}",
-        )
-
-    def offload_parameters(self) -> None:
-        """Keep sharded weights in host memory while they are not in use. Called before `setup`. Not a collective."""
-
-    @property
-    def parameters_on_host(self) -> bool:
-        """Whether sharded weights are in host memory; known after `setup`."""
-        return False
+        if self.options.recoverable and self.divides_weights:
+            raise ConfigError(
+                f"micro_batch_size='auto' is not supported with parallel.strategy = {self.config.strategy!r}: it tries "
+                "sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in the "
+                "collectives of the pass",
+                "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
+            )
 
     def setup(self, model: nn.Module) -> None:
-        """Move the model to its devices, with the same values on all ranks. Called again after `release`."""
+        """Move the model to its devices, with the same values on all ranks. Called again after `abandon_step`."""
         self.model = model
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-        self.place(model)
+        self._place(model)
 
-    def place(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module) -> None:
         """Move weights and buffers to their device. Parameters stay the same objects."""
         model.to(self.world.device)
-
-    def release(self) -> None:
-        """After a failed step, undo what `setup` built around the model. Not a collective."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Make the optimizer hold the parameters that this rank updates. Called after `setup`."""
@@ -392,121 +341,91 @@ class Strategy(ABC):
         )
 
     def _of_update(self, parameters: Sequence[nn.Parameter]) -> "Self":
-        own = copy(self)
-        own.parameters = tuple(each for each in parameters if each.requires_grad)
-        own._trains = list(own.parameters)
-        return own
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to the gradients of the parameters. Not a collective."""
-        loss.backward(inputs=self._trains)  # type: ignore[no-untyped-call]
+        strategy = copy(self)
+        strategy.parameters = tuple(parameter for parameter in parameters if parameter.requires_grad)
+        strategy._trained = list(strategy.parameters)
+        return strategy
 
     def local_parameters(self) -> list[Tensor]:
         """Detached tensors of all parameters that this rank holds, trained or not."""
-        return [each.detach() for each in self.model.parameters()]
+        return [parameter.detach() for parameter in self.model.parameters()]
 
-    # --- Optimizer step -----------------------------------------------------------------------------------------------
+    # --- Step ---------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def begin_step(self) -> None:
         """Synchronize buffers over the ranks that hold them, before the first pass of a step."""
+        self.sync_buffers()
 
-    @abstractmethod
-    def run_passes(self, passes: Passes) -> None:
-        """Run this rank's passes, and reduce the gradients over the ranks.
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+        """The context of a forward and backward pass. `last`: whether it is this rank's last one in the step."""
+        return _NO_CONTEXT
 
-        Afterwards, each `.grad` is the sum over all passes of all ranks, divided by `divisor`. A rank without passes
-        contributes zeros to the reductions; a parameter that no pass on any rank used has no gradient.
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss to the gradients of the parameters. May start to reduce them in the last pass."""
+        loss.backward(inputs=self._trained)  # type: ignore[no-untyped-call]
+
+    def finish_reduction(self) -> None:
+        """Complete the reduction of the gradients. A rank without passes contributes zeros.
+
+        Afterwards, each `.grad` is the sum over all passes of all ranks, divided by `divisor`; a parameter that no pass
+        on any rank used has no gradient. Raises `LossError` if the strategy needs gradients of such parameters.
         """
 
-    def accumulate(self, passes: Passes, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Run this rank's passes for `run_passes`, and accumulate their gradients. Not a collective without `prepare`.
+    def abandon_step(self) -> None:
+        """After a pass failed on this rank, contribute zeros to what the rank has not reduced yet in this step.
 
-        `prepare`: a function that turns the last loss into a loss whose backward pass also reduces the gradients.
+        Takes the place of `finish_reduction`, which the other ranks call. Gradients are None. Called only with
+        `Options.recoverable`; all ranks then call `setup` and repeat the step.
         """
-        for number in range(passes.count):
-            loss = passes.forward(number)
-            if number == passes.count - 1:
-                loss = loss if prepare is None else prepare(loss)
-                passes.before_reduction(loss)
-            self.backward(loss)
-            passes.after_backward()
-
-    def finish_failed_passes(self) -> None:
-        """After `run_passes` raised on this rank, contribute zeros to the reductions that the rank has not started.
-
-        Called only if the strategy is `recoverable`; `run_passes` then returns on the other ranks, and all ranks repeat
-        the step.
-        """
-
-    def check_gradients(self) -> None:
-        """Raise `LossError` if a step did not use parameters that the strategy needs. Not a collective."""
 
     def end_step(self) -> None:
         """End a step, after the update and when gradients are None. Raises `LossError` if the reduction failed."""
 
-    def forward_context(self) -> AbstractContextManager[object]:
-        """The context in which a compiled loss function runs. Not a collective."""
-        return nullcontext()
+    @property
+    def updated_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that this rank's optimizer updates. Their gradients are this rank's part of the gradient."""
+        return self.parameters
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients together, the same scalar on all ranks."""
+        gradients = [parameter.grad for parameter in self.updated_parameters]
+        norm = nn.utils.get_total_norm([_values(gradient) for gradient in gradients if gradient is not None])
+        return norm.to(self.world.device)  # torch returns it on the device of the first gradient
+
+    def grad_norms(self) -> Tensor:
+        """The 2-norm of the whole gradient of each updated parameter, the same on all ranks; 0 for no gradient."""
+        parameters = self.updated_parameters
+        # Also on ranks that hold no float64 weights, because the ranks add up these tensors.
+        exact = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+        zero = torch.zeros((), dtype=exact, device=self.world.device)
+        return torch.stack(
+            [zero if parameter.grad is None else _norm(parameter.grad).to(zero) for parameter in parameters]
+        )
+
+    # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         """Call `function(model, batch)`, for example the loss function, and return its value.
 
-        Raises `StageBoundary` on pipeline stages other than the last.
+        Every forward pass of training, evaluation and prediction is such a call. Returns None in evaluations if the
+        value is only known on another rank, which then `contributes` it.
         """
         return function(self.model, batch)
-
-    def result_of(self, forward: Callable[[], T]) -> tuple[T] | tuple[()]:
-        """Run `forward`, a function that runs one forward pass of an evaluation or a prediction with `call`.
-
-        Returns a tuple with the pass's result; an empty tuple on pipeline stages other than the last.
-        """
-        return (forward(),)
-
-    # --- Reduced gradients --------------------------------------------------------------------------------------------
-
-    @property
-    def updated(self) -> Sequence[nn.Parameter]:
-        """The parameters that this rank's optimizer updates. Methods such as `grad_norm` use their gradients."""
-        return self.parameters
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply all gradients by a scalar on the device, without waiting for its value."""
-        scale_gradients(self.updated, factor)
-
-    def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients together, the same scalar on all ranks."""
-        norm = nn.utils.get_total_norm([_values(each.grad) for each in self.updated if each.grad is not None])
-        return norm.to(self.world.device)  # torch returns it on the device of the first gradient
-
-    def grad_norms(self) -> Tensor:
-        """The 2-norm of the whole gradient of each parameter in `updated`, the same on all ranks; 0 for no gradient."""
-        # Also on ranks that hold no float64 weights, because the ranks add up these tensors.
-        exact = torch.float64 if any(each.dtype == torch.float64 for each in self.updated) else torch.float32
-        gradients = [each.grad for each in self.updated]
-        zero = torch.zeros((), dtype=exact, device=self.world.device)
-        return torch.stack([zero if each is None else _norm(each).to(zero) for each in gradients])
-
-    def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients down to the norm `limit`. `norm`: the result of `grad_norm`."""
-        nn.utils.clip_grads_with_norm_(self.updated, limit, norm)
-
-    def clip_grad_value(self, limit: float) -> None:
-        """Clamp each value of the gradients to [-limit, limit]."""
-        nn.utils.clip_grad_value_(self.updated, limit)
-
-    # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     @abstractmethod
     def sync_buffers(self) -> None:
         """Make buffers, such as BatchNorm's statistics, the same on all ranks that hold them."""
 
-    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
+    def evaluation(
+        self,
+        batches: Iterable[tuple[int, T]],
+        filler_batch: Callable[[], T],  # noqa: ARG002
+    ) -> Iterator[tuple[int, T]]:
         """Yield (number of samples, batch) for each batch of this rank; ranks may have different numbers of batches.
 
         The caller runs one forward pass per batch. With `equal_passes`, a rank that has run out of batches yields
         further ones until all ranks have equally many; their number of samples is 0, and their results do not count.
-        `spare`: a function that returns a batch for a rank that has none of its own.
+        `filler_batch`: a function that returns a batch for a rank that has none of its own.
         """
         yield from batches
 
@@ -520,7 +439,7 @@ class Strategy(ABC):
         """Load the result of `model_state`; whole tensors may replace pieces."""
         self.model.load_state_dict(state)
 
-    def held_names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:
         """Parameter names by id, for the parameters that the optimizer holds."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
@@ -536,7 +455,7 @@ class Strategy(ABC):
         """Add entries to an optimizer's state for the parts on other ranks. `forms`: `optimizer_form` of each rank."""
         return state
 
-    def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+    def local_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
         """The entries of a saved optimizer state that this rank needs."""
         return state
 
@@ -544,11 +463,8 @@ class Strategy(ABC):
         """JSON-serializable state that must be saved, so that gradients are reduced in the same way after a resume."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """Restore a `state_dict`. Raises `ValueError` if `state` is invalid.
-
-        `steps`: the number of completed optimizer steps.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`. Raises `ValueError` if `state` is invalid."""
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
@@ -580,13 +496,7 @@ class SingleRank(Strategy):
     """The whole model on one device, in one process."""
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
-        return [self._of_update(each) for each in parameters]
-
-    def begin_step(self) -> None:
-        pass
-
-    def run_passes(self, passes: Passes) -> None:
-        self.accumulate(passes)
+        return [self._of_update(of_update) for of_update in parameters]
 
     def sync_buffers(self) -> None:
         pass

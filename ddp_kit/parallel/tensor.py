@@ -36,8 +36,8 @@ def is_divided(value: Any, dimension: str) -> bool:
 @torch.no_grad()
 def local_part(value: Any) -> Tensor:
     """This rank's part of a DTensor, sharing memory with it; any other tensor is returned unchanged."""
-    found: Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return found
+    local: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return local
 
 
 def reduced_part(gradient: Any, parameter: Any) -> Tensor:
@@ -99,7 +99,7 @@ def split_layers(model: nn.Module, inside: Set[nn.Module], plan: Mapping[str, st
 
 
 def _is_split(layer: nn.Module) -> bool:
-    return any(hasattr(each, "placements") for each in layer.parameters(recurse=False))
+    return any(hasattr(parameter, "placements") for parameter in layer.parameters(recurse=False))
 
 
 def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> ParallelStyle:

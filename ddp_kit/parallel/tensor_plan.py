@@ -24,20 +24,20 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
     patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
     plan: dict[str, str] = {}  # module name -> kind
     for pattern, kind in patterns.items():
-        found = fnmatch.filter(modules, pattern)
-        if not found:
+        names = fnmatch.filter(modules, pattern)
+        if not names:
             raise ConfigError(
                 f"parallel.tensor_plan names {pattern!r}, but the model {type(model).__name__} has no such module",
-                suggestion(pattern, [each for each in modules if each], "modules"),
+                suggestion(pattern, [module for module in modules if module], "modules"),
             )
-        plan |= dict.fromkeys(found, kind)
+        plan |= dict.fromkeys(names, kind)
     users: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, []).append(name)
     for name, kind in plan.items():
         _check_layer(name, modules[name], kind, config.tensor)
-        tied = {other for each in modules[name].parameters(recurse=False) for other in users[each]} - {name}
+        tied = {other for parameter in modules[name].parameters(recurse=False) for other in users[parameter]} - {name}
         if tied:  # splitting would untie them
             raise ConfigError(
                 f"parallel.tensor_plan names {name}, which shares a weight with {some(sorted(tied))}",
@@ -89,16 +89,16 @@ def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parame
 
     Raises `ConfigError` like `tensor_plan`.
     """
-    modules, found = dict(model.named_modules()), {}
+    modules, dimensions = dict(model.named_modules()), {}
     for name, kind in tensor_plan(model, config).items():
         if kind == "sequence":
             continue
         layer = modules[name]
         # A Linear's weight is [outputs, inputs], an Embedding's [rows, columns].
         first = (kind == "column") == isinstance(layer, nn.Linear)
-        for own, parameter in layer.named_parameters(recurse=False):
-            if own == "weight":
-                found[parameter] = 0 if first else 1
+        for short_name, parameter in layer.named_parameters(recurse=False):
+            if short_name == "weight":
+                dimensions[parameter] = 0 if first else 1
             elif first:  # a bias belongs to the outputs
-                found[parameter] = 0
-    return found
+                dimensions[parameter] = 0
+    return dimensions

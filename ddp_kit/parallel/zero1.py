@@ -18,7 +18,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
-from ddp_kit.parallel.strategy import Passes, Strategy
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import gather_ranges
 
@@ -29,7 +29,7 @@ class _Flat:
 
     values: Tensor
     """All values, padded to a multiple of the number of ranks."""
-    own: Tensor
+    local: Tensor
     """This rank's range, a view of `values`."""
 
 
@@ -39,26 +39,25 @@ class Zero1Strategy(DdpStrategy):
     shards = True
     divided = Strategy.divided  # raises: several optimizers are not supported
 
-    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
-        super().__init__(world, config, recoverable=recoverable)
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.optimizer_replicas = tuple(range(rank, rank + 1) for rank in range(world.world_size))
         self._flat: list[_Flat] = []
         self._scalars: list[nn.Parameter] = []  # trained parameters that are not sharded
-
-    @property
-    def optimizer_replicas(self) -> tuple[range, ...]:
-        return tuple(range(rank, rank + 1) for rank in range(self.world.world_size))
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
         check_dense_gradients(model, self.config.strategy)
 
     def setup(self, model: nn.Module) -> None:
-        for each in model.parameters():  # DDP's buckets keep these strides, and the flat tensor is in row-major order
-            each.data = each.data.contiguous()
+        for (
+            parameter
+        ) in model.parameters():  # DDP's buckets keep these strides, and the flat tensor is in row-major order
+            parameter.data = parameter.data.contiguous()
         super().setup(model)
-        if self._flat:  # called again after `release`: the optimizer still holds the first shards
+        if self._flat:  # called again: the optimizer still holds the first shards
             return
-        self._scalars = [each for each in self.parameters if each.ndim == 0]
+        self._scalars = [parameter for parameter in self.parameters if parameter.ndim == 0]
         trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.ndim > 0:
@@ -73,31 +72,31 @@ class Zero1Strategy(DdpStrategy):
     def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
         """Move parameters into one flat tensor. Returns the piece of each parameter that is in this rank's range."""
         ranks, device = self.world.world_size, self.world.device
-        share = -(-sum(each.numel() for each in parameters) // ranks)
+        share = -(-sum(parameter.numel() for parameter in parameters) // ranks)
         values = torch.zeros(share * ranks, dtype=dtype, device=device)
         first, pieces, at = share * self.world.rank, {}, 0
-        for each in parameters:
-            place = values[at : at + each.numel()]
-            place.copy_(each.reshape(-1))
-            begin, end = (min(max(edge - at, 0), each.numel()) for edge in (first, first + share))
-            each.data = place.view(each.shape)
-            pieces[each] = Piece(place[begin:end], tuple(each.shape), (begin,), flat=True)
-            at += each.numel()
+        for parameter in parameters:
+            view = values[at : at + parameter.numel()]
+            view.copy_(parameter.reshape(-1))
+            begin, end = (min(max(edge - at, 0), parameter.numel()) for edge in (first, first + share))
+            parameter.data = view.view(parameter.shape)
+            pieces[parameter] = Piece(view[begin:end], tuple(parameter.shape), (begin,), flat=True)
+            at += parameter.numel()
         self._flat.append(_Flat(values, values[first : first + share]))
         return pieces
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         self._shards.give_to(optimizer)
 
-    def run_passes(self, passes: Passes) -> None:
-        super().run_passes(passes)
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
         for whole, shard in self._shards.trained:
             piece = self._shards.pieces[id(shard)]
             begin = piece.offsets[0]
             shard.grad = None if whole.grad is None else whole.grad.view(-1)[begin : begin + shard.numel()]
 
     @property
-    def updated(self) -> list[nn.Parameter]:
+    def updated_parameters(self) -> list[nn.Parameter]:
         return [*(shard for _, shard in self._shards.trained), *self._scalars]
 
     def grad_norm(self) -> Tensor:
@@ -105,7 +104,7 @@ class Zero1Strategy(DdpStrategy):
         square = nn.utils.get_total_norm(sharded).to(self.world.device).square()
         dist.all_reduce(square)
         norm = square.sqrt()
-        scalars = [each.grad for each in self._scalars if each.grad is not None]  # the same on all ranks
+        scalars = [parameter.grad for parameter in self._scalars if parameter.grad is not None]  # the same on all ranks
         return nn.utils.get_total_norm([norm, *scalars]) if scalars else norm
 
     def grad_norms(self) -> Tensor:
@@ -116,10 +115,10 @@ class Zero1Strategy(DdpStrategy):
     def end_step(self) -> None:
         super().end_step()
         for flat in self._flat:
-            gather_ranges(flat.values, flat.own)
+            gather_ranges(flat.values, flat.local)
 
-    def held_names(self) -> dict[int, str]:
-        return super().held_names() | self._shards.names
+    def parameter_names(self) -> dict[int, str]:
+        return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
         return self._shards.pieces.get(id(parameter))

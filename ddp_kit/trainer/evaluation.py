@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ddp_kit.checkpoint.manager import Checkpoints
@@ -17,7 +16,7 @@ from ddp_kit.distributed.world import gathered, random_states, set_random_states
 from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
-from ddp_kit.metrics import Loss, Mean, MetricObject, checked, reduced
+from ddp_kit.metrics import Mean, MetricObject, checked, reduced
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
@@ -77,7 +76,7 @@ class Evaluator:
         before = random_states(parts.world)
         try:
             with parts.heartbeat.during(Phase.EVALUATION):
-                return evaluate(parts, self._metrics, EvaluationData(first, data.spare)) or {}
+                return evaluate(parts, self._metrics, EvaluationData(first, data.filler_batch)) or {}
         except RuntimeError as error:
             if "does not have a grad_fn" not in str(error):  # raised by backward() under no_grad
                 raise
@@ -196,11 +195,6 @@ def _dataset(data: object) -> object:
     return data.dataset if isinstance(data, DataLoader) else data
 
 
-def _loss(parts: Parts, batch: Any, samples: int) -> "Tensor | Loss":
-    with parts.precision.forward(), parts.logged.batch(samples):
-        return checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
-
-
 @torch.no_grad()
 def evaluate(
     parts: Parts,
@@ -222,7 +216,7 @@ def evaluate(
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs, parts.logged.set_aside():
-        batches = parts.strategy.evaluation(data.batches(), data.spare)
+        batches = parts.strategy.evaluation(data.batches(), data.filler_batch)
         for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, parts.world.is_main)):
             # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
@@ -230,11 +224,12 @@ def evaluate(
                 break
             parts.heartbeat.mark(Phase.EVALUATION)
             counted = samples if parts.strategy.contributes else 0
-            losses = parts.strategy.result_of(partial(_loss, parts, batch, counted))
-            if not losses or not counted:
+            with parts.precision.forward(), parts.logged.batch(counted):
+                loss = parts.strategy.call(parts.loss_fn, batch)
+            if not counted:
                 outputs.clear()
                 continue
-            means["loss"].add(*losses, samples)
+            means["loss"].add(checked(loss, "the loss function"), samples)
             for name, metric in metrics.items():
                 if not outputs:
                     raise LossError(

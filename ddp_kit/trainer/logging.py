@@ -580,7 +580,7 @@ class LogPoints:
             return
         weights = consistency.facts_of_weights(parts.model, strategy.local_parameters(), world)
         optimizer = consistency.facts_of_optimizer(
-            strategy.held_names(), parts.device_optimizer, parts.optimizer, world
+            strategy.parameter_names(), parts.device_optimizer, parts.optimizer, world
         )
         found = (
             first_difference(world, {what: consistency.settings_of(parts.optimizer)})

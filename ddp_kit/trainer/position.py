@@ -16,7 +16,6 @@ from ddp_kit.data.feed import PER_RANK, RANKS
 from ddp_kit.distributed.barrier import all_arrive
 from ddp_kit.distributed.consistency import Facts
 from ddp_kit.distributed.world import (
-    RandomStates,
     World,
     decoded,
     encoded,
@@ -150,22 +149,18 @@ class Position:
 
     @staticmethod
     def check_state(state: dict[str, Any]) -> None:
-        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values.
-
-        Values that older versions did not save may be missing.
-        """
-        for name in ("step", "epoch", "steps_in_epoch"):
+        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values."""
+        for name in ("step", "epoch", "steps_in_epoch", "samples"):
             whole_number(state[name], name)
-        whole_number(state.get("samples", 0), "samples")
-        real_number(state.get("loss", math.nan), "loss")
-        whole_number(state.get("evaluated", -1), "evaluated", -1)
-        if state.get("epoch_length") is not None:
+        real_number(state["loss"], "loss")
+        whole_number(state["evaluated"], "evaluated", -1)
+        if state["epoch_length"] is not None:
             whole_number(state["epoch_length"], "epoch_length", 1)
         for name in ("evaluation_pending", "was_stopping"):
-            flag(state.get(name, False), name)
-        for ranks, size in state.get("micro_batches", {}).items():
+            flag(state[name], name)
+        for ranks, size in state["micro_batches"].items():
             whole_number(size, f"the micro-batch of {ranks} ranks", 1)
-        for name, fact in state.get("epoch_facts", {}).items():
+        for name, fact in state["epoch_facts"].items():
             if not isinstance(fact, str | int):
                 raise ValueError(f"{name} is {fact!r}")
 
@@ -187,10 +182,6 @@ class ProgressPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._position.state()
-
-    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
-        renamed = {"owes_evaluation": "evaluation_pending"}
-        return {renamed.get(name, name): value for name, value in state.items()}
 
     def check(self, state: Any) -> str | None:
         Position.check_state(state)
@@ -240,19 +231,15 @@ def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[Reader
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
         return ()
-    with random_states_kept():  # the states are set once to validate them
-        return tuple(
-            ReaderState(
-                whole_number(reader, "a reader"), whole_number(number, "a batch"), _set(random), from_text(state)
+    place = []
+    with random_states_kept():
+        for reader, number, random, state in json.loads(text):
+            states = decoded(random)
+            set_random_states(states)  # raises an error for invalid states
+            place.append(
+                ReaderState(whole_number(reader, "a reader"), whole_number(number, "a batch"), states, from_text(state))
             )
-            for reader, number, random, state in json.loads(text)
-        )
-
-
-def _set(text: str) -> RandomStates:
-    states = decoded(text)
-    set_random_states(states)
-    return states
+    return tuple(place)
 
 
 # --- Loop state -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,14 +32,14 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
     columns: dict[str, list[Tensor]] = {}
     spec = None
     with evaluating(parts.model) as outputs, parts.logged.set_aside():
-        batches = parts.strategy.evaluation(data.batches(), data.spare)
+        batches = parts.strategy.evaluation(data.batches(), data.filler_batch)
         for samples, batch in with_bar(batches, "prediction", data.count, parts.world.is_main):
             parts.heartbeat.mark(Phase.EVALUATION)
-            found = parts.strategy.result_of(partial(_predicted, parts, function, batch, outputs))
-            if not found or not samples or not parts.strategy.contributes:
+            prediction = _predicted(parts, function, batch, outputs)
+            if not samples or not parts.strategy.contributes:
                 outputs.clear()
                 continue
-            leaves, spec_of_batch = _leaves(*found, samples)
+            leaves, spec_of_batch = _leaves(prediction, samples)
             if spec is None:
                 spec, columns = spec_of_batch, {name: [] for name in leaves}
             if leaves.keys() != columns.keys():
@@ -57,7 +56,7 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
 
 
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
-    """Return the prediction for a batch.
+    """Return the prediction for a batch; None if only another rank knows it.
 
     If `function` is None: the model's output if the batch is a single tensor, and otherwise the model's last output
     inside the loss function.
@@ -70,12 +69,12 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
         if isinstance(batch, Tensor):
             return parts.strategy.call(lambda model, inputs: model(inputs), batch)
         parts.strategy.call(parts.loss_fn, batch)
-    if not outputs:
+    if not outputs and parts.strategy.contributes:
         raise LossError(
             "the loss function did not call the model, so predict does not know how to compute an output",
             "pass a function: trainer.predict(data, lambda model, batch: model(batch['inputs']))",
         )
-    return outputs[0]
+    return outputs[0] if outputs else None
 
 
 def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:

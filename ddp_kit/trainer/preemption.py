@@ -12,17 +12,16 @@ from types import FrameType
 from typing import Any, Self
 
 import psutil
-import torch.distributed as dist
 
 from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed.barrier import control_of
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.env import job_end_time, job_start_time, shutdown_timeout
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
-from ddp_kit.torch_internals import default_store
 from ddp_kit.trainer.position import Position
 
 # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job.
@@ -48,7 +47,7 @@ class StopSignals:
         """The signal that was received last; None if none was received."""
         self._before: dict[signal.Signals, Any] = {}
         self._entered = 0
-        self.outlast = False
+        self.ignore_until_exit = False
         """Whether to keep ignoring SIGTERM, SIGUSR1 and SIGUSR2 after the context, until the process exits."""
 
     def __enter__(self) -> Self:
@@ -67,7 +66,7 @@ class StopSignals:
         self._entered -= 1
         while self._before and not self._entered:
             number, before = self._before.popitem()
-            lasts = self.outlast and number != signal.SIGINT
+            lasts = self.ignore_until_exit and number != signal.SIGINT
             if signal.getsignal(number) == self._note and not lasts:
                 signal.signal(number, before)
 
@@ -89,7 +88,8 @@ class Requests:
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         limit = config.max_seconds
-        self._stop_at = None if limit is None else time.monotonic() + limit - _seconds_so_far()
+        job_start = job_start_time() or psutil.Process().create_time()  # before restarts
+        self._stop_at = None if limit is None else time.monotonic() + limit - (time.time() - job_start)
         self._end_time = job_end_time()
         left = 0.0 if self._end_time is None else self._end_time - time.time()
         self._reserve = min(_RESERVE_SECONDS, max(0.0, left * _LONGEST_RESERVE))
@@ -138,9 +138,9 @@ class Preemption:
         self._folder = config.checkpoint.dir
         self._auto = config.checkpoint.resume == "auto"
         self._number = number = next(_numbers)
-        open_store = partial(_store, number) if self._folder is not None and world.world_size > 1 else None
+        control = partial(control_of, world) if self._folder is not None and world.world_size > 1 else None
         self._requests = Requests(world, config, checkpoints)
-        self._consensus = StepConsensus(world.rank, world.world_size, open_store, self._requests.latest)
+        self._consensus = StepConsensus(world.rank, world.world_size, control, str(number), self._requests.latest)
         weakref.finalize(self, self._consensus.close)
         self._grace = shutdown_timeout()
         self._launched = self._grace is not None
@@ -203,7 +203,7 @@ class Preemption:
         finally:
             _signals.received = None  # until here, a second Ctrl-C interrupts
         # The launcher sends SIGTERM when another node has left, and that must not replace the exit code REQUEUE.
-        _signals.outlast = self._launched
+        _signals.ignore_until_exit = self._launched
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
             "stopped by {} after step {}: the run is saved in {}; {} resumes from there",
@@ -256,17 +256,3 @@ def _save_others(stopping: Preemption, world: World) -> None:
                     other._position.step,
                     other._folder,
                 )
-
-
-def _store(number: int, times: int) -> dist.Store:
-    """Open a namespace of the process group's store, on a separate connection for the thread that uses it.
-
-    `number`: the number of the Trainer. `times`: how many loops this Trainer has run before.
-    """
-    whole: Any = default_store()
-    return dist.PrefixStore(f"ddp_kit/preemption/{number}/{times}", whole.clone())
-
-
-def _seconds_so_far() -> float:
-    """Seconds since the job started, restarts included."""
-    return time.time() - (job_start_time() or psutil.Process().create_time())

@@ -32,39 +32,38 @@ class SchedulerPart(SavedPart):
     """
 
     name = "scheduler"
-    version = 2  # version 1 lacked the class
+    version = 2
 
     def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
         """`by_update`: name -> scheduler of each update; empty unless a step has several updates, as for a GAN."""
         self._scheduler = scheduler
         self._by_update = bool(by_update)
         self._schedulers = dict(by_update) or ({} if scheduler is None else {"": scheduler})
-        self._starts = {name: copied(each.state_dict()) for name, each in self._schedulers.items()}
-        self._options = {name: options_of(each.optimizer) for name, each in self._schedulers.items()}
+        self._starts = {name: copied(scheduler.state_dict()) for name, scheduler in self._schedulers.items()}
+        self._options = {name: options_of(scheduler.optimizer) for name, scheduler in self._schedulers.items()}
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        own = self._scheduler
-        if own is None:
+        if self._scheduler is None:
             return None
         start = plain(self._starts if self._by_update else self._starts[""])
-        return {"kind": _kind(own), "state": own.state_dict(), "start": start}
+        return {"kind": _kind(self._scheduler), "state": self._scheduler.state_dict(), "start": start}
 
     def check(self, state: Any) -> str | None:
-        own = "none" if self._scheduler is None else _kind(self._scheduler)
-        saved = "none" if state is None else state.get("kind", own)
-        if saved != own:
-            return f"the checkpoint's scheduler is {saved}, but this run uses {own}"
+        kind = "none" if self._scheduler is None else _kind(self._scheduler)
+        saved = "none" if state is None else state["kind"]
+        if saved != kind:
+            return f"the checkpoint's scheduler is {saved}, but this run uses {kind}"
         for name, scheduler in self._schedulers.items():
             _check_values(self._of(state["state"], name), scheduler)
-            if "start" in state:  # fails here if damaged, before anything is loaded
-                _ = [*_changes(scheduler, self._of(state["start"], name), self._starts[name])]
+            # Fails here if it is damaged, before anything is loaded.
+            _ = [*_changes(scheduler, self._of(state["start"], name), self._starts[name])]
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         if self._scheduler is None or state is None:
             return
         self._scheduler.load_state_dict(state["state"])
-        for name, scheduler in self._schedulers.items() if "start" in state else ():
+        for name, scheduler in self._schedulers.items():
             changes = [*_changes(scheduler, self._of(state["start"], name), self._starts[name])]
             if changes := changes or [*_changed_functions(scheduler)]:
                 self._use_schedule_of_script(name, copied(self._of(state["state"], name)), changes)
@@ -76,7 +75,7 @@ class SchedulerPart(SavedPart):
     def _use_schedule_of_script(self, name: str, state: Mapping[str, Any], changes: list[SettingChange]) -> None:
         """Continue at the checkpoint's step with the script's schedule. `state`: the scheduler's in the checkpoint."""
         scheduler, start = self._schedulers[name], self._starts[name]
-        told = [change for change in changes if change.name not in _RATES]
+        logged = [change for change in changes if change.name not in _RATES]
         if (steps := _steps_done(state, start)) is None:
             logger.warning(
                 "the script's settings of the {} are ignored, and those of the checkpoint are used ({}), because its "
@@ -86,9 +85,9 @@ class SchedulerPart(SavedPart):
             )
             return
         constant = isinstance(scheduler, WarmUp) and scheduler.scheduler is None  # after the warm-up
-        if constant and told == changes and steps >= max(state["steps"], start["steps"]):
+        if constant and logged == changes and steps >= max(state["steps"], start["steps"]):
             vars(scheduler).update(steps=start["steps"])
-            log_setting_changes(told, "; the warm-up has ended, so the learning rates stay as they are")
+            log_setting_changes(logged, "; the warm-up has ended, so the learning rates stay as they are")
             return
         groups = scheduler.optimizer.param_groups
         loaded = [dict(group) for group in groups]
@@ -107,23 +106,23 @@ class SchedulerPart(SavedPart):
             for option in before.keys() - scheduled:
                 if option not in options or same_value(group[option], options[option]):
                     group[option] = before[option]
-        log_setting_changes(told, f"; the schedule continues after step {steps} as if it had begun with them")
+        log_setting_changes(logged, f"; the schedule continues after step {steps} as if it had begun with them")
 
 
-def _changes(scheduler: LRScheduler, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[SettingChange]:
+def _changes(scheduler: LRScheduler, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
     """The settings that differ between two states of a scheduler that has not been stepped."""
     inner = _inner(scheduler)
-    found = {
+    changes = {
         name: SettingChange(_label(scheduler, name), saved[name], value)
-        for name, value in own.items()
+        for name, value in current.items()
         if name in saved and name not in _PROGRESS and name not in inner and not same_value(saved[name], value)
     }
-    public = [change for name, change in found.items() if not name.startswith("_")]
-    yield from public or found.values()  # OneCycleLR's _schedule_phases, for example, follow from its total_steps
+    public = [change for name, change in changes.items() if not name.startswith("_")]
+    yield from public or changes.values()  # OneCycleLR's _schedule_phases, for example, follow from its total_steps
     for name, schedulers in inner.items():
-        if name in saved and name in own:  # a class of the user's may save them in another way
-            for one, there, here in zip(schedulers, _several(saved[name]), _several(own[name]), strict=True):
-                yield from _changes(one, there, here)
+        if name in saved and name in current:  # a class of the user's may save them in another way
+            for one, *states in zip(schedulers, _several(saved[name]), _several(current[name]), strict=True):
+                yield from _changes(one, *states)
 
 
 def _label(scheduler: LRScheduler, name: str) -> str:
@@ -171,9 +170,9 @@ def _kind(scheduler: LRScheduler) -> str:
 
 def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
     """Raise `ValueError` for values that `LRScheduler.load_state_dict` accepts, but that make the next step fail."""
-    for name, own in scheduler.state_dict().items():
+    for name, current in scheduler.state_dict().items():
         if name in state and (name in _FIELDS or type(scheduler).__module__.startswith("torch.")):
-            check_same_kind(state[name], own, f"{name} of the checkpoint's scheduler")
+            check_same_kind(state[name], current, f"{name} of the checkpoint's scheduler")
     for name in state:
         if callable(getattr(type(scheduler), name, None)):
             raise ValueError(f"{name} in the checkpoint's scheduler state would replace a method of the scheduler")
@@ -187,16 +186,15 @@ def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
         states = _several(state.get(name, []))
         if name in state and len(states) != len(inner):
             raise ValueError(f"{name} of the checkpoint's scheduler has {len(states)} values instead of {len(inner)}")
-        for saved, own in zip(states, inner, strict=False):
+        for saved, inner_scheduler in zip(states, inner, strict=False):
             if isinstance(saved, Mapping):
-                _check_values(saved, own)
+                _check_values(saved, inner_scheduler)
 
 
 def _inner(scheduler: LRScheduler) -> dict[str, list[LRScheduler]]:
     """Schedulers inside a scheduler, by the name of the attribute that holds them."""
-    found = {}
+    schedulers = {}
     for name, value in vars(scheduler).items():
-        several = value if isinstance(value, list | tuple) else [value]
-        if inner := [one for one in several if isinstance(one, LRScheduler)]:
-            found[name] = inner
-    return found
+        if inner := [one for one in _several(value) if isinstance(one, LRScheduler)]:
+            schedulers[name] = inner
+    return schedulers

@@ -23,7 +23,7 @@ from ddp_kit.timing import StepClock
 from ddp_kit.trainer.logging import Interval
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
-from ddp_kit.trainer.step import OptimizerStep, StepPasses
+from ddp_kit.trainer.step import OptimizerStep, StepRecord
 
 # --- Out-of-memory errors ---------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
     before, found, failed = RunSnapshot(parts), 0, None
     for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
         outcome, error = _tried(parts, batches_of, size, last=size == share)
-        _release_cached_memory()
+        release_cached_memory()
         before.restore()
         worst = max(outcome for (outcome,) in gathered(parts.world, [outcome]))
         if worst == _TOO_LARGE:
@@ -157,7 +157,8 @@ def _clear_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _release_cached_memory() -> None:
+def release_cached_memory() -> None:
+    """Give the memory of tensors that are no longer in use back to the device."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -175,51 +176,36 @@ class RecoverableStep(OptimizerStep):
     if so: restore buffers and random states; all ranks raise OutOfMemory
     """
 
-    def release(self) -> None:
-        """Discard what the strategy built around the model: an interrupted reduction leaves it in an unknown state."""
-        self._strategy.release()
-        _release_cached_memory()
-
-    def _run_passes(self, passes: StepPasses) -> None:
-        before, failed = StepSnapshot(self._parts), None
+    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
+        self._before, self._record, self._confirmed = StepSnapshot(self._parts), record, False
+        failed: BaseException
         try:
-            super()._run_passes(passes)
+            super().run(share, batch, record, measure_norm=measure_norm)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if self._confirmed or not is_out_of_memory(error):
                 raise
-            failed = error.with_traceback(None)  # traceback frames keep tensors alive
-        if failed is not None:
-            self.clear()
-            _release_cached_memory()
-            self._join_remaining_collectives(passes)
-        if self._any_rank(failed is not None):
-            before.restore()
-            passes.drop()
+            failed = error.with_traceback(None)  # the frames of the traceback keep tensors alive
+        else:
+            return
+        self.clear()
+        release_cached_memory()
+        if self._parts.world.world_size > 1:  # take part in the same collectives as the other ranks, in the same order
+            if not self._loss.agreed:
+                self._loss.agree()
+            self._loss.reduce_weights()
+            self._strategy.abandon_step()
+        self.confirm_passes(failed)
+
+    def confirm_passes(self, failed: BaseException | None = None) -> None:
+        flag = torch.tensor(int(failed is not None))
+        if self._parts.world.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._parts.world))
+        self._confirmed = True
+        if flag:
+            self._before.restore()
+            self._record.drop_step()
             self.clear()
             raise OutOfMemory(failed)
-
-    def _join_remaining_collectives(self, passes: StepPasses) -> None:
-        """Take part in the step's remaining collectives, in the same order as the other ranks."""
-        if self._parts.world.world_size == 1:
-            return
-        if not self._losses.agreed:
-            self._losses.agree()
-        if self._losses.weighted and not passes.weighed:
-            passes.add_up_weights()
-            passes.weight()
-        self._strategy.finish_failed_passes()
-
-    def _any_rank(self, failed: bool) -> bool:
-        if self._parts.world.world_size == 1:
-            return failed
-        flag = torch.tensor(int(failed))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._parts.world))
-        return bool(flag)
-
-
-def new_step(parts: Parts, clock: StepClock) -> OptimizerStep:
-    """Create the object that runs optimizer steps; a `RecoverableStep` if the strategy can recover from failed ones."""
-    return RecoverableStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)
 
 
 # --- Learning-rate range test -----------------------------------------------------------------------------------------

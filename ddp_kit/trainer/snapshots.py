@@ -21,7 +21,7 @@ class BufferCopies:
     """A copy of a model's buffers. `restore` finds buffers by name, because a module may replace a buffer's tensor."""
 
     def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
-        self._kept = [
+        self._copies = [
             (module, name, buffer, None if buffer is None else copied(stored(buffer.detach())))
             for module in model.modules()
             for name, buffer in module._buffers.items()
@@ -30,7 +30,7 @@ class BufferCopies:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the original buffer tensors back into the modules, and restore their values."""
-        for module, name, buffer, before in self._kept:
+        for module, name, buffer, before in self._copies:
             if buffer is not None and before is not None:
                 stored(buffer).copy_(before)
             module._buffers[name] = buffer
@@ -38,7 +38,7 @@ class BufferCopies:
     @torch.no_grad()
     def restore_where(self, left_out: Tensor) -> None:
         """Restore the values if `left_out`, a boolean scalar on the device, is true. Does not wait for the device."""
-        for module, name, _, before in self._kept:
+        for module, name, _, before in self._copies:
             buffer = module._buffers[name]
             if buffer is not None and before is not None:
                 current = stored(buffer)
@@ -105,7 +105,7 @@ class RunSnapshot:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._weights = [(each, _on_host(each)) for each in parts.strategy.local_parameters()]
+        self._weights = [(weight, _on_host(weight)) for weight in parts.strategy.local_parameters()]
         self._buffers = BufferCopies(parts.model, _on_host)
         self._optimizer = pytree.tree_map(_on_host, parts.optimizer.state_dict())
         self._scheduler = {} if parts.scheduler is None else copy.deepcopy(parts.scheduler.state_dict())
@@ -115,8 +115,8 @@ class RunSnapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state; weights and buffers are restored in place."""
-        for each, before in self._weights:
-            each.copy_(before)
+        for weight, before in self._weights:
+            weight.copy_(before)
         self._buffers.restore()
         load_optimizer_state(self._parts.optimizer, copy.deepcopy(self._optimizer), keep_devices=False)
         if self._parts.scheduler is not None:

@@ -1,9 +1,9 @@
 """An optimizer step: calls of the loss function, the exact gradient of the global batch, and the update."""
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -12,255 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.callbacks.callback import Gradients
-from ddp_kit.data.collate import Partial, unpacked
+from ddp_kit.data.collate import Partial
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
-from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
+from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.structures import with_copied_containers
-from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
+from ddp_kit.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
-
-# --- Parameters of a run ----------------------------------------------------------------------------------------------
-# Which parameters exist, and which of them require gradients, is fixed when the Trainer is created.
-
-
-class RunParameters:
-    """The parameters that the model and the optimizer had when the Trainer was created, kept to detect changes.
-
-    Strategies reduce only the gradients of parameters that required gradients at that time: if a parameter were
-    unfrozen later, each rank would train it separately.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._own = tuple(model.parameters())
-        self._held = _parameters_of(optimizer)
-        self._required_grad = [parameter.requires_grad for parameter in self._own]
-        self._all = tuple(dict.fromkeys(self._own + self._held + _parameters_of(device_optimizer)))
-
-    def clear_gradients(self) -> None:
-        """Set the gradients of all parameters of the model and the optimizers to None."""
-        for parameter in self._all:
-            parameter.grad = None
-
-    @property
-    def any_gradient(self) -> bool:
-        """Whether a parameter of the model has a gradient."""
-        return any(parameter.grad is not None for parameter in self._own)
-
-    def check_frozen(self) -> None:
-        """Raise `ConfigError` if `requires_grad` of any parameter has changed. Takes about 30 ns per parameter."""
-        if [parameter.requires_grad for parameter in self._own] == self._required_grad:
-            return
-        changed = [
-            name
-            for (name, parameter), required in zip(self._model.named_parameters(), self._required_grad, strict=False)
-            if parameter.requires_grad != required
-        ]
-        raise ConfigError(
-            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was created: {some(changed)}",
-            "change requires_grad before creating the Trainer, or create a new Trainer afterwards: a Trainer decides "
-            "only once which gradients the ranks reduce",
-        )
-
-    def check(self) -> None:
-        """Run `check_frozen`; also raise `ConfigError` if parameters were added or replaced. Walks all modules."""
-        self.check_frozen()
-        for what, now, before in (
-            ("the model", [*self._model.parameters()], self._own),
-            ("the optimizer", _parameters_of(self._optimizer), self._held),
-        ):
-            if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
-                raise ConfigError(
-                    f"the parameters of {what} were replaced, added or removed after the Trainer was created "
-                    f"({len(before)} parameters then, {len(now)} now)",
-                    "change the model first, then create a new optimizer and a new Trainer",
-                )
-
-
-def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-# --- Loss function calls ----------------------------------------------------------------------------------------------
-# These calls check the result of the loss function, and that all ranks get the same kind of loss.
-
-
-_UNKNOWN, _PLAIN, _WEIGHTED = range(3)
-_IGNORED = -100  # the default ignore_index of torch's cross_entropy
-
-
-class LossCalls:
-    """Calls the loss function for the passes of a Trainer's steps.
-
-    Before the first backward pass, each rank sends the other ranks the kind of its loss (a plain tensor or a `Loss`) or
-    its error, because the reductions of a step depend on the kind of loss. The host waits for the device once, during
-    this exchange.
-    """
-
-    def __init__(self, parts: Parts, parameters: RunParameters) -> None:
-        self._parts = parts
-        self._parameters = parameters
-        self._kind = _UNKNOWN
-        self.max_passes = 0
-        """The largest number of passes on any rank in the first step."""
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the ranks have agreed on what the loss function returns."""
-        return self._kind != _UNKNOWN
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the loss function returns a `Loss`, whose weight is known only after the passes."""
-        return self._kind == _WEIGHTED
-
-    def call(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
-        """Compute the loss of a batch. `passes`: this rank's number of passes in the step. Raises `LossError`.
-
-        The first call is a collective; see `agree`.
-        """
-        if not self.agreed:
-            return self._first(batch, step, passes)
-        value = self._called(batch, step)
-        if self.weighted != isinstance(value, Loss):
-            raise LossError(
-                "the loss function returned a plain tensor at some steps and a Loss at others",
-                "return the same type at every step: it determines how the ranks reduce the loss",
-            )
-        return value
-
-    def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
-        """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
-
-        `found`: this rank's first loss, or its error; None if the rank has no samples. `passes`: this rank's number of
-        passes in the first step. Raises `LossError` if the kinds of loss differ, or if any rank has an error.
-        """
-        own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
-        problem = found if isinstance(found, LossError) else None
-        everyone = first_losses(self._parts.world, (own, passes), problem)
-        kinds = {kind for kind, _ in everyone}
-        if len(kinds - {_UNKNOWN}) > 1:
-            raise LossError(
-                "the loss function returned a plain tensor on some ranks and a Loss on others",
-                "return the same type on every rank: it determines how the ranks reduce the loss",
-            )
-        self._kind = max(kinds)
-        self.max_passes = max(passes for _, passes in everyone)
-
-    def _called(self, batch: object, step: int) -> "Tensor | Loss":
-        parts = self._parts
-        if parts.config.compile is None:
-            value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
-        else:
-            with parts.strategy.forward_context():
-                value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
-        if not (value.loss if isinstance(value, Loss) else value).requires_grad:
-            self._parameters.check_frozen()  # frozen parameters are a likely cause; this error is clearer
-            raise LossError(
-                f"the loss function returned a tensor that does not require grad at step {step} on rank "
-                f"{parts.world.rank}",
-                "compute the loss from the model's output, without .item(), .detach(), torch.no_grad() or argmax in "
-                "between",
-                step,
-            )
-        return value
-
-    def _first(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
-        before = self._parameters.any_gradient
-        try:
-            value = self._called(batch, step)
-            if self._parameters.any_gradient and not before:
-                raise backward_called()
-            if (value.loss if isinstance(value, Loss) else value).is_complex():
-                raise LossError(
-                    "the loss function returned a complex number, which cannot be minimised",
-                    "return a real one, such as .abs() or .real of it",
-                )
-            self._check_finite(value)
-            self._advise(value, batch, passes)
-        except LossError as error:
-            found = backward_called() if self._parameters.any_gradient and not before else error
-            self.agree(found, passes)  # raises the error on all ranks
-            raise
-        self.agree(value, passes)
-        return value
-
-    def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
-        """Log advice if the loss is probably a mean over tokens: such a mean depends on how samples are grouped."""
-        parts = self._parts
-        divided = passes > 1 or parts.strategy.data_ranks > 1
-        if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
-            logger.info(
-                "advice: samples have from {} to {} tokens, but the loss is a plain tensor, which is treated as a mean "
-                "over samples. If it is a mean over tokens, return Loss(sum, number of tokens): the result is then the "
-                "same for any number of ranks and micro-batches",
-                *counts,
-            )
-
-    def _check_finite(self, value: "Tensor | Loss") -> None:
-        total = value.loss if isinstance(value, Loss) else value
-        lenient = self._parts.config.non_finite_gradients == "skip" or self._parts.precision.scales
-        if not lenient and not bool(torch.isfinite(total)):
-            raise LossError(
-                f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
-                "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
-                "torch.autograd.set_detect_anomaly(True) names the operation",
-            )
-
-
-def backward_called() -> LossError:
-    """Create the error for a loss function that calls backward() itself."""
-    return LossError(
-        "the loss function calls backward(), which the Trainer does itself",
-        "return the loss, without backward(), optimizer.step() and zero_grad(); for several losses use updates=[...]",
-    )
-
-
-def _token_counts(batch: object) -> tuple[int, int] | None:
-    """The smallest and the largest number of tokens in a sample.
-
-    None if the batch does not look like tokens, or if all samples have the same number.
-    """
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
-            counts = (leaf != _IGNORED).sum(dim=1)
-            least, most = int(counts.min()), int(counts.max())
-            if least < most:
-                return least, most
-    return None
-
-
-def check_step_hooks(parts: Parts) -> None:
-    """Raise `ConfigError` if an optimizer with hooks of its step does not hold the model's own, whole parameters.
-
-    Such a hook would have no effect on the model, or compute with this rank's part of a tensor as if it were whole.
-    """
-    offloaded = parts.device_optimizer is not parts.optimizer
-    if not parts.strategy.shards and not offloaded:
-        return
-    hooks = [getattr(each, "__qualname__", type(each).__name__) for each in step_hooks(parts.optimizer)]
-    if hooks:
-        where = "copies of the weights in host memory" if offloaded else "parts of the weights"
-        config = parts.config
-        setting = f"parallel.strategy={config.parallel.strategy!r}"
-        if offloaded:
-            setting = f"memory.offload={config.memory.offload!r}"
-        raise ConfigError(
-            f"the optimizer {type(parts.optimizer).__name__} has hooks around its step ({some(hooks)}), but with "
-            f"{setting} it updates {where}, so hooks cannot read or change whole gradients and weights of the model",
-            "write a Callback instead, which works at every placement: on_gradients(trainer, gradients) before the "
-            "step, on_step(trainer) after it; or use parallel='ddp' without offload",
-        )
-
+from ddp_kit.trainer.snapshots import BufferCopies, without_trace
 
 # --- The optimizer step -----------------------------------------------------------------------------------------------
 
@@ -283,17 +48,9 @@ class StepRecord(Protocol):
 
 
 class OptimizerStep:
-    """Runs optimizer steps.
-
-    set gradients to None, broadcast rank 0's buffers
-    for each of this rank's passes:
-        loss_fn(model, batch), times its share of the global batch, backward     # the strategy reduces the gradients
-    unscale (fp16), divide by the step's weight (Loss); Callback.on_gradients; clip
-    optimizer.step(), scheduler.step()      # or, if the step is skipped, restore the buffers
+    """Runs optimizer steps: `run` and the two methods after it, from top to bottom, in the order of events.
 
     At the end of an epoch, `end_epoch` steps the scheduler if `scheduler_every="epoch"`.
-
-    The first step has additional checks, which find most mistakes in a loss function.
     """
 
     def __init__(self, parts: Parts, clock: StepClock) -> None:
@@ -301,9 +58,11 @@ class OptimizerStep:
         self._strategy = parts.strategy
         self._clock = clock
         self._parameters = RunParameters(parts.model, parts.optimizer, parts.device_optimizer)
-        self._losses = LossCalls(parts, self._parameters)
+        self._loss = StepLoss(parts, clock, self._parameters)
         self._gradients: Gradients | None = None  # for callbacks, once a step has run
-        may_skip = parts.config.non_finite_gradients == "skip" or parts.precision.scales
+        # With fp16, the gradient scaler skips steps itself.
+        self._skips = parts.config.non_finite_gradients == "skip" and not parts.precision.scales
+        may_skip = self._skips or parts.precision.scales
         self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
         # The host waits to know whether a step was skipped, but only if something on the host depends on it.
         ticks = parts.scheduler is not None and not (
@@ -312,73 +71,126 @@ class OptimizerStep:
         self._waits = ticks or parts.config.non_finite_gradients == "skip"
         self._skipped = 0
 
-    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
         """Run one step.
 
         `share`: the number of samples in each pass. `batch`: a function that returns the batch of the next pass.
-        `interval`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
+        `record`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
         """
-        parts, strategy = self._parts, self._strategy
-        self._begin()
-        before = BufferCopies(parts.model) if self._keeps_buffers else None
-        passes = StepPasses(parts, self._losses, self._clock, share, batch, interval)
-        self._gradient(passes, measure_norm=measure_norm)
-        if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, wait=self._waits):
-            if before is not None and parts.precision.overflowed is not None:
-                before.restore_where(parts.precision.overflowed)
-            self._tick(interval.step)
+        parts, precision = self._parts, self._parts.precision
+        buffers = BufferCopies(parts.model) if self._keeps_buffers else None
+        finite = self.compute_gradient(share, batch, record, measure_norm=measure_norm)
+        if finite and precision.apply(parts.device_optimizer, wait=self._waits):  # optimizer.step()
+            if buffers is not None and precision.overflowed is not None:
+                buffers.restore_where(precision.overflowed)
+            self.step_scheduler(record.step)
         else:
-            self._skip(interval, before, passes)
+            self._skip(record, buffers)
         self.clear()
-        strategy.end_step()
+        self._strategy.end_step()
         self._clock.mark(OPTIMIZER)
 
-    def _begin(self) -> None:
-        self._parts.heartbeat.mark(Phase.DATA)
-        self.clear()  # gradients from another Trainer, or from user code
-        self._strategy.begin_step()
+    def compute_gradient(
+        self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool
+    ) -> bool:
+        """Leave the gradient of the global batch in the parameters' `grad`, clipped.
 
-    def _gradient(self, passes: "StepPasses", *, measure_norm: bool) -> None:
-        """Compute the gradient of the global batch, without clipping, and leave it in the parameters' `grad`."""
-        parts, strategy = self._parts, self._strategy
-        self._run_passes(passes)
+        Returns False if the gradient is not finite and the step must be skipped. For the arguments, see `run`.
+        """
+        parts, strategy, loss, config = self._parts, self._strategy, self._loss, self._parts.config
+        self.clear()  # gradients from another Trainer, or from user code
+        strategy.begin_step()
+        loss.begin(share, record)
+        self.run_passes(share.passes, batch)
+        loss.reduce_weights()  # on ranks without passes
         if measure_norm:  # only at log points, because it walks over all modules
             self.check_parameters()
         else:
             self._parameters.check_frozen()
+        strategy.finish_reduction()  # a rank without passes contributes zeros
+        if parts.world.world_size > 1:
+            self._clock.mark(COMMUNICATION)
+        self.confirm_passes()
         parts.heartbeat.mark(Phase.OPTIMIZER)
-        strategy.check_gradients()
         parts.precision.unscale(parts.device_optimizer)
-        if self._losses.weighted:
-            strategy.scale_gradients(_ratio(passes.samples, passes.weight()))
-        elif passes.left_out:  # on one rank only
-            came = torch.full((), passes.samples - passes.left_out, dtype=torch.float64, device=parts.world.device)
-            strategy.scale_gradients(_ratio(passes.samples, came))
+        if (correction := loss.correction()) is not None:
+            scale_gradients(strategy.updated_parameters, correction)
         if parts.on_gradients is not None:
             self._call_on_gradients(parts.on_gradients)
+        if config.max_grad_norm is not None or measure_norm or self._skips:
+            norm = strategy.grad_norm()
+            if self._skips and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
+                return False
+            if measure_norm:
+                record.note_norm(norm)
+            if config.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(strategy.updated_parameters, config.max_grad_norm, norm)
+        if config.max_grad_value is not None:
+            nn.utils.clip_grad_value_(strategy.updated_parameters, config.max_grad_value)
+        return True
+
+    def run_passes(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
+        """Run this rank's passes, and add up their gradients. The last backward pass also reduces them over the ranks.
+
+        `passes`: the number of samples in each pass. `batch`: a function that returns the batch of the next pass.
+        """
+        strategy, several_ranks = self._strategy, self._parts.world.world_size > 1
+        for number, samples in enumerate(passes):
+            last = number == len(passes) - 1
+            self._parts.heartbeat.mark(Phase.DATA)
+            with strategy.accumulating(last=last):
+                loss = self._loss.of_pass(batch(), samples)
+                if last:
+                    self._loss.reduce_weights()  # overlapped with the backward pass
+                phase = self._clock.watch(loss) if last and several_ranks else BACKWARD
+                strategy.backward(loss)
+            self._clock.mark(phase)
+
+    def confirm_passes(self) -> None:
+        """Called when this rank's passes and reductions are complete; all ranks may still have to confirm them."""
+
+    def step_scheduler(self, step: int) -> None:
+        """Step the scheduler, if there is one. `step`: the number of this optimizer step, for error messages."""
+        scheduler = self._parts.scheduler
+        if scheduler is not None:
+            with explained_ticks(scheduler, step):
+                scheduler.step()
+
+    def end_epoch(self, step: int) -> None:
+        """Step the scheduler if `scheduler_every="epoch"`. `step`: the number of optimizer steps done."""
+        scheduler = self._parts.scheduler
+        if isinstance(scheduler, EveryEpoch):
+            with explained_ticks(scheduler, step):
+                scheduler.end_epoch()
+
+    def _skip(self, record: StepRecord, buffers: BufferCopies | None) -> None:
+        """Skip a step with a non-finite gradient: restore the buffers that its passes have changed."""
+        if self._parts.config.non_finite_gradients == "skip":
+            if self._loss.weighted and not bool(torch.isfinite(self._loss.weight())):
+                raise bad_weight(record.step)
+            record.drop_step()
+        if buffers is not None:
+            buffers.restore()
+        self._skipped += 1
 
     def _call_on_gradients(self, call: Callable[[Gradients], None]) -> None:
         """Let callbacks change the gradients. Raises `ConfigError` if they replaced gradients that are not used."""
         strategy = self._strategy
         if self._gradients is None:
-            names = strategy.held_names()
-            updated = {names[id(parameter)]: parameter for parameter in strategy.updated}
+            names = strategy.parameter_names()
+            updated = {names[id(parameter)]: parameter for parameter in strategy.updated_parameters}
             self._gradients = Gradients(updated, lambda: dict(zip(updated, strategy.grad_norms(), strict=True)))
         before = [parameter.grad for parameter in strategy.parameters] if strategy.shards else []
         call(self._gradients)
-        used = set(map(id, strategy.updated)) if before else set()
+        used = set(map(id, strategy.updated_parameters)) if before else set()
         for parameter, gradient in zip(strategy.parameters, before, strict=False):
             if parameter.grad is not gradient and id(parameter) not in used:
-                name, kind = strategy.held_names()[id(parameter)], strategy.config.strategy
+                name, kind = strategy.parameter_names()[id(parameter)], strategy.config.strategy
                 raise ConfigError(
                     f"on_gradients replaced `grad` of {name}, but with parallel.strategy={kind!r} the optimizer uses a "
                     "part of each gradient, so this has no effect",
                     "change the argument of on_gradients instead: gradients[name] = other, or None to skip a parameter",
                 )
-
-    def _run_passes(self, passes: "StepPasses") -> None:
-        passes.prepare()
-        self._strategy.run_passes(passes)
 
     @property
     def skipped(self) -> int:
@@ -409,228 +221,337 @@ class OptimizerStep:
         self._parameters.check()
         check_step_hooks(self._parts)
 
-    def _clip(self, interval: StepRecord, measure_norm: bool) -> bool:
-        """Clip by the global norm, then by value. Returns False if the step must be skipped."""
-        config = self._parts.config
-        skipping = (
-            config.non_finite_gradients == "skip" and not self._parts.precision.scales
-        )  # with fp16, the gradient scaler skips steps itself
-        if config.max_grad_norm is not None or measure_norm or skipping:
-            norm = self._strategy.grad_norm()
-            if skipping and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
-                return False
-            if measure_norm:
-                interval.note_norm(norm)
-            if config.max_grad_norm is not None:
-                self._strategy.clip_grad_norm(config.max_grad_norm, norm)
-        if config.max_grad_value is not None:
-            self._strategy.clip_grad_value(config.max_grad_value)
-        return True
 
-    def _tick(self, step: int) -> None:
-        scheduler = self._parts.scheduler
-        if scheduler is not None:
-            with explained_ticks(scheduler, step):
-                scheduler.step()
+class PipelineStep(OptimizerStep):
+    """Runs steps of a pipeline, whose schedule determines the order of forward and backward passes."""
 
-    def end_epoch(self, step: int) -> None:
-        """Step the scheduler if `scheduler_every="epoch"`. `step`: the number of optimizer steps done."""
-        scheduler = self._parts.scheduler
-        if isinstance(scheduler, EveryEpoch):
-            with explained_ticks(scheduler, step):
-                scheduler.end_epoch()
+    def __init__(self, parts: Parts, clock: StepClock) -> None:
+        from ddp_kit.parallel.pipeline.step import PipelinePasses  # slow to import
 
-    def _skip(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
-        """Skip a step with a non-finite gradient: restore the buffers that its passes have changed."""
-        if self._parts.config.non_finite_gradients == "skip":
-            if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
-                raise bad_weight(interval.step)
-            interval.drop_step()
-        if before is not None:
-            before.restore()
-        self._skipped += 1
+        super().__init__(parts, clock)
+        self._passes = PipelinePasses(parts.strategy, self._loss, clock, parts.heartbeat)  # type: ignore[arg-type]
+
+    def run_passes(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
+        self._passes.run(passes, batch)
 
 
-class StepPasses:
-    """This rank's passes of one step; implements the protocol `parallel.Passes`."""
+# --- The loss of a step -----------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        parts: Parts,
-        losses: LossCalls,
-        clock: StepClock,
-        share: Share,
-        batch: Callable[[], Any],
-        interval: StepRecord,
-    ) -> None:
+
+_UNKNOWN, _PLAIN, _WEIGHTED = range(3)  # kinds of loss
+_IGNORED = -100  # the default ignore_index of torch's cross_entropy
+
+
+class StepLoss:
+    """Computes the loss of each pass, times its share of the global batch. A step minimises the sum over all passes.
+
+    begin(share, record)                # a step
+    of_pass(batch, samples)             # the loss function, for each pass
+    reduce_weights()                    # before the last backward pass of each rank
+    correction()                        # after all passes: the factor that the gradients still need
+
+    A plain tensor is a mean over the samples of its pass, and is weighted by their number. The weights of `Loss`es are
+    known only after all passes: each `Loss` is divided by the number of samples in the step, and `correction` is this
+    number divided by the sum of all weights.
+
+    Before the first backward pass, each rank sends the other ranks the kind of its loss (a plain tensor or a `Loss`) or
+    its error, because the reductions of a step depend on the kind of loss. The host waits for the device once, during
+    this exchange. The first loss has additional checks, which find most mistakes in a loss function.
+    """
+
+    def __init__(self, parts: Parts, clock: StepClock, parameters: "RunParameters") -> None:
         self._parts = parts
-        self._losses = losses
         self._clock = clock
-        self._share = share
-        self._batch = batch
-        self._interval = interval
-        self._rehearsed: list[Any] = []  # the first batch, if a rehearsal has fetched it
-        self._kept: dict[int, tuple[Any, int]] = {}  # pass -> a batch that is used again, and its uses so far
-        self._own_weight: Tensor | float = 0.0
-        self._total: Callable[[], Tensor] | None = None
-        self._phase = BACKWARD
-        self.left_out = 0
-        """The number of samples that user code has left out of the batches of this step, so far."""
-        self.count = len(share.passes)
+        self._parameters = parameters
+        self._kind = _UNKNOWN
+        self._share: Share
+        self._record: StepRecord
+        self._weight: Tensor | float = 0.0  # the sum of this rank's weights in the step
+        self._reduction: Any = None
+        self._reduced_weight: Tensor | None = None  # the sum of all ranks' weights, once the reduction is complete
+        self._missing_samples = 0  # that user code has omitted from the batches of this step
 
     @property
-    def max_passes(self) -> int:
-        return self._losses.max_passes
+    def agreed(self) -> bool:
+        """Whether the ranks have agreed on what the loss function returns."""
+        return self._kind != _UNKNOWN
 
     @property
-    def samples(self) -> int:
-        """The number of samples in the whole step, over all ranks."""
-        return self._share.samples
+    def weighted(self) -> bool:
+        """Whether the loss function returns a `Loss`, whose weight is known only after the passes."""
+        return self._kind == _WEIGHTED
 
-    @property
-    def weighed(self) -> bool:
-        """Whether the all-reduce that sums the loss weights of all ranks has started."""
-        return self._total is not None
+    def begin(self, share: Share, record: StepRecord) -> None:
+        """Begin a step. On a rank without passes, take part in the collective of the other ranks' first loss."""
+        self._share, self._record = share, record
+        self._weight, self._missing_samples = 0.0, 0
+        self._reduction = self._reduced_weight = None
+        if not share.passes:
+            self._parts.heartbeat.mark(Phase.BACKWARD)
+            if not self.agreed:
+                self.agree()
+
+    def of_pass(self, batch: object, samples: int) -> Tensor:
+        """Call the loss function, and return the loss to backpropagate. Raises `LossError`.
+
+        `samples`: the number of samples that the batch should have; 0 for a pass that runs only for its collectives.
+        The first call is a collective; see `agree`.
+        """
+        parts, number = self._parts, samples
+        if type(batch) is Partial:
+            number, batch = min(batch.samples, samples), batch.batch
+        counted = number if parts.strategy.contributes else 0
+        parts.heartbeat.mark(Phase.FORWARD)
+        traceless = nullcontext() if number else without_trace(parts)
+        with traceless, parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
+            value = self._value(batch) if self.agreed else self._first_value(batch)
+        self._clock.mark(FORWARD)
+        parts.heartbeat.mark(Phase.BACKWARD)
+        if self.weighted != isinstance(value, Loss):
+            raise LossError(
+                "the loss function returned a plain tensor at some steps and a Loss at others",
+                "return the same type at every step: it determines how the ranks reduce the loss",
+            )
+        total = value.loss if isinstance(value, Loss) else value
+        total = total if total.ndim == 0 else total.reshape(())
+        if number < samples and not isinstance(value, Loss):
+            self._note_missing(samples - number, samples)
+        if counted:
+            self._record.add(value, number)
+            if isinstance(value, Loss):
+                self._weight = self._weight + exact_weight(value.weight)
+        # The strategy divides the sum of all gradients by its `divisor`.
+        share = (1 if isinstance(value, Loss) and number else number) * parts.strategy.divisor / self._share.samples
+        return parts.precision.scaled(total if share == 1.0 else total * share)
+
+    def reduce_weights(self) -> None:
+        """Start the all-reduce that sums the weights of all ranks, unless this rank has already started it."""
+        if not self.weighted or self._reduced_weight is not None:
+            return
+        world = self._parts.world
+        self._reduced_weight = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._reduced_weight += self._weight  # in place: a number is passed to the kernel, without a copy from the host
+        if world.world_size > 1:
+            self._reduction = dist.all_reduce(self._reduced_weight, async_op=True)
 
     def weight(self) -> Tensor:
         """The sum of the weights of all `Loss`es in the step, over all ranks, as a float64 scalar on the device."""
-        assert self._total is not None, "add_up_weights was called"
-        return self._total()
+        assert self._reduced_weight is not None, "reduce_weights was called"
+        if self._reduction is not None:
+            self._reduction.wait()
+        return self._reduced_weight
 
-    def prepare(self) -> None:
-        """On a rank without passes, take part in the collectives of the other ranks' first pass."""
-        if not self.count:
-            self.without_loss()
+    def correction(self) -> Tensor | None:
+        """The factor by which the reduced gradients must be multiplied, as a scalar on the device; None for 1."""
+        if self.weighted:
+            return _ratio(self._share.samples, self.weight())
+        if self._missing_samples:  # on one rank only
+            device, samples = self._parts.world.device, self._share.samples
+            present = torch.full((), samples - self._missing_samples, dtype=torch.float64, device=device)
+            return _ratio(samples, present)
+        return None
 
-    def without_loss(self) -> None:
+    def agree(self, value: "Tensor | Loss | LossError | None" = None) -> None:
+        """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
+
+        `value`: this rank's first loss, or its error; None if the rank has no samples. Raises `LossError` if the kinds
+        of loss differ, or if any rank has an error.
+        """
+        if value is None:
+            # With fp16, this creates the scale of the loss, which is needed to unscale gradients.
+            self._parts.precision.scaled(torch.zeros((), device=self._parts.world.device))
+        kind = _UNKNOWN if value is None else _WEIGHTED if isinstance(value, Loss) else _PLAIN
+        kinds = {*first_losses(self._parts.world, kind, value if isinstance(value, LossError) else None)}
+        if len(kinds - {_UNKNOWN}) > 1:
+            raise LossError(
+                "the loss function returned a plain tensor on some ranks and a Loss on others",
+                "return the same type on every rank: it determines how the ranks reduce the loss",
+            )
+        self._kind = max(kinds)
+
+    def _value(self, batch: object) -> "Tensor | Loss":
         parts = self._parts
-        parts.heartbeat.mark(Phase.BACKWARD)
-        parts.precision.scaled(torch.zeros((), device=parts.world.device))  # fp16: unscaling needs a scale
-        if not self._losses.agreed:
-            self._losses.agree()
+        value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
+        if not (value.loss if isinstance(value, Loss) else value).requires_grad:
+            self._parameters.check_frozen()  # frozen parameters are a likely cause; this error is clearer
+            raise LossError(
+                f"the loss function returned a tensor that does not require grad at step {self._record.step} on rank "
+                f"{parts.world.rank}",
+                "compute the loss from the model's output, without .item(), .detach(), torch.no_grad() or argmax in "
+                "between",
+                self._record.step,
+            )
+        return value
 
-    def forward(self, number: int) -> Tensor:
-        parts, samples = self._parts, self._share.passes[number]
-        heartbeat, counted = parts.heartbeat, samples if parts.strategy.contributes else 0
-        if number:  # otherwise the step has just begun
-            heartbeat.mark(Phase.DATA)
-        batch = self._batch_of(number)
-        asked = samples
-        if type(batch) is Partial:
-            samples, batch = batch.samples, batch.batch
-            counted = samples if counted else 0
-        heartbeat.mark(Phase.FORWARD)
-        try:
-            undone = nullcontext() if samples else without_trace(parts)
-            with undone, parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
-                value = self._losses.call(batch, self._interval.step, self.count)
-        finally:  # also if the pass continues on the next pipeline stage
-            self._clock.mark(FORWARD)
-            heartbeat.mark(Phase.BACKWARD)
-        if samples < asked and not isinstance(value, Loss):
-            self._leave_out(asked, samples)
-        if not samples:  # a pass with zero weight runs only for its collectives
-            return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)
-        if counted:
-            self._interval.add(value, samples)
-            if isinstance(value, Loss):
-                self._own_weight = self._own_weight + exact_weight(value.weight)
-        return self._objective(value, samples)
-
-    def _leave_out(self, asked: int, samples: int) -> None:
+    def _note_missing(self, missing: int, samples: int) -> None:
         """Count the samples that are missing from the batch of a plain mean. Raises `LossError` with several ranks.
 
         Each rank would have to learn in each step how many samples the others have: a collective for everybody who has
         a collate function.
         """
-        self.left_out += asked - samples
         if self._parts.world.world_size > 1:  # also in a pipeline, where only the last stage knows of it
             raise LossError(
-                f"the collate function or __getitems__ has left out {asked - samples} of the {asked} samples of a "
-                "batch, but the loss function returns a plain mean, which cannot be weighted with several ranks",
+                f"the collate function or __getitems__ has left out {missing} of the {samples} samples of a batch, but "
+                "the loss function returns a plain mean, which cannot be weighted with several ranks",
                 "return Loss(sum over the samples, weight=number of samples) from the loss function; or leave these "
                 "samples out in the dataset",
             )
+        self._missing_samples += missing
 
-    def _batch_of(self, number: int) -> Any:
-        batch, calls = self._kept.pop(number, (None, 0))
-        if not calls:
-            batch = self._rehearsed.pop() if self._rehearsed else self._batch()
-        if calls + 1 < self._parts.strategy.calls_per_pass:
-            self._kept[number] = copy.deepcopy(batch), calls + 1  # a copy, because loss functions may modify batches
-        return batch
+    def _first_value(self, batch: object) -> "Tensor | Loss":
+        gradients_before = self._parameters.any_gradient
+        try:
+            value = self._value(batch)
+            if self._parameters.any_gradient and not gradients_before:
+                raise backward_called()
+            total = value.loss if isinstance(value, Loss) else value
+            if total.is_complex():
+                raise LossError(
+                    "the loss function returned a complex number, which cannot be minimised",
+                    "return a real one, such as .abs() or .real of it",
+                )
+            lenient = self._parts.config.non_finite_gradients == "skip" or self._parts.precision.scales
+            if not lenient and not bool(torch.isfinite(total)):
+                raise LossError(
+                    f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
+                    "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
+                    "torch.autograd.set_detect_anomaly(True) names the operation",
+                )
+            self._advise(value, batch)
+        except LossError as error:
+            called = self._parameters.any_gradient and not gradients_before
+            self.agree(backward_called() if called else error)  # raises the error on all ranks
+            raise
+        self.agree(value)
+        return value
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[Callable[[], Tensor]]:
-        before = StepSnapshot(self._parts)
-        batch = self._batch() if self.count else None
-
-        def forward() -> Tensor:
-            parts = self._parts
-            given = unpacked(0, batch)[1]
-            with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
-                # A copy, because loss functions may modify batches.
-                value = self._losses.call(copy.deepcopy(given), self._interval.step, self.count)
-            return self._objective(value, self._share.passes[0])
-
-        yield forward
-        before.restore()
-        if self.count:
-            self._rehearsed = [batch]
-
-    def before_reduction(self, loss: Tensor) -> None:
-        if self._losses.weighted:
-            self.add_up_weights()
-        if self._parts.world.world_size > 1:
-            self._phase = self._clock.watch(loss)
-
-    def after_backward(self) -> None:
-        self._clock.mark(self._phase)
-
-    def drop(self) -> None:
-        """Discard the losses that the passes recorded, because the step is repeated."""
-        self._interval.drop_step()
-        self.left_out = 0
-
-    def add_up_weights(self) -> None:
-        """Start the all-reduce that sums the loss weights of all ranks, overlapped with the backward pass."""
-        self._total = _over_all_ranks(self._own_weight, self._parts.world)
-
-    def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
-        """The loss to backpropagate: this pass's share of the mean loss of the global batch.
-
-        The strategy later divides the sum of the gradients by its `divisor`; to compensate, this method multiplies the
-        loss by the same number. A plain mean is weighted by its number of samples. A `Loss` is divided by the number of
-        samples in the step; `_gradient` corrects the gradients once the sum of all weights is known.
-        """
-        divisor, all_samples = self._parts.strategy.divisor, self._share.samples
-        if isinstance(value, Loss):
-            objective = value.loss.reshape(()) * (divisor / all_samples)
-        else:
-            scalar = value if value.ndim == 0 else value.reshape(())
-            factor = samples * divisor / all_samples
-            objective = scalar if factor == 1.0 else scalar * factor
-        return self._parts.precision.scaled(objective)
+    def _advise(self, value: "Tensor | Loss", batch: object) -> None:
+        """Log advice if the loss is probably a mean over tokens: such a mean depends on how samples are grouped."""
+        parts = self._parts
+        divided = len(self._share.passes) > 1 or parts.strategy.data_ranks > 1
+        if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
+            logger.info(
+                "advice: samples have from {} to {} tokens, but the loss is a plain tensor, which is treated as a mean "
+                "over samples. If it is a mean over tokens, return Loss(sum, number of tokens): the result is then the "
+                "same for any number of ranks and micro-batches",
+                *counts,
+            )
 
 
-def _over_all_ranks(weight: Tensor | float, world: World) -> Callable[[], Tensor]:
-    """Start an all-reduce of a number; the returned function waits for the sum."""
-    own = torch.zeros((), dtype=torch.float64, device=world.device)
-    own += weight  # in place: a number is passed as a kernel argument, without a copy from the host
-    work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
+def backward_called() -> LossError:
+    """Create the error for a loss function that calls backward() itself."""
+    return LossError(
+        "the loss function calls backward(), which the Trainer does itself",
+        "return the loss, without backward(), optimizer.step() and zero_grad(); for several losses use updates=[...]",
+    )
 
-    def result() -> Tensor:
-        if work is not None:
-            work.wait()
-        return own
 
-    return result
+def _token_counts(batch: object) -> tuple[int, int] | None:
+    """The smallest and the largest number of tokens in a sample.
+
+    None if the batch does not look like tokens, or if all samples have the same number.
+    """
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
+            counts = (leaf != _IGNORED).sum(dim=1)
+            least, most = int(counts.min()), int(counts.max())
+            if least < most:
+                return least, most
+    return None
 
 
 def _ratio(samples: int, weight: Tensor) -> Tensor:
     """samples / weight; 0 if the weight is 0, NaN if it is not finite. Does not wait for the device."""
     ratio = torch.where(weight == 0, torch.zeros_like(weight), samples / weight)
     return torch.where(weight.isfinite(), ratio, torch.nan)
+
+
+# --- Parameters of a run ----------------------------------------------------------------------------------------------
+# Which parameters exist, and which of them require gradients, is fixed when the Trainer is created.
+
+
+class RunParameters:
+    """The parameters that the model and the optimizer had when the Trainer was created, kept to detect changes.
+
+    Strategies reduce only the gradients of parameters that required gradients at that time: if a parameter were
+    unfrozen later, each rank would train it separately.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._model_parameters = tuple(model.parameters())
+        self._optimizer_parameters = _parameters_of(optimizer)
+        self._required_grad = [parameter.requires_grad for parameter in self._model_parameters]
+        self._all = tuple(
+            dict.fromkeys(self._model_parameters + self._optimizer_parameters + _parameters_of(device_optimizer))
+        )
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of all parameters of the model and the optimizers to None."""
+        for parameter in self._all:
+            parameter.grad = None
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether a parameter of the model has a gradient."""
+        return any(parameter.grad is not None for parameter in self._model_parameters)
+
+    def check_frozen(self) -> None:
+        """Raise `ConfigError` if `requires_grad` of any parameter has changed. Takes about 30 ns per parameter."""
+        if [parameter.requires_grad for parameter in self._model_parameters] == self._required_grad:
+            return
+        changed = [
+            name
+            for (name, parameter), required in zip(self._model.named_parameters(), self._required_grad, strict=False)
+            if parameter.requires_grad != required
+        ]
+        raise ConfigError(
+            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was created: {some(changed)}",
+            "change requires_grad before creating the Trainer, or create a new Trainer afterwards: a Trainer decides "
+            "only once which gradients the ranks reduce",
+        )
+
+    def check(self) -> None:
+        """Run `check_frozen`; also raise `ConfigError` if parameters were added or replaced. Walks all modules."""
+        self.check_frozen()
+        for what, now, before in (
+            ("the model", [*self._model.parameters()], self._model_parameters),
+            ("the optimizer", _parameters_of(self._optimizer), self._optimizer_parameters),
+        ):
+            if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+                raise ConfigError(
+                    f"the parameters of {what} were replaced, added or removed after the Trainer was created "
+                    f"({len(before)} parameters then, {len(now)} now)",
+                    "change the model first, then create a new optimizer and a new Trainer",
+                )
+
+
+def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def check_step_hooks(parts: Parts) -> None:
+    """Raise `ConfigError` if an optimizer with hooks of its step does not hold the model's own, whole parameters.
+
+    Such a hook would have no effect on the model, or compute with this rank's part of a tensor as if it were whole.
+    """
+    offloaded = parts.device_optimizer is not parts.optimizer
+    if not parts.strategy.shards and not offloaded:
+        return
+    hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks(parts.optimizer)]
+    if hooks:
+        where = "copies of the weights in host memory" if offloaded else "parts of the weights"
+        config = parts.config
+        setting = f"parallel.strategy={config.parallel.strategy!r}"
+        if offloaded:
+            setting = f"memory.offload={config.memory.offload!r}"
+        raise ConfigError(
+            f"the optimizer {type(parts.optimizer).__name__} has hooks around its step ({some(hooks)}), but with "
+            f"{setting} it updates {where}, so hooks cannot read or change whole gradients and weights of the model",
+            "write a Callback instead, which works at every placement: on_gradients(trainer, gradients) before the "
+            "step, on_step(trainer) after it; or use parallel='ddp' without offload",
+        )
 
 
 # --- Reused batches ---------------------------------------------------------------------------------------------------
@@ -641,20 +562,19 @@ class StepBatches:
 
     def __init__(self, fetch: Callable[[], Any]) -> None:
         self._fetch = fetch
-        self._kept: list[Any] = []
+        self._batches: list[Any] = []
 
     def again(self) -> Callable[[], Any]:
         """Return a function that returns the next batch of the step at each call, starting with the first batch."""
-        kept = iter(self._from_the_first())
-        return lambda: with_copied_containers(next(kept))
+        numbers = count()
 
-    def _from_the_first(self) -> Iterator[Any]:
-        number = 0
-        while True:
-            if number == len(self._kept):
-                self._kept.append(self._fetch())
-            yield self._kept[number]
-            number += 1
+        def batch() -> Any:
+            number = next(numbers)
+            if number == len(self._batches):
+                self._batches.append(self._fetch())
+            return with_copied_containers(self._batches[number])
+
+        return batch
 
 
 # --- Closure steps ----------------------------------------------------------------------------------------------------
@@ -673,7 +593,7 @@ class ClosureStep(OptimizerStep):
     Each call of the closure uses the same batches. Log rows contain the losses of the first call.
     """
 
-    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
         parts, batches, calls = self._parts, StepBatches(batch), 0
 
         def closure() -> Tensor:
@@ -681,23 +601,20 @@ class ClosureStep(OptimizerStep):
             if calls:
                 self.clear()
                 self._strategy.end_step()
-            record = _Record(interval, parts.world.device, first=calls == 0)
+            of_call = _ClosureRecord(record, parts.world.device, first=calls == 0)
             calls += 1
-            with torch.enable_grad(), nullcontext() if record.first else parts.logged.set_aside():
-                self._begin()
-                passes = StepPasses(parts, self._losses, self._clock, share, batches.again(), record)
-                self._gradient(passes, measure_norm=measure_norm)
-            self._clip(record, measure_norm)
-            return torch.tensor(reduced([record.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
+            with torch.enable_grad(), nullcontext() if of_call.first else parts.logged.set_aside():
+                self.compute_gradient(share, batches.again(), of_call, measure_norm=measure_norm)
+            return torch.tensor(reduced([of_call.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
         parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
-        self._tick(interval.step)
+        self.step_scheduler(record.step)
         self.clear()
         self._strategy.end_step()
         self._clock.mark(OPTIMIZER)
 
 
-class _Record:
+class _ClosureRecord:
     """Records the mean loss of one call of the closure; for the first call, also adds the losses to the interval."""
 
     def __init__(self, interval: StepRecord, device: torch.device, *, first: bool) -> None:

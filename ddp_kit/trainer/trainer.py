@@ -54,7 +54,7 @@ from ddp_kit.memory.choose import (
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.measure import PeakMemory, TrainingPass, config_to_plan, measured
 from ddp_kit.metrics import MetricObject
-from ddp_kit.parallel import Parallelize, Strategy, strategy_for
+from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
@@ -83,10 +83,10 @@ from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.searches import (
     OutOfMemory,
-    RecoverableStep,
     find,
     largest_micro_batch,
     rates_between,
+    release_cached_memory,
     with_hint,
 )
 from ddp_kit.trainer.setup import (
@@ -246,7 +246,8 @@ class Trainer:
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         settings = first_that_fits(settings, model, self.world)
         automatic = settings.micro_batch_size == "auto"
-        strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
+        options = Options(automatic, parallelize, parameters_on_host=settings.memory.offload == "all")
+        strategy = strategy_for(settings.parallel, self.world, options)
         data_ranks = strategy.data_ranks
         if self._plan_request is not None:
             data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
@@ -276,8 +277,6 @@ class Trainer:
             compile_in_place(model, settings.compile)
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
         check_weights_fit(model, strategy)
-        if settings.memory.offload == "all":
-            strategy.offload_parameters()
         strategy.setup(model)
         return precision, activations
 
@@ -345,7 +344,7 @@ class Trainer:
             random,
             best,
             ConfigPart(config),
-            StrategyPart(strategy, self._position),
+            StrategyPart(strategy),
         )
 
     @property
@@ -911,7 +910,6 @@ class Trainer:
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
         if config.micro_batch_size == "auto":
-            self._parts.strategy.check_recoverable()
             found = self._position.micro_batches.get(str(self.world.world_size))
             if found is None:
                 found = largest_micro_batch(
@@ -968,9 +966,8 @@ class Trainer:
         if micro_batch == 1:
             raise failed.error_to_raise(self._parts) from None
         log.logger.warning("out of memory at step {}: the micro-batch of {} is halved", self.step + 1, micro_batch)
-        assert isinstance(self._optimizer_step, RecoverableStep), "only this class raises OutOfMemory"
-        self._optimizer_step.release()
-        self._parts.strategy.setup(self.model)
+        release_cached_memory()
+        self._parts.strategy.setup(self.model)  # the failed step has left its reductions in an unknown state
         self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._feeds.train_feed(train_data, self.step, self.epoch)
         share = self._begin_epoch(feed)
@@ -1036,7 +1033,7 @@ class Trainer:
             weights = consistency.facts_of_weights(self.model, strategy.local_parameters(), self.world)
             consistency.check_agreement(self.world, weights, strategy.replicas)
             optimizer = consistency.facts_of_optimizer(
-                strategy.held_names(), parts.device_optimizer, self.optimizer, self.world
+                strategy.parameter_names(), parts.device_optimizer, self.optimizer, self.world
             )
             consistency.check_agreement(self.world, optimizer, strategy.optimizer_replicas)
             progress: consistency.Facts = {

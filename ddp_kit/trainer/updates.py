@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_kit.config import combinations
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.feed import Share
 from ddp_kit.errors import ConfigError, kind_of
@@ -16,9 +17,9 @@ from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.parts import LoggedValues, LossFunction, Parts, SchedulerInterval
-from ddp_kit.trainer.searches import new_step
+from ddp_kit.trainer.searches import RecoverableStep
 from ddp_kit.trainer.setup import checked_loss
-from ddp_kit.trainer.step import ClosureStep, OptimizerStep, StepBatches, StepRecord
+from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecord
 
 # --- Joint optimizer and scheduler ------------------------------------------------------------------------------------
 # Adapters to save, load and compare the state of several updates.
@@ -38,35 +39,35 @@ class JointOptimizer(Optimizer):
     @property
     def kind(self) -> str:
         """The name of each update and the class of its optimizer, as text."""
-        return ", ".join(f"{name}: {type(each).__name__}" for name, each in self.optimizers.items())
+        return ", ".join(f"{name}: {type(optimizer).__name__}" for name, optimizer in self.optimizers.items())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for each in self.optimizers.values() for group in each.param_groups]
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        return {key: value for each in self.optimizers.values() for key, value in each.state.items()}
+        return {key: value for optimizer in self.optimizers.values() for key, value in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of a single optimizer that has all groups, with consecutively numbered parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for each in self.optimizers.values():
-            own, first = each.state_dict(), sum(len(group["params"]) for group in groups)
-            state |= {first + number: value for number, value in own["state"].items()}
+        for optimizer in self.optimizers.values():
+            saved, first = optimizer.state_dict(), sum(len(group["params"]) for group in groups)
+            state |= {first + number: value for number, value in saved["state"].items()}
             groups += [
-                group | {"params": [first + number for number in group["params"]]} for group in own["param_groups"]
+                group | {"params": [first + number for number in group["params"]]} for group in saved["param_groups"]
             ]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` returned."""
         groups, first = list(state_dict["param_groups"]), 0
-        for each in self.optimizers.values():
-            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
-            size = sum(len(group["params"]) for group in own)
-            each.load_state_dict(
+        for optimizer in self.optimizers.values():
+            of_optimizer, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            size = sum(len(group["params"]) for group in of_optimizer)
+            optimizer.load_state_dict(
                 {
                     "state": {
                         number - first: value
@@ -74,7 +75,7 @@ class JointOptimizer(Optimizer):
                         if first <= number < first + size
                     },
                     "param_groups": [
-                        group | {"params": [number - first for number in group["params"]]} for group in own
+                        group | {"params": [number - first for number in group["params"]]} for group in of_optimizer
                     ],
                 }
             )
@@ -82,12 +83,12 @@ class JointOptimizer(Optimizer):
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Register the hook with each optimizer."""
-        return [each.register_step_pre_hook(hook) for each in self.optimizers.values()]
+        return [optimizer.register_step_pre_hook(hook) for optimizer in self.optimizers.values()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers."""
-        for each in self.optimizers.values():
-            each.zero_grad(set_to_none)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind})"
@@ -120,12 +121,12 @@ class JointScheduler(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """State of each scheduler, by update name."""
-        return {name: each.state_dict() for name, each in self.by_update.items()}
+        return {name: scheduler.state_dict() for name, scheduler in self.by_update.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` returned."""
-        for name, each in self.by_update.items():
-            each.load_state_dict(state_dict[name])
+        for name, scheduler in self.by_update.items():
+            scheduler.load_state_dict(state_dict[name])
 
 
 # --- Updates ----------------------------------------------------------------------------------------------------------
@@ -177,18 +178,18 @@ def checked_updates(
     if not updates:
         checked_loss(others[1])
         return ()
-    if any(each is not None for each in others):
+    if any(argument is not None for argument in others):
         raise ConfigError(
             "the Trainer got updates and also an optimizer, loss function or scheduler",
             "pass the optimizer, loss function and scheduler of each update in Update(name, loss_fn, optimizer, "
             "scheduler=...)",
         )
-    _check_settings(config)
-    if not isinstance(updates, Sequence) or not all(isinstance(each, Update) for each in updates):
+    combinations.check_with(config, combinations.UPDATES, combinations.UPDATES)
+    if not isinstance(updates, Sequence) or not all(isinstance(update, Update) for update in updates):
         raise ConfigError(
             "updates is not a list of Update(...)", "pass updates=[Update(name, loss_fn, optimizer), ...]"
         )
-    names = [each.name for each in updates]
+    names = [update.name for update in updates]
     if len(set(names)) < len(names):
         raise ConfigError(f"update names are not unique: {', '.join(names)}", "give each update a unique name")
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -211,27 +212,11 @@ def checked_updates(
                         f"{update.name!r}",
                         "give it to only one optimizer; to train it on both losses, add the losses up in one update",
                     )
-    if all(each.every > 1 for each in updates):
+    if all(update.every > 1 for update in updates):
         raise ConfigError(
             "all updates set `every`, but at least one must run in every step", "leave out `every` for one of them"
         )
     return tuple(updates)
-
-
-def _check_settings(config: TrainerConfig) -> None:
-    """Raise `ConfigError` for settings that are not supported with several updates."""
-    problems = {
-        "precision='fp16'": (
-            config.precision == "fp16",
-            "use precision='bf16': with fp16, all updates would share one loss scale",
-        ),
-        "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
-        "parallel.static_graph": (config.parallel.static_graph, "leave it out"),
-        "memory.offload": (config.memory.offload is not None, "leave it out"),
-    }
-    for setting, (asked, hint) in problems.items():
-        if asked:
-            raise ConfigError(f"{setting} is not supported with several updates", hint)
 
 
 def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
@@ -256,19 +241,19 @@ class JointStep(OptimizerStep):
         super().__init__(parts, clock)
         self._steps = dict(steps)
 
-    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
         batches, norms = StepBatches(batch), []
         for number, (name, (every, step)) in enumerate(self._steps.items()):
-            if interval.step % every == 0:
-                record = _UpdateRecord(interval, self._parts.logged, name, first=number == 0)
-                step.run(share, batches.again(), record, measure_norm=measure_norm)
-                norms += record.norms
+            if record.step % every == 0:
+                of_update = _UpdateRecord(record, self._parts.logged, name, first=number == 0)
+                step.run(share, batches.again(), of_update, measure_norm=measure_norm)
+                norms += of_update.norms
         if norms:
-            interval.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
+            record.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
 
     def end_epoch(self, step: int) -> None:
-        for _, each in self._steps.values():
-            each.end_epoch(step)
+        for _, update_step in self._steps.values():
+            update_step.end_epoch(step)
 
     @property
     def skipped(self) -> int:
@@ -317,35 +302,20 @@ def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False)
     Raises `ConfigError` for settings that are not supported with a closure.
     """
     if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
-        check_closure(parts)
+        combinations.check_with(parts.config, combinations.CLOSURE, type(parts.optimizer).__name__)
         return ClosureStep(parts, clock)
-    return new_step(parts, clock)
-
-
-def check_closure(parts: Parts) -> None:
-    """Raise `ConfigError` for settings that are not supported if a step evaluates its loss several times."""
-    optimizer, config = type(parts.optimizer).__name__, parts.config
-    for setting, asked in {
-        "precision='fp16'": config.precision == "fp16",
-        "non_finite_gradients='skip'": config.non_finite_gradients == "skip",
-        f"memory.offload={config.memory.offload!r}": config.memory.offload is not None,
-        "micro_batch_size='auto'": config.micro_batch_size == "auto",
-        f"parallel.strategy={config.parallel.strategy!r}": config.parallel.strategy != "ddp",
-    }.items():
-        if asked:
-            raise ConfigError(
-                f"{setting} is not supported with {optimizer}, which evaluates the loss several times per step",
-                "use the default of this setting, or another optimizer",
-            )
+    if parts.config.parallel.pipeline > 1:
+        return PipelineStep(parts, clock)
+    return RecoverableStep(parts, clock) if parts.strategy.options.recoverable else OptimizerStep(parts, clock)
 
 
 def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
     """Create the object that runs steps of several updates each. A collective: DDP wraps the model for each update."""
-    own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
+    parameters = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
-    for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):
+    for update, strategy in zip(updates, parts.strategy.divided(parameters), strict=True):
         config = parts.config
         if update.max_grad_norm is not None:
             config = config.model_copy(update={"max_grad_norm": update.max_grad_norm})

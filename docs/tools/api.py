@@ -93,7 +93,7 @@ def entry(target: griffe.Object) -> str:
         return text + code(f"def {target.signature()}") + documentation(target)
     bases = [base for base in target.mro() if base.path.startswith("ddp_kit.")]
     own = {name: value for name, value in target.members.items() if not name.startswith("_") and value.has_docstring}
-    is_config = any(base.name == "_Part" for base in bases)
+    is_config = any(base.name == "_Settings" for base in bases)
     documented = {section.kind for section in target.docstring.parsed} if target.docstring else set()
     line = f"class {target.name}"
     if is_config:

@@ -9,7 +9,7 @@ from ddp_kit.checkpoint import saver
 from ddp_kit.checkpoint.saver import SharedBuffer
 
 
-def test_every_byte_arrives_and_no_other_is_written() -> None:
+def test_begin_copy_writes_every_byte_of_its_targets_and_no_other() -> None:
     sizes = [0, 1, 63, 64, 65, 0, 128, 1000, 7, 4096]
     tensors = [torch.randint(1, 255, (size,), dtype=torch.uint8) for size in sizes]
     tensors += [torch.arange(30.0).reshape(5, 6).T, torch.tensor([1 + 2j]).conj(), torch.tensor(3)]
@@ -27,7 +27,7 @@ def test_every_byte_arrives_and_no_other_is_written() -> None:
     assert not memory.any()
 
 
-def test_memory_that_the_driver_does_not_pin_is_not_offered_to_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_buffer_refused_by_the_driver_is_not_pinned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its error is taken up: CUDA would report it as that of the next kernel."""
     asked, launched = [], []
     driver = SimpleNamespace(cudaHostRegister=lambda *words: asked.append(words) or 801)

@@ -12,7 +12,7 @@ import random
 import resource
 import sys
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,14 @@ NAMES = ["$tensor", "$scalar", "$ordered", "$array", "$dict", "x", "dtype", "sha
 
 def a_state() -> dict[str, Any]:
     """Something of each kind that can be stored."""
-    record = np.zeros(2, dtype=[("a", "<f8"), ("b", "?", (3,))])
     days = np.array(["2020-01-01"], dtype="M8[D]")
     array, bools, text = np.arange(6, dtype=np.int32).reshape(2, 3), np.ones(9, dtype=bool), np.array("ab")
     return {
         "model": OrderedDict(weight=torch.randn(3, 4), mask=torch.ones(5, dtype=torch.bool), c=torch.ones(2) * 1j),
-        "arrays": {"a": array, "days": days, "record": record, "bools": bools, "text": text},
-        "kinds": [np.float32(1.5), np.datetime64("2020-01-01"), {1, 2}, (1, 2), {3: 4}, deque([1], 3), Counter("ab")],
-        "more": [defaultdict(list, a=[1]), b"xyz", 1j, float("nan"), 2**80, torch.Size([2])],
+        "arrays": {"a": array, "days": days, "bools": bools, "text": text},
+        "kinds": [np.float32(1.5), np.datetime64("2020-01-01"), (1, 2), {3: 4}, Counter("ab")],
+        "more": [b"xyz", 1j, float("nan"), 2**80],
         "spread": Piece(torch.ones(2, 3), (2, 3), (0, 0)),
-        "torch": [torch.float32, torch.device("cpu")],
     }
 
 
@@ -84,9 +82,13 @@ def spread(writer: int) -> dict[str, Any]:
 
 def saved_in_pieces(folder: Path) -> Path:
     with contextlib.ExitStack() as stack:
+        savers = [
+            stack.enter_context(Saver(folder, keep_last=1, background=False, writer=writer, writers=3))
+            for writer in range(3)
+        ]
+        token = savers[0].begin(1)
         for writer in (2, 1, 0):
-            saver = stack.enter_context(Saver(folder, keep_last=1, background=False, writer=writer, writers=3))
-            saver.save(1, spread(writer), token="of1")
+            savers[writer].save(1, spread(writer), token=token)
     return folder / name_of(1)
 
 
@@ -189,7 +191,7 @@ def touch(value: Any) -> None:
         for key, one in value.items():
             touch(key)
             touch(one)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+    elif isinstance(value, list | tuple):
         for one in value:
             touch(one)
 
@@ -327,19 +329,20 @@ def with_value(path: Path, value: Any) -> Path:
         {"$tensor": ["..", "weight"]},
         {"$default": [], "factory": "eval"},
         {"$deque": [], "maxlen": 2**70},
-        {"$device": "x; y"},
+        {"$set": [1]},
+        {"$scalar": "QUFBQUFBQUE=", "dtype": [["a", "<f8"]]},
         {"$ordered": [], "attributes": {"keys": 1}},
         json.loads("[" * 300 + "]" * 300),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )
-def test_what_no_save_writes_is_refused(value: Any, tmp_path: Path) -> None:
+def test_load_of_a_value_that_no_save_writes_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(with_value(saved(tmp_path), value))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", ".hidden", "a/b", "a\n", MANIFEST, "", 7])
-def test_a_name_that_leads_elsewhere_is_refused(name: Any, tmp_path: Path) -> None:
+def test_load_with_a_file_name_outside_the_folder_is_refused(name: Any, tmp_path: Path) -> None:
     path = saved(tmp_path)
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][0]["name"] = name
@@ -348,7 +351,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: Any, tmp_path: Path) -> No
         load(path)
 
 
-def test_links_pipes_and_what_has_no_end_are_refused_without_reading_them(tmp_path: Path) -> None:
+def test_load_refuses_links_pipes_and_endless_files_unread(tmp_path: Path) -> None:
     path = saved(tmp_path / "runs")
     for name in (MANIFEST, STATE, "model.safetensors"):
         (path / name).rename(tmp_path / "kept")
@@ -369,7 +372,7 @@ def test_links_pipes_and_what_has_no_end_are_refused_without_reading_them(tmp_pa
         load(path)
 
 
-def test_a_table_of_tensors_that_overlap_or_leave_gaps_is_refused(tmp_path: Path) -> None:
+def test_load_of_a_header_with_overlaps_or_gaps_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     file = path / "arrays.safetensors"
     content = file.read_bytes()

@@ -62,7 +62,7 @@ def data() -> TensorDataset:
 
 
 @pytest.mark.usefixtures("no_patience")
-def test_a_run_elsewhere_keeps_others_out_until_it_is_killed_and_is_named(
+def test_lock_of_another_process_excludes_runs_until_it_is_killed(
     script: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -84,7 +84,7 @@ def test_a_run_elsewhere_keeps_others_out_until_it_is_killed_and_is_named(
             os.kill(worker, signal.SIGKILL)
 
 
-def test_two_trainers_of_a_process_cannot_train_in_one_folder_at_once(tmp_path: Path) -> None:
+def test_lock_excludes_a_second_trainer_of_the_process(tmp_path: Path) -> None:
     first, second = trainer(tmp_path), trainer(tmp_path)
     loop = first.steps(data())
     next(loop)
@@ -95,7 +95,7 @@ def test_two_trainers_of_a_process_cannot_train_in_one_folder_at_once(tmp_path: 
     assert [found.step for found in checkpoints(tmp_path)] == [4, 3]
 
 
-def test_one_after_the_other_is_fine_unless_the_first_goes_on_from_what_is_no_longer_newest(tmp_path: Path) -> None:
+def test_lock_after_another_run_has_saved_refuses_the_first_run(tmp_path: Path) -> None:
     first, second = trainer(tmp_path), trainer(tmp_path)
     first.fit(data())
     with pytest.raises(CheckpointError, match="another run has written checkpoints"):
@@ -109,13 +109,13 @@ def test_one_after_the_other_is_fine_unless_the_first_goes_on_from_what_is_no_lo
     first.save()
 
 
-def test_a_folder_of_its_own_and_none_at_all_are_free(tmp_path: Path) -> None:
+def test_lock_allows_trainers_with_separate_folders_or_none(tmp_path: Path) -> None:
     first, second = trainer(tmp_path / "a"), trainer(tmp_path / "b")
     loops = [first.steps(data()), second.steps(data())]
     assert [next(loop).number for loop in loops] == [1, 1]
 
 
-def test_where_there_are_no_locks_a_run_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_on_a_file_system_without_locks_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -124,7 +124,7 @@ def test_where_there_are_no_locks_a_run_goes_without(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 4000])
-def test_what_the_file_says_may_be_anything(content: bytes, tmp_path: Path) -> None:
+def test_lock_file_with_any_content_is_accepted(content: bytes, tmp_path: Path) -> None:
     (tmp_path / lock_module.NAME).write_bytes(content)
     lock = FolderLock(tmp_path, "")
     lock.acquire(resuming=False)

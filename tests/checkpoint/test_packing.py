@@ -41,26 +41,26 @@ def there_and_back(state: Any) -> Any:
 PLAIN = [
     None, True, False, 0, -1, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, -(10**5000), 0.0, -0.0, 0.1, 5e-324, 1.7e308,
     math.nan, ODD_NAN, math.inf, -math.inf, "", "ü\n\0", "\ud800", "$tensor", b"", bytes(range(256)), 1j,
-    complex(ODD_NAN, -0.0), torch.Size([2, 0]), torch.bfloat16, torch.float8_e4m3fn, torch.device("cpu"),
-    torch.device("cuda", 3), [], (), {}, [[]], ((),), {"$tensor": ["a", "b"]}, {"": 1, "$": 2}, {1: "a", "1": "b"},
-    {(1, ("a", None)): 2, None: 3, True: 4, 2.5: 5, b"k": 6}, set(), {1, "a", (2, 3)}, frozenset({frozenset()}),
-    OrderedDict([("b", 1), ("a", 2)]), OrderedDict([(2, 1)]), Counter({3: 2, 1: 0}), Counter(), deque([1, 2], 5),
-    deque(), defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), np.float32("nan"), np.float64(0.1), np.int8(-3),
+    complex(ODD_NAN, -0.0), [], (), {}, [[]], ((),), {"$tensor": ["a", "b"]}, {"": 1, "$": 2}, {1: "a", "1": "b"},
+    {(1, ("a", None)): 2, None: 3, True: 4, 2.5: 5, b"k": 6},
+    OrderedDict([("b", 1), ("a", 2)]), OrderedDict([(2, 1)]), Counter({3: 2, 1: 0}), Counter(),
+    np.float32("nan"), np.float64(0.1), np.int8(-3),
     np.bool_(True), np.str_("text"), np.str_(""), np.datetime64("2024-01-01"), np.complex64(1j), np.array(3.5),
     np.arange(6).reshape(2, 3).T, np.arange(9)[::-2], np.zeros((0, 3), np.int16), np.array(["a", "bc"]),
     np.arange(3, dtype=">i4"), np.array([1 + 2j]), np.array(["NaT", 3], "M8[s]"),
-    np.array([(1, 2.5)], dtype=[("a", "i2"), ("b", "f8", (2,))]), np.array([True, False]), np.float16([1, 2]),
+    np.array([True, False]), np.float16([1, 2]),
     [0] * 999, [*range(999), -(10**5000)], [*range(999), 10**5000], [*range(999), math.nan], [*range(999), True, 1j],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=map(str, range(len(PLAIN))))
-def test_a_value_comes_back_as_it_was(value: Any, same: Same) -> None:
+def test_pack_value_loads_bitwise_identical(value: Any, same: Same) -> None:
     assert same(there_and_back({"value": [value]}), {"value": [value]})
 
 
-def test_a_named_tuple_comes_back_as_a_tuple(same: Same) -> None:
-    assert same(there_and_back(Pair(1, [2])), (1, [2]))
+@pytest.mark.parametrize("value", [Pair(1, [2]), torch.Size([1, 2])], ids=["namedtuple", "torch.Size"])
+def test_pack_subclass_of_tuple_loads_as_tuple(value: Any, same: Same) -> None:
+    assert same(there_and_back(value), tuple(value))
 
 
 VALUES = st.recursive(
@@ -70,7 +70,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
-def test_any_nesting_comes_back(value: Any, same: Same) -> None:
+def test_pack_any_nesting_loads_bitwise_identical(value: Any, same: Same) -> None:
     assert same(there_and_back(value), value)
 
 
@@ -89,7 +89,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
-def test_a_tensor_comes_back_through_a_file(tensor: torch.Tensor, tmp_path: Path, same: Same) -> None:
+def test_saved_tensor_of_any_layout_loads_bitwise_identical(tensor: torch.Tensor, tmp_path: Path, same: Same) -> None:
     saved(tmp_path, {"part": {"a": tensor, "b": [tensor.clone()]}})
     back = load(tmp_path / name_of(1))
     assert same(back, {"part": {"a": tensor.detach(), "b": [tensor.detach()]}})
@@ -100,7 +100,7 @@ def test_a_tensor_comes_back_through_a_file(tensor: torch.Tensor, tmp_path: Path
     "ignore:torch.quantize_per_tensor",
     "ignore:BComplex32 support",  # the last: torch 2.15
 )
-def test_every_type_of_tensor_comes_back_through_a_file(tmp_path: Path, same: Same) -> None:
+def test_saved_tensor_of_any_dtype_loads_bitwise_identical(tmp_path: Path, same: Same) -> None:
     tensors = {}
     for dtype in DTYPES:
         for shape in ((), (3,), (2, 3), (0,)):
@@ -121,7 +121,7 @@ def saved(folder: Path, state: dict[str, Any]) -> None:
         saver.save(1, state)
 
 
-def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path, same: Same) -> None:
+def test_saved_tied_tensors_are_stored_once_and_load_tied(tmp_path: Path, same: Same) -> None:
     weight = torch.randn(1000)
     saved(tmp_path, {"model": {"embed": weight, "head": weight.view(1000), "half": weight[:500]}, "ema": [weight]})
     back = load(tmp_path / name_of(1))
@@ -131,7 +131,7 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path, same: S
     assert (tmp_path / name_of(1) / "model.safetensors").stat().st_size < 7000
 
 
-def test_two_tensors_whose_paths_have_one_spelling_are_two(tmp_path: Path, same: Same) -> None:
+def test_saved_tensors_whose_paths_are_equal_load_separately(tmp_path: Path, same: Same) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(2), 1: torch.ones(3),
              "1": torch.ones(4), "a.b#2": torch.ones(5)}  # fmt: skip
     saved(tmp_path, {"part": state})
@@ -145,7 +145,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
-def test_the_state_of_every_optimizer_comes_back(kind: Any, same: Same) -> None:
+def test_pack_state_of_every_optimizer_loads_bitwise_identical(kind: Any, same: Same) -> None:
     model = nn.Embedding(4, 3, sparse=True) if kind is torch.optim.SparseAdam else nn.Linear(4, 3, bias=False)
     inputs = torch.tensor([1]) if kind is torch.optim.SparseAdam else torch.ones(1, 4)
     optimizer = kind(model.parameters(), lr=0.1)
@@ -182,8 +182,17 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+def test_table_of_schedulers_has_all_schedulers_of_torch() -> None:
+    kinds = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.endswith("LRScheduler")
+    }
+    assert {*SCHEDULERS} == kinds
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_state_of_every_scheduler_comes_back(name: str, same: Same) -> None:
+def test_pack_state_of_every_scheduler_loads_bitwise_identical(name: str, same: Same) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = SCHEDULERS[name](optimizer)
     for _ in range(3):
@@ -192,7 +201,7 @@ def test_the_state_of_every_scheduler_comes_back(name: str, same: Same) -> None:
     assert same(there_and_back(scheduler.state_dict()), scheduler.state_dict())
 
 
-def test_random_states_and_the_versions_of_modules_come_back(same: Same) -> None:
+def test_pack_random_states_and_module_versions_load_bitwise_identical(same: Same) -> None:
     state = {
         "model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict(),
         "random": random.getstate(),
@@ -209,6 +218,8 @@ def test_random_states_and_the_versions_of_modules_come_back(same: Same) -> None
 
 LOOP: list[Any] = []
 LOOP.append(LOOP)
+WITH_ATTRIBUTE: Any = OrderedDict(a=1)
+WITH_ATTRIBUTE.name = "x"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +231,14 @@ LOOP.append(LOOP)
         ({"model": {"w": nn.UninitializedParameter()}}, "UninitializedParameter"),
         ({"x": {1: {("a",): Path()}}}, "x[1][('a',)] is a pathlib"),
         ({"x": np.array([object()])}, "x is a numpy.ndarray"),
-        ({"x": defaultdict(lambda: 1)}, "x.default_factory is a function"),
+        ({"x": np.zeros(1, [("a", "i2")])}, "x is a numpy.ndarray"),
+        ({"x": np.zeros(1, [("a", "i2")])[0]}, "x is a numpy.void"),
+        ({"callbacks": [["Mine", {"last": deque([1], 3)}]]}, "callbacks[0][1].last is a collections.deque"),
+        ({"x": defaultdict(list)}, "x is a collections.defaultdict"),
+        ({"x": {1, 2}}, "x is a set"),
+        ({"x": torch.float32}, "x is a torch.dtype"),
+        ({"x": torch.device("cpu")}, "x is a torch.device"),
+        ({"x": WITH_ATTRIBUTE}, "x is a collections.OrderedDict"),
         ({"x": {torch.ones(1): 1}}, "x is a torch.Tensor"),
         ({"x": LOOP}, "a container that contains itself"),
         ({"../x": 1}, "a part of the state is called '../x'"),
@@ -228,12 +246,12 @@ LOOP.append(LOOP)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_stored_is_named_with_its_place(state: Any, said: str) -> None:
+def test_pack_value_that_cannot_be_stored_raises_error_with_its_path(state: Any, said: str) -> None:
     with pytest.raises(CheckpointError) as raised:
         pack(state)
     assert said in str(raised.value)
 
 
-def test_a_kind_of_value_from_the_future_is_an_error() -> None:
+def test_unpack_unknown_tag_raises_error() -> None:
     with pytest.raises(CheckpointError, match="newer version"):
         unpack({"part": {"$quaternion": []}}, lambda *_: torch.ones(1))

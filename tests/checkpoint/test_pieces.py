@@ -28,9 +28,13 @@ WHOLE = torch.arange(35.0).reshape(5, 7)
 def save(folder: Path, states: list[dict[str, Any]]) -> Path:
     """One state of each writer; what is no piece is that of the first one."""
     with ExitStack() as opened:
-        for writer, state in reversed([*enumerate(states)]):
-            saver = Saver(folder, keep_last=1, background=False, writer=writer, writers=len(states))
-            opened.enter_context(saver).save(1, {"model": state}, token="of1")
+        savers = [
+            opened.enter_context(Saver(folder, keep_last=1, background=False, writer=writer, writers=len(states)))
+            for writer in range(len(states))
+        ]
+        token = savers[0].begin(1)
+        for saver, state in reversed([*zip(savers, states, strict=True)]):
+            saver.save(1, {"model": state}, token=token)
     return folder / name_of(1)
 
 
@@ -72,7 +76,7 @@ def spread(tensor: torch.Tensor, ranks: int, random: Random) -> list[Value]:
     readers=st.integers(1, 4),
     random=st.randoms(use_true_random=False),
 )
-def test_what_some_ranks_save_others_read_in_their_own_pieces(
+def test_load_of_pieces_under_another_division_is_exact(
     kinds: list[tuple[list[int], torch.dtype]],
     writers: int,
     readers: int,
@@ -131,13 +135,13 @@ def check(read: Value, own: Value) -> None:
         ([flat(WHOLE, 0, 35), flat(WHOLE, 0, 1)], "is stored more than once"),
     ],
 )
-def test_pieces_with_gaps_or_in_common_are_refused(pieces: list[Value], problem: str, tmp_path: Path) -> None:
+def test_load_of_pieces_with_gaps_or_overlaps_is_refused(pieces: list[Value], problem: str, tmp_path: Path) -> None:
     """Also those that have as many values as the whole: two in common, two missing."""
     with pytest.raises(CheckpointError, match=problem):
         load(save(tmp_path, [{"weight": each} for each in pieces]))
 
 
-def test_every_byte_of_a_file_that_is_read_is_verified(tmp_path: Path) -> None:
+def test_load_of_a_piece_verifies_every_byte_of_its_files(tmp_path: Path) -> None:
     path = save(tmp_path, [{"weight": box(WHOLE, (0, 3), (0, 7))}, {"weight": box(WHOLE, (3, 5), (0, 7))}])
     wanted = only_pieces({"weight": box(WHOLE, (0, 1), (0, 2))})
     check(load(path, wanted=wanted)["model"]["weight"], box(WHOLE, (0, 1), (0, 2)))
@@ -179,7 +183,7 @@ def traced() -> Iterator[None]:
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("ends", [((7, 9), (0, 1 << 20)), ((0, 16), (5, 1 << 17))], ids=["rows", "columns"])
-def test_reading_a_piece_takes_memory_for_the_piece_and_a_chunk(
+def test_load_of_a_piece_needs_memory_for_the_piece_and_a_chunk(
     ends: tuple[tuple[int, int], ...], torch_bytes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In all 80 MB of files, of which 8 MB are wanted."""

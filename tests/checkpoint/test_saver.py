@@ -47,7 +47,7 @@ def steps(folder: Path) -> list[int]:
     return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path, same: Same, background: bool) -> None:
+def test_save_then_load_returns_the_state(tmp_path: Path, same: Same, background: bool) -> None:
     with Saver(tmp_path / "runs" / "one", keep_last=2, background=background) as saver:
         for step in range(1, 4):
             saver.save(step, state(step, size=1000 * step))
@@ -58,7 +58,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, same: Same, background: bool) 
     assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(2), name_of(3)]
 
 
-def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, same: Same) -> None:
+def test_save_is_unaffected_by_changes_after_it_returns(tmp_path: Path, same: Same) -> None:
     changing = state(1, size=1 << 20)
     with Saver(tmp_path, keep_last=1) as saver:
         for step in range(3):
@@ -72,7 +72,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, same: Same
             assert same(load(tmp_path / name_of(step)), {"model": expected, "progress": {"step": step}})
 
 
-def test_a_state_that_changes_its_shape_is_laid_out_anew(tmp_path: Path, same: Same) -> None:
+def test_save_of_a_state_with_other_shapes_is_laid_out_again(tmp_path: Path, same: Same) -> None:
     states = [
         {"model": torch.ones(3), "other": {"a": torch.ones(2, dtype=torch.int8)}},
         {"model": torch.ones(3, dtype=torch.float64)},
@@ -88,7 +88,7 @@ def test_a_state_that_changes_its_shape_is_laid_out_anew(tmp_path: Path, same: S
         assert same(load(tmp_path / name_of(step)), one)
 
 
-def test_safetensors_itself_reads_the_tensors(tmp_path: Path) -> None:
+def test_safetensors_reads_saved_tensors(tmp_path: Path) -> None:
     tied, odd = torch.randn(7), torch.randn(3, 5).T
     model = {"a": torch.ones((), dtype=torch.bool), "tied": tied, "b.c": odd, "too": tied, "e": torch.empty(0, 2)}
     model |= {"f8": torch.ones(3).to(torch.float8_e4m3fn), "h": torch.ones(5, dtype=torch.bfloat16)}
@@ -104,7 +104,7 @@ def test_safetensors_itself_reads_the_tensors(tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt", "too": "tied"}
 
 
-def test_safetensors_loads_the_weights_into_a_model_with_tied_ones(tmp_path: Path) -> None:
+def test_safetensors_loads_saved_tied_weights_into_a_model(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
     with Saver(tmp_path, keep_last=1, background=False) as saver:
@@ -116,7 +116,7 @@ def test_safetensors_loads_the_weights_into_a_model_with_tied_ones(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [1, 400_000, 40_000_000])
-def test_memory_may_be_reserved_whatever_is_needed_then(size: int, tmp_path: Path, same: Same) -> None:
+def test_reserve_of_any_size_does_not_change_the_checkpoint(size: int, tmp_path: Path, same: Same) -> None:
     what = state(1.0, size=2_000_000)
     with Saver(tmp_path, keep_last=2) as saver:
         saver.reserve(size)
@@ -128,7 +128,7 @@ def test_memory_may_be_reserved_whatever_is_needed_then(size: int, tmp_path: Pat
     assert same(load(tmp_path / name_of(2)), what)
 
 
-def test_memory_that_is_still_being_filled_in_may_be_given_back(tmp_path: Path) -> None:
+def test_close_during_reserve_frees_the_memory(tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.reserve(1 << 30)
     assert list(tmp_path.iterdir()) == []
@@ -137,14 +137,14 @@ def test_memory_that_is_still_being_filled_in_may_be_given_back(tmp_path: Path) 
 # Retention -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_is_kept_beside_the_last_ones(tmp_path: Path, background: bool) -> None:
+def test_retention_keeps_the_best_in_addition_to_the_last(tmp_path: Path, background: bool) -> None:
     with Saver(tmp_path, keep_last=2, background=background) as saver:
         for step in range(1, 7):
             saver.save(step, state(step), best=step in (1, 3))
     assert steps(tmp_path) == [6, 5, 3]
 
 
-def test_damaged_ones_do_not_count_and_go_when_they_are_old(tmp_path: Path) -> None:
+def test_retention_does_not_count_damaged_checkpoints(tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=2, background=False) as saver:
         for step in range(1, 4):
             saver.save(step, state(step))
@@ -155,7 +155,7 @@ def test_damaged_ones_do_not_count_and_go_when_they_are_old(tmp_path: Path) -> N
     assert [found.step for found in checkpoints(tmp_path)] == [5, 4]
 
 
-def test_what_is_not_ours_or_of_a_later_step_is_left_alone(tmp_path: Path) -> None:
+def test_retention_ignores_other_folders_and_later_steps(tmp_path: Path) -> None:
     (tmp_path / name_of(1)).mkdir()
     (tmp_path / name_of(1) / "manifest.json").write_text("{}")
     (tmp_path / "notes.txt").touch()
@@ -166,7 +166,7 @@ def test_what_is_not_ours_or_of_a_later_step_is_left_alone(tmp_path: Path) -> No
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_step_may_be_written_once_more(tmp_path: Path, same: Same, background: bool) -> None:
+def test_save_of_the_same_step_replaces_the_checkpoint(tmp_path: Path, same: Same, background: bool) -> None:
     with Saver(tmp_path, keep_last=2, background=background) as saver:
         saver.save(5, state(1.0))
         saver.save(5, state(2.0))
@@ -182,7 +182,7 @@ def test_a_step_may_be_written_once_more(tmp_path: Path, same: Same, background:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
-def test_any_flipped_bit_is_an_error(name: str, tmp_path: Path) -> None:
+def test_load_after_any_flipped_bit_raises_error(name: str, tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=1, background=False) as saver:
         saver.save(1, state(1.5, size=20))
     file = tmp_path / name_of(1) / name
@@ -197,12 +197,12 @@ def test_any_flipped_bit_is_an_error(name: str, tmp_path: Path) -> None:
             load(file.parent)
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_load_of_a_missing_checkpoint_raises_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load(tmp_path / name_of(1))
 
 
-def test_a_checkpoint_can_be_loaded_from_a_folder_of_another_name(tmp_path: Path, same: Same) -> None:
+def test_load_from_a_renamed_folder_returns_the_state(tmp_path: Path, same: Same) -> None:
     with Saver(tmp_path, keep_last=1, background=False) as saver:
         saver.save(1, state(1.5))
     (tmp_path / name_of(1)).rename(tmp_path / "good")
@@ -216,9 +216,7 @@ def of_the_optimizer(part: str, name: str) -> bool:
     return name == "w"
 
 
-def test_what_is_not_overlapped_may_change_at_once_and_the_rest_once_the_copy_is_finished(
-    tmp_path: Path, same: Same
-) -> None:
+def test_overlapped_save_copies_replicated_tensors_until_finish_copy(tmp_path: Path, same: Same) -> None:
     changing = state(1.0, size=1 << 22)
     expected = {
         "model": {name: tensor.clone() for name, tensor in changing["model"].items()},
@@ -273,7 +271,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         assert disk.wait(seconds(60)) == 0, disk.stdout.read()
 
 
-def test_a_full_disk_is_told_of_with_numbers_and_the_one_before_is_untouched(
+def test_save_on_a_full_disk_reports_bytes_and_keeps_the_previous_checkpoint(
     small_disk: Path, same: Same, background: bool
 ) -> None:
     with Saver(small_disk, keep_last=1, background=background) as saver:
@@ -282,7 +280,7 @@ def test_a_full_disk_is_told_of_with_numbers_and_the_one_before_is_untouched(
             _save_and_wait(saver, 2, state(2.0, size=3_000_000))
         assert leftovers(small_disk) == ()
         assert same(load(small_disk / name_of(1)), state(1.0))
-        saver.check()  # said once
+        saver.wait()  # raised once
         saver.save(3, state(3.0))
     assert steps(small_disk) == [3]
 
@@ -325,23 +323,30 @@ def _save_and_wait(saver: Saver, step: int, what: dict[str, Any]) -> None:
     saver.wait()
 
 
-def test_a_failed_save_is_told_of_at_the_next_one(small_disk: Path) -> None:
+def test_save_after_a_transient_error_logs_it_and_saves(small_disk: Path, said: list[str]) -> None:
     with Saver(small_disk, keep_last=1) as saver:
         saver.save(1, state(1.0, size=3_000_000))
-        with pytest.raises(CheckpointError, match="of step 1 in"):
-            saver.save(2, state(2.0))
         saver.save(2, state(2.0))
+        assert any("of step 1 in" in line and "the next save tries again" in line for line in said)
     assert steps(small_disk) == [2]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_of_before_training(tmp_path: Path) -> None:
+def test_wait_after_check_has_logged_a_transient_error_raises_it_once(small_disk: Path) -> None:
+    with Saver(small_disk, keep_last=1) as saver:
+        saver.save(1, state(1.0, size=3_000_000))
+        assert saver.check(wait=True)
+        with pytest.raises(CheckpointError, match="of step 1 in"):
+            saver.wait()
+
+
+def test_saver_for_an_unwritable_folder_raises_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         with pytest.raises(CheckpointError, match="cannot be written to"):
             Saver(folder, keep_last=1)
 
 
-def test_what_cannot_be_stored_is_told_of_at_once_and_nothing_is_begun(tmp_path: Path) -> None:
+def test_save_of_an_unstorable_value_raises_error_and_writes_nothing(tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=1) as saver, pytest.raises(CheckpointError, match=r"a\.b\[0\] is a builtin"):
         saver.save(1, {"a": {"b": [print]}})
     assert list(tmp_path.iterdir()) == []
@@ -366,7 +371,7 @@ def writers() -> Writers:
     return lambda: [each for each in all_of_them() if each not in before]
 
 
-def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: Path, writers: Writers) -> None:
+def test_save_after_the_writer_process_was_killed_starts_another(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.save(1, state(1.0))
         saver.wait()
@@ -381,7 +386,7 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
     assert writers() == []
 
 
-def test_an_error_in_the_middle_of_a_file_is_reported_as_what_it_is(tmp_path: Path, writers: Writers) -> None:
+def test_save_with_a_write_error_in_a_file_reports_its_cause(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.save(1, state(1.0))
         saver.wait()
@@ -395,7 +400,7 @@ def test_an_error_in_the_middle_of_a_file_is_reported_as_what_it_is(tmp_path: Pa
     assert steps(tmp_path) == [3]
 
 
-def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tmp_path: Path, writers: Writers) -> None:
+def test_close_resumes_a_stopped_writer_and_check_does_not_wait(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.reserve(1)
         (writer,) = writers()
@@ -407,9 +412,7 @@ def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tm
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(
-    tmp_path: Path, same: Same, writers: Writers
-) -> None:
+def test_interrupt_at_any_line_loses_no_save_and_blocks_no_wait(tmp_path: Path, same: Same, writers: Writers) -> None:
     """As a signal handler raises it: between any two lines of what waits for the writer."""
     lines = {saver_module.__file__, background_module.__file__}
     left = 0
@@ -465,7 +468,7 @@ def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(
 # The process ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tmp_path: Path, writers: Writers) -> None:
+def test_writer_process_inherits_no_files_and_does_not_import_torch(tmp_path: Path, writers: Writers) -> None:
     ours = [os.pipe(), os.pipe()]
     for pipe in ours:
         os.set_inheritable(pipe[0], True)
@@ -502,7 +505,7 @@ def many_open_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_open_files")
-def test_a_trainer_may_have_more_than_a_thousand_open_files(tmp_path: Path, writers: Writers) -> None:
+def test_saver_with_a_thousand_open_files_saves(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.reserve(1)
         (writer,) = writers()
@@ -519,7 +522,7 @@ from ddp_kit.checkpoint.saver import Saver
 saver = Saver(sys.argv[1], keep_last=2)
 saver.save(1, {{"model": torch.ones(10)}})
 saver.wait()
-say("writer", saver._process.pid)
+say("writer", saver._writer.pid)
 saver.save(2, {{"model": torch.ones(20_000_000)}})
 say("begun")
 
@@ -533,7 +536,7 @@ def stay():  # of a forked child: nothing of it is left, whatever ends the test
 @pytest.mark.parametrize(
     "ending", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit(0)", "raise OSError"]
 )
-def test_whichever_way_the_trainer_ends_the_writer_finishes_and_goes(
+def test_writer_process_finishes_however_its_parent_ends(
     ending: str, script: Callable[[str], Path], tmp_path: Path
 ) -> None:
     done = run(sys.executable, script(SAVES + ending), tmp_path / "runs")
@@ -544,11 +547,11 @@ def test_whichever_way_the_trainer_ends_the_writer_finishes_and_goes(
 
 
 @pytest.mark.slow
-def test_signals_to_the_whole_job_do_not_end_a_save(script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_writer_process_ignores_signals_to_the_whole_job(script: Callable[[str], Path], tmp_path: Path) -> None:
     text = SAVES.replace("saver = Saver", "os.setsid(); saver = Saver") + (
         "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
         "    signal.signal(number, lambda *_: None)\n"
-        "    os.killpg(0, number); os.kill(saver._process.pid, number)\n"
+        "    os.killpg(0, number); os.kill(saver._writer.pid, number)\n"
         "saver.close(); say('closed')\n"
     )
     done = run(sys.executable, script(text), tmp_path / "runs")
@@ -557,7 +560,9 @@ def test_signals_to_the_whole_job_do_not_end_a_save(script: Callable[[str], Path
 
 
 @pytest.mark.slow
-def test_a_forked_child_of_the_trainer_does_not_keep_the_writer(script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_writer_process_ends_despite_a_forked_child_of_its_parent(
+    script: Callable[[str], Path], tmp_path: Path
+) -> None:
     text = SAVES + (
         "child = os.fork()\nif child == 0:\n    stay()\nsay('child', child)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -572,9 +577,7 @@ def test_a_forked_child_of_the_trainer_does_not_keep_the_writer(script: Callable
 
 
 @pytest.mark.slow
-def test_a_trainer_that_ends_does_not_wait_for_its_forked_children(
-    script: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_close_does_not_wait_for_forked_children(script: Callable[[str], Path], tmp_path: Path) -> None:
     text = SAVES + (
         "child = os.fork()\n"
         "if child == 0:\n    stay()\n"
@@ -587,7 +590,7 @@ def test_a_trainer_that_ends_does_not_wait_for_its_forked_children(
 
 
 @pytest.mark.slow
-def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_saver_killed_at_random_leaves_a_whole_checkpoint(script: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     with Saver(folder, keep_last=1, background=False) as saver:
         saver.save(0, state(0.0))
@@ -606,7 +609,7 @@ def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Pa
                 pass  # somewhere else in a save each time
             trainer.kill()
             told = max([told, *(int(line) for line in trainer.stdout)])
-        found = newest_whole(folder, hashes=True).found
+        found = newest_whole(folder, hashes=True).checkpoint
         assert found is not None
         assert found.step in (told, told + 1)
         newest = found.step
@@ -615,7 +618,7 @@ def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Pa
     assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(newest + 1)]
 
 
-def test_saving_from_another_thread_is_fine(tmp_path: Path) -> None:
+def test_saver_in_another_thread_saves(tmp_path: Path) -> None:
     def save() -> None:
         with Saver(tmp_path, keep_last=1) as saver:
             saver.save(1, state(1.0))
@@ -627,7 +630,7 @@ def test_saving_from_another_thread_is_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_on_a_gpu_come_back_and_go_there_again(tmp_path: Path, same: Same) -> None:
+def test_save_of_gpu_tensors_loads_bitwise_identical(tmp_path: Path, same: Same) -> None:
     gpu = torch.randn(1 << 20, device="cuda")
     what = {"model": {"w": gpu, "t": gpu.view(1024, 1024).T, "tied": gpu, "random": torch.get_rng_state()}}
     host = {"model": {name: tensor.cpu() for name, tensor in what["model"].items()}}
@@ -647,7 +650,7 @@ def test_tensors_on_a_gpu_come_back_and_go_there_again(tmp_path: Path, same: Sam
 
 
 @pytest.mark.gpu
-def test_reserved_memory_is_pinned_before_the_first_save(tmp_path: Path) -> None:
+def test_reserve_pins_memory_before_the_first_save(tmp_path: Path) -> None:
     torch.cuda.init()
     with Saver(tmp_path, keep_last=1) as saver:
         saver.reserve(1 << 24)

@@ -19,8 +19,8 @@ from job_processes import has_ended
 from launching import seconds, wait_until
 
 from ddp_kit.checkpoint import packing, process
-from ddp_kit.checkpoint.format import MANIFEST, WRITING, checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import LOCK, Job, Region, System, write
+from ddp_kit.checkpoint.format import MANIFEST, checkpoints, leftovers, name_of, newest_whole
+from ddp_kit.checkpoint.process import LOCK, Job, Region, System, unfinished_folder, write
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
@@ -65,12 +65,13 @@ def savers(folder: Path, count: int, **options: Any) -> Iterator[list[Saver]]:
 
 
 def save(savers: list[Saver], step: int, states: Callable[[int], dict[str, Any]] = state) -> None:
+    token = savers[0].begin(step)
     for writer, saver in reversed([*enumerate(savers)]):
-        saver.save(step, states(writer), token=f"of{step}", replicated=replicated)
+        saver.save(step, states(writer), token=token, replicated=replicated)
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_several_save_is_what_the_first_one_has(count: int, tmp_path: Path, same: Same) -> None:
+def test_several_writers_save_the_state_of_the_first(count: int, tmp_path: Path, same: Same) -> None:
     with savers(tmp_path, count) as all_of_them:
         for step in (1, 2, 3):
             save(all_of_them, step)
@@ -83,7 +84,7 @@ def test_what_several_save_is_what_the_first_one_has(count: int, tmp_path: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, name_of(2), name_of(3)]
 
 
-def test_each_tensor_is_written_once_and_the_bytes_are_divided(tmp_path: Path) -> None:
+def test_several_writers_divide_the_bytes_and_write_each_tensor_once(tmp_path: Path) -> None:
     with savers(tmp_path, 2) as both:
         save(both, 1)
     files = {path.name: path.stat().st_size for path in (tmp_path / name_of(1)).iterdir()}
@@ -98,7 +99,7 @@ def test_each_tensor_is_written_once_and_the_bytes_are_divided(tmp_path: Path) -
     assert sorted(names) == sorted({*state()["model"]} - {"too"})
 
 
-def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+def test_index_of_several_writers_maps_each_tensor_to_its_file(tmp_path: Path) -> None:
     with savers(tmp_path, 2) as both:
         save(both, 1)
     path = tmp_path / name_of(1)
@@ -111,7 +112,7 @@ def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values()) - TIED.nbytes
 
 
-def test_a_small_state_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_writers_with_a_small_state_use_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1 << 20)
     with savers(tmp_path, 2) as both:
         save(both, 1)
@@ -129,11 +130,12 @@ def spread(writer: int) -> dict[str, Any]:
     return {"model": {"spread": Piece(WHOLE[begin : begin + 2], (5, 7), (begin, 0)), "same": TIED}}
 
 
-def test_a_tensor_in_pieces_is_loaded_whole(tmp_path: Path, same: Same) -> None:
+def test_pieces_of_several_writers_load_as_a_whole_tensor(tmp_path: Path, same: Same) -> None:
     with savers(tmp_path, 5) as five:
         for step in (1, 2):
+            token = five[0].begin(step)
             for writer, saver in enumerate(five):
-                saver.save(step, spread(writer), token=f"of{step}", replicated=lambda _, name: name == "same")
+                saver.save(step, spread(writer), token=token, replicated=lambda _, name: name == "same")
     assert same(load(tmp_path / name_of(2)), {"model": {"spread": WHOLE, "same": TIED}})
     index = json.loads((tmp_path / name_of(2) / "model.safetensors.index.json").read_text())
     assert [*index["weight_map"]] == ["same"], "other programs do not know pieces"
@@ -142,7 +144,7 @@ def test_a_tensor_in_pieces_is_loaded_whole(tmp_path: Path, same: Same) -> None:
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 
-def test_writers_with_other_tensors_save_nothing(tmp_path: Path) -> None:
+def test_writer_with_other_tensors_fails_the_save(tmp_path: Path) -> None:
     def states(writer: int) -> dict[str, Any]:
         own = state(writer)
         own["optimizer"]["state"][0] |= {"max": torch.ones(9)} if writer else {}
@@ -160,7 +162,7 @@ def test_writers_with_other_tensors_save_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_patience")
-def test_a_writer_that_does_not_write_is_not_waited_for(tmp_path: Path) -> None:
+def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"writer 1 \(of 2, counted from 0\) has ended or never started"
     ) as raised:
@@ -170,7 +172,7 @@ def test_a_writer_that_does_not_write_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_patience")
-def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the job is gone: writer 1 comes to its end only once writer 0 has found it writing."""
     locked, found = Event(), Event()
     is_locked = process._is_locked
@@ -197,18 +199,17 @@ def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch:
         assert locked.wait(seconds(60))
         write(*job(tmp_path, 1, 0), abandoned=lambda: True)
         second.result()
-    assert newest_whole(tmp_path, hashes=True).found is not None
+    assert newest_whole(tmp_path, hashes=True).checkpoint is not None
 
 
-def test_a_file_that_is_renamed_while_sizes_are_read_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = process._entries
-    monkeypatch.setattr(process, "_entries", lambda half: [*entries(half), half / ".writer-1.new"])
-    assert process._size(tmp_path) == 0
+def test_size_of_a_folder_ignores_a_file_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    renamed = tmp_path / ".writer-1.new"
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter([renamed, tmp_path / "file"]))
+    assert process._size(tmp_path) == 7
 
 
-def test_a_full_disk_of_one_writer_is_reported_by_the_first(tmp_path: Path) -> None:
+def test_writer_with_a_full_disk_is_reported_by_the_first(tmp_path: Path) -> None:
     class Full(System):
         def write(self, file: int, content: memoryview) -> int:
             if len(content) > 100:
@@ -221,22 +222,11 @@ def test_a_full_disk_of_one_writer_is_reported_by_the_first(tmp_path: Path) -> N
     assert leftovers(tmp_path) == ()
 
 
-def test_when_the_first_writer_has_given_up_the_others_end_without_a_word(tmp_path: Path) -> None:
+def test_writer_whose_folder_is_removed_during_its_write_ends_silently(tmp_path: Path) -> None:
     class Removed(System):
         def create(self, path: Path) -> int:
             shutil.rmtree(path.parent)
             return super().create(path)
-
-    write(*job(tmp_path, 1, 1), Removed())
-    assert leftovers(tmp_path) == ()
-
-
-def test_when_the_folder_is_removed_as_soon_as_it_is_made_the_others_end_without_a_word(tmp_path: Path) -> None:
-    class Removed(System):
-        def mkdir(self, path: Path) -> None:
-            super().mkdir(path)
-            if path.name.startswith(WRITING):
-                path.rmdir()
 
     write(*job(tmp_path, 1, 1), Removed())
     assert leftovers(tmp_path) == ()
@@ -251,33 +241,27 @@ def give_up(folder: Path) -> None:
     """The first writer fails before it has written anything."""
     with pytest.raises(CheckpointError, match="there is no space for the checkpoint of step 1"):
         write(*job(folder, 1, 0), NoSpace())
+    assert leftovers(folder) == ()
 
 
-def test_a_writer_that_comes_when_the_first_one_has_given_up_writes_nothing(tmp_path: Path) -> None:
-    give_up(tmp_path)
+def test_writer_that_starts_after_the_first_has_given_up_writes_nothing(tmp_path: Path) -> None:
     system = Counting(0, lambda: None)
-    write(*job(tmp_path, 1, 1), system)
+    share = job(tmp_path, 1, 1)
+    give_up(tmp_path)
+    write(*share, system)
     assert system.done == 0
     assert leftovers(tmp_path) == ()
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", ".writer-1.new"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_folder_that_is_there_again_when_the_first_writer_has_given_up_is_removed_again(
-    name: str, after: bool, tmp_path: Path
-) -> None:
-    """As by a writer that comes at that moment, or where a file was created while the others were being removed."""
-
-    class MadeAgain(System):
+def test_writer_that_creates_a_file_after_the_first_has_given_up_leaves_nothing(name: str, tmp_path: Path) -> None:
+    class GivenUp(System):
         def create(self, path: Path) -> int:
-            if path.name != name:
-                return super().create(path)
-            file = super().create(path) if after else None
-            give_up(tmp_path)
-            path.parent.mkdir()
-            return super().create(path) if file is None else file
+            if path.name == name:
+                give_up(tmp_path)
+            return super().create(path)
 
-    write(*job(tmp_path, 1, 1), MadeAgain())
+    write(*job(tmp_path, 1, 1), GivenUp())
     assert leftovers(tmp_path) == ()
     for writer in (1, 0):
         write(*job(tmp_path, 2, writer))
@@ -285,7 +269,8 @@ def test_a_folder_that_is_there_again_when_the_first_writer_has_given_up_is_remo
 
 
 def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[Job, memoryview]:
-    """A share of a safetensors file with one tensor."""
+    """A share of a safetensors file with one tensor. Creates the folder of the checkpoint, as the first rank does."""
+    unfinished_folder(folder, step, f"of{step}").mkdir(parents=True, exist_ok=True)
     header = json.dumps({f"t{writer}": {"dtype": "U8", "shape": [2000], "data_offsets": [0, 2000]}}).encode()
     whole = len(header).to_bytes(8, "little") + header + content[:2000]
     files: tuple[Region, ...] = (Region(f"model-0000{writer + 1}-of-00002.safetensors", 0, len(whole)),)
@@ -300,7 +285,7 @@ def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> t
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_whichever_writer_is_killed_there_is_the_old_one_or_the_new_one(
+def test_writer_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
     dying: int, after: bool, tmp_path: Path
 ) -> None:
     def in_a_process(folder: Path, writer: int, number: int) -> int:
@@ -327,7 +312,7 @@ def test_whichever_writer_is_killed_there_is_the_old_one_or_the_new_one(
         for writer in (1, 0):  # writer 0 comes when the other has ended
             child = in_a_process(folder, writer, number if writer == dying else 0)
             codes[writer] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        found = newest_whole(folder, hashes=True).found
+        found = newest_whole(folder, hashes=True).checkpoint
         assert found is not None
         outcomes.append(found.step)
         assert found.step == 2 or codes[0] in (1, KILLED)
@@ -343,7 +328,7 @@ def test_whichever_writer_is_killed_there_is_the_old_one_or_the_new_one(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_save_in_hand_of_a_killed_process_is_finished_by_its_writers(tmp_path: Path, same: Same) -> None:
+def test_writers_of_a_killed_process_finish_its_save(tmp_path: Path, same: Same) -> None:
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -352,7 +337,7 @@ def test_a_save_in_hand_of_a_killed_process_is_finished_by_its_writers(tmp_path:
                 save(both, 1)
                 for saver in both:
                     saver.wait()
-                os.write(theirs, json.dumps([saver._process.pid for saver in both if saver._process]).encode())
+                os.write(theirs, json.dumps([saver._writer.pid for saver in both]).encode())
                 save(both, 2)
                 os._exit(KILLED)
         finally:

@@ -2,7 +2,10 @@
 
 import errno
 import fcntl
+import json
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from stat import S_ISREG
@@ -38,14 +41,16 @@ def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step once more"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_operation_there_is_the_old_one_or_the_new_one(step: int, after: bool, tmp_path: Path) -> None:
+def test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+    step: int, after: bool, tmp_path: Path
+) -> None:
     outcomes = []
     for number in range(1, MOST):
         folder = tmp_path / str(number)
         for earlier in (1, 2):  # 1 is the best and stays, 2 is to go when 3 is there
             write(*job(folder, earlier))
         died = dies_at(number, after, folder, step)
-        found = newest_whole(folder, hashes=True).found
+        found = newest_whole(folder, hashes=True).checkpoint
         assert found is not None
         new = (found.path / "state.json").read_bytes()[:1] == b"y"
         assert found.step == (step if new else 2)
@@ -63,7 +68,7 @@ def test_killed_at_any_operation_there_is_the_old_one_or_the_new_one(step: int, 
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-def test_an_error_at_any_operation_is_told_of_and_nothing_half_is_left(code: int, tmp_path: Path) -> None:
+def test_write_with_an_error_at_any_operation_reports_it_and_leaves_nothing(code: int, tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError(code, os.strerror(code))
 
@@ -77,13 +82,13 @@ def test_an_error_at_any_operation_is_told_of_and_nothing_half_is_left(code: int
             assert ("bytes are needed" if code == errno.ENOSPC else "cannot be written to") in str(error)
         else:
             break
-        assert newest_whole(folder, hashes=True).found is not None
+        assert newest_whole(folder, hashes=True).checkpoint is not None
         assert not any(path.name.startswith(".writing-") for path in leftovers(folder)), number
     assert 10 < number < MOST - 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=["ENOSPC", "EDQUOT", "EIO"])
-def test_an_error_in_the_writer_process_is_reported_as_what_it_is_and_the_memory_is_given_back(
+def test_writer_process_with_a_write_error_reports_it_and_unmaps_the_memory(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
@@ -91,16 +96,22 @@ def test_an_error_in_the_writer_process_is_reported_as_what_it_is_and_the_memory
 
     monkeypatch.setattr(System, "write", fail)
     requested, content = job(tmp_path, 1)
-    with os.fdopen(os.memfd_create("the-state"), "wb", buffering=0) as memory:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, ThreadPoolExecutor(1) as pool, os.fdopen(os.memfd_create("the-state"), "wb", buffering=0) as memory:
         memory.write(content)
-        problem = process._done(requested, memory.fileno(), os.getppid())
+        writer = pool.submit(process.main, os.getppid(), memory.fileno(), theirs.detach())
+        ours.send(b"1 " + requested.to_json().encode())
+        number, problem = json.loads(ours.recv(process.LONGEST_PACKET))
+        ours.send(process.STOP)
+        writer.result(seconds(60))
+    assert number == 1
     assert problem["transient"] == (code != errno.EIO)
     assert ("cannot be written to" if code == errno.EIO else "there is no space") in str(problem["message"])
     assert ("quota is used up" in str(problem["message"])) == (code == errno.EDQUOT)
     assert "the-state" not in Path("/proc/self/maps").read_text()
 
 
-def test_a_new_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+def test_write_creates_the_folder_and_its_parents(tmp_path: Path) -> None:
     write(*job(tmp_path / "a" / "b", 1))
     assert [found.step for found in checkpoints(tmp_path / "a" / "b")] == [1]
 
@@ -123,7 +134,7 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("locks")
-def test_what_another_process_still_writes_is_left_alone(tmp_path: Path) -> None:
+def test_write_keeps_leftovers_while_another_process_writes(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-00000007-aa").mkdir()
     with process._alone(tmp_path) as alone:
         assert alone
@@ -134,7 +145,7 @@ def test_what_another_process_still_writes_is_left_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("locks")
-def test_a_save_in_hand_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_writers_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as save:
         save.enter_context(process._alone(tmp_path))
         monkeypatch.setattr(process.time, "sleep", lambda _: save.close())  # it ends once it is waited for
@@ -143,12 +154,12 @@ def test_a_save_in_hand_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
             assert alone
 
 
-def test_where_nothing_was_saved_nobody_is_waited_for_and_nothing_is_written(tmp_path: Path) -> None:
+def test_wait_for_writers_in_an_empty_folder_returns_at_once(tmp_path: Path) -> None:
     wait_for_writers(tmp_path, seconds(60))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_locks_only_what_is_old_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_without_locks_removes_only_old_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.EBADF, "as NFS says it")
 
@@ -162,9 +173,7 @@ def test_without_locks_only_what_is_old_is_removed(tmp_path: Path, monkeypatch: 
     assert [path.name for path in leftovers(tmp_path)] == [".removed-step-00000001-bb", ".writing-step-00000008-cc"]
 
 
-def test_where_folders_cannot_swap_names_a_step_is_written_once_more_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_without_exchange_replaces_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object) -> None:
         raise OSError(errno.EINVAL, "as NFS says it")
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data import DeviceTransform, build_loader, loading, on_device
-from ddp_kit.data.collate import Partial, checked_batches, unpacked
+from ddp_kit.data.collate import Collate, Partial, checked_batches, unpacked
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import DataError
 
@@ -118,10 +118,8 @@ def test_exceptions_of_the_user_s_own_collate_function_stay_what_they_are(worker
         list(on_device(build_loader(data, [[0, 1]], DataConfig(), ALONE, 0, own), CPU, None, ahead=0))
 
 
-def test_what_comes_instead_of_a_batch_can_be_sent() -> None:
-    from ddp_kit.data.collate import checked_collate
-
-    found = checked_collate([torch.zeros(1), torch.zeros(2)])
+def test_uncollated_samples_are_described_by_an_object_that_can_be_pickled() -> None:
+    found = Collate()([torch.zeros(1), torch.zeros(2)], 2)
     assert pickle.loads(pickle.dumps(found)) == found
 
 

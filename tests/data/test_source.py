@@ -180,16 +180,19 @@ def test_a_sampler_of_one_ranks_samples_in_the_configuration_is_refused() -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"data": {"sampler": [0], "batch_sampler": [[0]]}}, "sampler and batch_sampler are both set"),
+        ({"data": {"sampler": [0], "batch_sampler": [[0]]}}, "data.sampler is not supported with data.batch_sampler"),
         ({"data": {"sampler": 3}}, r"data\.sampler"),
-        ({"data": {"batch_sampler": [[0]]}, "global_batch_size": 4}, "global_batch_size = 4 and data.batch_sampler"),
+        (
+            {"data": {"batch_sampler": [[0]]}, "global_batch_size": 4},
+            "global_batch_size = 4 is not supported with data.batch",
+        ),
         (
             {"data": {"batch_sampler": [[0]]}, "micro_batch_size": "auto"},
-            "micro_batch_size = 'auto' and data.batch_sampler",
+            "micro_batch_size = 'auto' is not supported with data.batch_sampler",
         ),
     ],
 )
-def test_settings_that_contradict_a_sampler_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_batch_size_or_sampler_with_a_batch_sampler_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TrainerConfig(**settings)
 

@@ -24,7 +24,6 @@ SETTINGS: list[dict[str, object]] = [
 ]
 RUNS: dict[str, dict[str, object]] = {
     "ddp": {},
-    "static graph": {"parallel": {"static_graph": True}},
     "auto": {"micro_batch_size": "auto", "accumulation_steps": None},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},

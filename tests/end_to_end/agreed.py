@@ -205,13 +205,6 @@ def unused_where_a_rank_has_no_samples() -> list[float]:
     return trained(Experts, config=config(parallel={"find_unused_parameters": True}))
 
 
-def unused_in_a_static_graph() -> list[float]:
-    def loss(model: Any, batch: Any) -> Tensor:
-        return (model.first(batch[0]) - model.second(batch[0]) - batch[1]).square().mean()
-
-    return trained(Experts, loss, config=config(accumulation_steps=2, parallel={"static_graph": True}))
-
-
 class Probe(Callback):
     """A backward pass of the user's own after each step."""
 
@@ -222,12 +215,6 @@ class Probe(Callback):
 
 def a_probe_between_steps() -> list[float]:
     return trained(plain_network, callbacks=[Probe()])
-
-
-def a_probe_of_a_static_graph() -> list[float]:
-    return trained(
-        plain_network, config=config(accumulation_steps=2, parallel={"static_graph": True}), callbacks=[Probe()]
-    )
 
 
 def two_trainers() -> list[float]:
@@ -342,9 +329,7 @@ EXACT = (
     called_twice,
     called_as_often_as_there_are_samples,
     unused_where_a_rank_has_no_samples,
-    unused_in_a_static_graph,
     a_probe_between_steps,
-    a_probe_of_a_static_graph,
     two_trainers,
     complex_parameters,
     complex_parameters_with_weights,

@@ -84,7 +84,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         global_batch_size=24,
         log_every_steps=3,
         micro_batch_size="auto" if case["auto"] else None,
-        parallel={"bucket_mb": 0.001, "strategy": case.get("strategy", "ddp")},
+        parallel={"bucket_mb": 0.001, "strategy": case.get("strategy", "ddp"), **case.get("parallel", {})},
         memory={"offload": case.get("offload")},
     )
     optimizers = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p)}

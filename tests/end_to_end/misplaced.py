@@ -118,7 +118,6 @@ def main() -> None:
     given = model()
     tried("optimizer", given, "fsdp", torch.optim.Adam(given.parameters()))
     tried("sizes", model(), {"shard": 3})
-    tried("static", model(), {"strategy": "fsdp", "static_graph": True})
     tried("scalar", Scaled(), "fsdp")
     tried("tied", Tied(), {"strategy": "fsdp", "fsdp_units": ["one"]})
     tried("width", model(3), {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}})

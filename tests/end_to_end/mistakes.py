@@ -122,10 +122,9 @@ def meta() -> nn.Module:
 
 
 def launch(*words: str) -> None:
-    from ddp_kit.launcher import agent
     from ddp_kit.launcher.spec import check_script, parse
 
-    check_script(parse(words, agent.torchrun_parser(), {}), {})
+    check_script(parse(words, {}), {})
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

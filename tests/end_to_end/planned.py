@@ -65,7 +65,7 @@ if __name__ == "__main__":
     trainer.fit(data)
     local = strategy.local_parameters()
     if strategy.config.pipeline > 1:
-        local = [strategy._held(each) for each in trainer.model.parameters()]
+        local = [strategy._optimizer_parameter(each) for each in trainer.model.parameters()]
     # ZeRO-1 pads its flat weights: what holds them counts, not the views. A pipeline frees what other stages hold.
     storages = [each.untyped_storage() for each in local if each.untyped_storage().nbytes() >= each.nbytes]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}

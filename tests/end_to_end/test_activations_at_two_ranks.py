@@ -6,7 +6,7 @@ import pytest
 from launching import launch
 
 SCRIPT = Path(__file__).with_name("activations.py")
-RUNS = ("ddp", "static graph", "auto", "bf16", "fp16", "skip", "fully_shard")
+RUNS = ("ddp", "auto", "bf16", "fp16", "skip", "fully_shard")
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def case(draw: Random) -> dict[str, Any]:
         "optimizer": draw.choice(["sgd", "adam", "adamw"]),
         "scheduler": draw.random() < 0.5,
         "warmup": draw.choice([0, 0, 1, 4]),
-        "parallel": draw.choice([{}, {"static_graph": True}, {"find_unused_parameters": True}, {"bucket_mb": 1e-5}]),
+        "parallel": draw.choice([{}, {"find_unused_parameters": True}, {"bucket_mb": 1e-5}]),
         "non_finite_gradients": draw.choice(["stop", "stop", "skip"]),
         "buffers": draw.random() < 0.5,
         "workers": int(draw.random() < 0.05),  # each costs a process per rank

@@ -27,7 +27,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
 @pytest.mark.slow
 def test_whatever_does_not_fit_the_result_is_the_same(start: Start) -> None:
     kinds: list[dict[str, Any]] = [{}, {"weighted": True, "optimizer": "adam"}, {"buffers": True}]
-    kinds.append({"strategy": "zero1", "offload": "optimizer"})
+    kinds += [{"strategy": "zero1", "offload": "optimizer"}, {"parallel": {"find_unused_parameters": True}}]
     cases = [
         ({"auto": True} | case | kind, UNDISTURBED | kind, size)
         for number, (case, size) in enumerate(CASES)

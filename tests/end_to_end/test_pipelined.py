@@ -23,33 +23,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tied weights on the first and the last stage": {"samples": 13, "model": {"tied": True}, "max_grad_norm": 0.2},
     "blocks that return tuples": {"samples": 9, "model": {"tuples": True}, "optimizer": "adam"},
-    "two stages per rank, interleaved": {
-        "samples": 25,
-        "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"pipeline_schedule": "interleaved"},
-        "weighted": True,
-        "model": {"tied": True},
-    },
-    "two stages per rank, uneven passes": {
+    "tuples, uneven passes": {
         "samples": 15,
         "sizes": {"global_batch_size": 13, "micro_batch_size": 2},
-        "parallel": {"pipeline_schedule": "interleaved", "pipeline_stages": ["blocks.1", "blocks.2", "blocks.4"]},
-        "model": {"checkpointed": True},
-    },
-    "zero bubble": {
-        "samples": 25,
-        "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"pipeline_schedule": "zbv"},
-        "weighted": True,
-        "model": {"tied": True},
-        "max_grad_norm": 0.2,
-    },
-    "zero bubble, tuples, nothing is trained on the first stage": {
-        "samples": 15,
-        "sizes": {"global_batch_size": 13, "micro_batch_size": 2},
-        "parallel": {"pipeline_schedule": "zbv", "pipeline_stages": ["blocks.1", "blocks.2", "blocks.4"]},
-        "frozen": ["words", "tone", "blocks.0"],
-        "model": {"tuples": True},
+        "model": {"tuples": True, "checkpointed": True},
     },
     "activation checkpoints": {"samples": 9, "model": {"checkpointed": True}, "weighted": True},
     "nothing is trained on the first stage": {
@@ -84,21 +61,12 @@ COMBINED: dict[str, dict[str, Any]] = {
         "weighted": True,
         "max_grad_norm": 0.2,
     },
-    "tensor: interleaved, tied, checkpointed": {
+    "tensor: gpipe, tied, checkpointed": {
         "epochs": 1,
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"pipeline_schedule": "interleaved", **TENSOR},
+        "parallel": {"pipeline_schedule": "gpipe", **TENSOR},
         "model": {"tied": True, "checkpointed": True},
-    },
-    "tensor: zero bubble": {
-        "epochs": 1,
-        "samples": 25,
-        "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"pipeline_schedule": "zbv", **TENSOR},
-        "model": {"tied": True},
-        "weighted": True,
-        "max_grad_norm": 0.2,
     },
     # One of two ranks has a pass less, and some steps have samples for one rank alone.
     "shard: 1f1b, uneven passes": {
@@ -118,15 +86,11 @@ COMBINED: dict[str, dict[str, Any]] = {
         "model": {"tied": True, "checkpointed": True},
         "optimizer": "adam",
     },
-    "shard: interleaved, tuples, nothing is trained on the first stage": {
+    "shard: 1f1b, tuples, nothing is trained on the first stage": {
         "epochs": 1,
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {
-            "shard": 2,
-            "pipeline_schedule": "interleaved",
-            "pipeline_stages": ["blocks.1", "blocks.2", "blocks.4"],
-        },
+        "parallel": {"shard": 2, "pipeline_stages": ["blocks.1"]},
         "frozen": ["words", "tone", "blocks.0"],
         "model": {"tuples": True},
     },

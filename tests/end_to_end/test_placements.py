@@ -182,7 +182,6 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
     expected = {
         "optimizer": "the Adam holds the old ones | pass a function",
         "sizes": "shard 3 = 3, but there are 2 ranks",
-        "static": "parallel.static_graph is a setting of DDP",
         "scalar": "scalar parameters: scale",
         "tied": "shares a parameter with the FSDP unit",
         "width": "up has 3 outputs, which is not divisible by parallel.tensor=2",

@@ -17,9 +17,8 @@ def test_schedules_draw_alike_resume_bitwise_and_keep_buffers_and_averages(start
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
     one, other = sorted((json.loads(line[7:]) for line in lines), key=lambda found: int(found["rank"]))
-    for schedule in ("1f1b", "interleaved", "zbv"):
-        assert one[schedule] == pytest.approx(one["gpipe"], abs=1e-12), schedule
-    for schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
+    assert one["1f1b"] == pytest.approx(one["gpipe"], abs=1e-12)
+    for schedule in ("gpipe", "1f1b"):
         assert one[f"{schedule} resumed"], schedule
         masks = one[f"{schedule} masks"] + other[f"{schedule} masks"]
         assert len(set(masks)) == len(masks) > 0, f"{schedule}: blocks share a mask"

@@ -18,7 +18,7 @@ class DiesWriting(Callback):
         saver = trainer._checkpoints._saver
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.step == 4:
             saver.wait()
-            os.kill(saver._process.pid, signal.SIGSTOP)
+            os.kill(saver._writer.pid, signal.SIGSTOP)
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,6 +1,7 @@
 """The import rules of the house, read from the syntax tree."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_kit.launcher.clusters.engines import ENGINES
+
 PACKAGE = Path(__file__).parents[2] / "ddp_kit"
 STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught", "masking", "checkpoint.format"}
 
@@ -16,12 +19,25 @@ FLOOR = {
     "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "masking": 0, "config": 0,
     "checkpoint.format": 0, "checkpoint.weight_files": 0,
     "torch_internals": 1, "log": 1, "records": 1, "structures": 1, "pieces": 1, "state_values": 1, "function_launch": 1,
-    "progress": 2, "float8": 2, "function_worker": 2,
+    "progress": 2, "float8": 2, "function_worker": 2, "timing": 2,
     "distributed": 3,
     "data": 4, "precision": 4, "parallel": 4, "compilation": 4, "metrics": 4, "callbacks": 4,
-    "timing": 4, "profile": 4,
+    "profile": 4,
     "checkpoint": 5, "memory": 5,
     "trainer": 6,
+}  # fmt: skip
+LAUNCHER_LAYER = {  # of a folder or module of launcher/
+    "parser": 0, "verdict": 0, "clusters.request": 0, "warm.messages": 0, "trace": 0,
+    "job": 1, "output": 1, "devices": 1, "clusters": 1,
+    "spec": 2,
+    "rendezvous": 3,
+    "plan": 4,
+    "devices.reservations": 5, "dry_run": 5, "record": 5, "warm": 5,
+    "agent": 6,
+    "doctor": 7, "report": 7, "readings": 7,
+    "commands": 8,
+    "cli": 9,
+    "waiting_launcher": 10,
 }  # fmt: skip
 OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
 
@@ -109,6 +125,42 @@ def test_the_launcher_imports_the_ground_floor_and_itself() -> None:
             assert room(other) == "launcher" or FLOOR.get(room(other)) == 0 or other == "", (
                 f"{path.name} imports {other}"
             )
+
+
+def launcher_layer(name: str) -> str:
+    """The folder or module of `LAUNCHER_LAYER` that a module of the launcher, such as `launcher.job`, belongs to."""
+    inside = name.removeprefix("launcher.")
+    return inside if inside in LAUNCHER_LAYER else inside.split(".")[0]
+
+
+def test_every_module_of_the_launcher_has_a_layer() -> None:
+    names = {launcher_layer(name) for name in folder("launcher")} - OUTSIDE_THE_FLOORS
+    assert names == set(LAUNCHER_LAYER)
+
+
+@pytest.mark.parametrize("name", sorted(folder("launcher") - {"launcher.__init__"}))
+def test_launcher_module_imports_only_lower_layers(name: str) -> None:
+    own = launcher_layer(name)
+    for imported in own_imports((PACKAGE / name.replace(".", "/")).with_suffix(".py")):
+        other = launcher_layer(imported)
+        if imported.startswith("launcher.") and other != own:
+            assert LAUNCHER_LAYER[other] < LAUNCHER_LAYER[own], f"{own} imports {other}"
+
+
+def test_engine_names_stay_in_clusters() -> None:
+    """The rest of the launcher knows engines as `Engine`. `ssh` is also a program, and some variables are in env.py."""
+    words = {*ENGINES, "sbatch", "srun", "kubectl", "k8s", "mpirun", "mpi", "azureml", "pytorchjob"} - {"ssh"}
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", re.IGNORECASE)
+    for path in (PACKAGE / "launcher").rglob("*.py"):
+        if path.parent.name == "clusters":
+            continue
+        documentation = {node.value for node in nodes_of(path) if isinstance(node, ast.Expr)}
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and node not in documentation:
+                text = str(node.value)
+            else:
+                text = getattr(node, "id", getattr(node, "attr", ""))
+            assert not pattern.search(text), f"{path.name}: {text}"
 
 
 def test_strategies_are_known_in_their_folder_alone() -> None:

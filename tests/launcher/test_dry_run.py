@@ -3,9 +3,9 @@
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,9 +15,10 @@ import pytest
 from launching import BIN, free_port, run
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import agent, cli, dry_run, plan, spec
+from ddp_kit.launcher import cli, dry_run, plan, spec
 from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu
+from ddp_kit.launcher.warm import client
 from ddp_kit.masking import masked_env
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -65,10 +66,11 @@ def found(folder: Path) -> Environments:
 
 
 def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] = (), **env: str) -> str:
-    asked = spec.parse(words.split(), agent.torchrun_parser(), env)
+    asked = spec.parse(words.split(), env)
     made = plan.make(asked, machine, env, "run-1", Cpus({0: 0, 1: 1}), {})
     made = replace(made, workers=tuple(replace(worker, cpus=cpus) for worker in made.workers))
-    defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
+    defaults = {flag.dest: flag.default for flag in spec.TORCHRUN_FLAGS} | {"nproc_per_node": "1"}
+    defaults |= {"training_script": "script.py", "training_script_args": []}
     return dry_run.describe(made, env, "node7", defaults)
 
 
@@ -239,6 +241,14 @@ def test_the_torchrun_command_does_not_repeat_what_torchrun_reads_from_variables
         assert word not in command
 
 
+@pytest.mark.parametrize(
+    ("words", "command"), [("train.py -- -- x", "-- train.py -- x"), ("train.py -- x", "train.py x")]
+)
+def test_torchrun_command_keeps_the_dashes_of_the_script(words: str, command: str) -> None:
+    assert described(words).endswith(f" {command}")
+    assert spec.parse(shlex.split(command), {}).torchrun == spec.parse(words.split(), {}).torchrun
+
+
 TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n1:1 --log-dir logs"
 
 
@@ -294,12 +304,23 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_as_at_the_start() -> None:
         described("--virtual-local-rank --nproc-per-node 2 train.py", CUDA_VISIBLE_DEVICES="3")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-def test_no_server_starts_for_a_dry_run_and_words_behind_the_script_do_not_matter() -> None:
-    for words in (["--dry-run", "t.py"], ["--gpus", "2", "--dry-run", "-m", "t"], ["--cold", "t.py"], ["-h"]):
-        assert not cli._may_start_warm(words)
-    for words in (["t.py", "--dry-run"], ["-m", "t", "-h"], ["--gpus", "2", "t.py", "--cold"], ["--", "t", "--cold"]):
-        assert cli._may_start_warm(words)
+def test_dry_run_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "t.py").touch()
+    monkeypatch.delattr(client.WarmServer, "__init__")  # a start would fail
+    assert cli.launch(["--dry-run", str(tmp_path / "t.py")]) == 0
+
+
+def test_server_may_fork_workers_unless_flags_before_the_script_or_a_variable_forbid_it() -> None:
+    for words in (["--cold", "t.py"], ["--no-python", "t"], ["--nproc", "2", "--run_p", "t.py"], ["-m", "--cold", "t"]):
+        assert not spec.parse(words, {}).may_fork({})
+    for words in (
+        ["t.py", "--cold"],
+        ["-m", "t", "--no-python"],
+        ["--gpus", "2", "t.py", "--cold"],
+        ["--", "t", "--cold"],
+    ):
+        assert spec.parse(words, {}).may_fork({})
+        assert not spec.parse(words, {}).may_fork({"PYTHON_EXEC": "python3"})
 
 
 SECRETS = {"HF_TOKEN": "hf_abcdefgh", "DATABASE": "postgres://me:pg_abcdefgh@db/x", "WANDB_API_KEY": "wb_abcdefgh"}

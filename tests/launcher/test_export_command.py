@@ -38,10 +38,14 @@ WEIGHTS = {
 def save(folder: Path, models: list[dict[str, Any]], step: int = 1) -> Path:
     """By as many writers as there are models."""
     with ExitStack() as stack:
-        for writer, model in reversed([*enumerate(models)]):
-            saver = Saver(folder, keep_last=5, background=False, writer=writer, writers=len(models))
+        savers = [
+            stack.enter_context(Saver(folder, keep_last=5, background=False, writer=writer, writers=len(models)))
+            for writer in range(len(models))
+        ]
+        token = savers[0].begin(step)
+        for saver, model in reversed([*zip(savers, models, strict=True)]):
             state = {"model": model, "optimizer": {"state": {0: torch.ones(9)}}, "progress": {"epoch": 1}}
-            stack.enter_context(saver).save(step, state, token=f"of{step}", replicated=lambda part, _: part == "model")
+            saver.save(step, state, token=token, replicated=lambda part, _: part == "model")
     return folder / name_of(step)
 
 
@@ -187,12 +191,6 @@ def test_a_mistake_is_said_and_nothing_is_written(
         export(*words)
     assert raised.value.hint
     assert {*tmp_path.iterdir()} == before
-
-
-def test_a_checkpoint_of_format_1_is_exported(tmp_path: Path) -> None:
-    path = Path(__file__).parents[1] / "trainer" / "format-1" / name_of(7)
-    export(path, tmp_path / "model.safetensors")
-    assert same(load_file(tmp_path / "model.safetensors"), load_file(path / "model.safetensors"))
 
 
 @pytest.mark.slow

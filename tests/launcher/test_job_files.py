@@ -40,11 +40,11 @@ def job_file(*words: str) -> str:
 
 
 @pytest.mark.parametrize("path", JOB_FILES)
-def test_a_file_is_what_submit_writes(path: str) -> None:
+def test_launch_file_equals_output_of_submit(path: str) -> None:
     assert (LAUNCH / path).read_text() == job_file(*JOB_FILES[path].split()) + "\n"
 
 
-def test_the_runtime_of_kubeflow_has_the_same_rules() -> None:
+def test_kubeflow_runtime_file_equals_generated_runtime() -> None:
     request = Request(nodes=1, words=(), name="node", command="...", image="ddpkit", grace=120)
     assert _without_comments(RUNTIME.read_text()) == _without_comments(kubeflow.runtime(request))
 
@@ -64,7 +64,7 @@ def _is_valid_job(spec: dict[str, Any]) -> None:
         validate(job, version, strict=True)
 
 
-def test_kubernetes_accepts_its_manifest() -> None:
+def test_kubernetes_manifest_matches_schema() -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
     service, job = _documents("kubernetes/job.yaml")
     validate(service, "1.37", strict=True)
@@ -80,7 +80,7 @@ def test_kubernetes_accepts_its_manifest() -> None:
         ("kubeflow/runtime.yaml", "TrainerV1alpha1ClusterTrainingRuntime"),
     ],
 )
-def test_custom_resources_are_what_their_models_read(path: str, model: str) -> None:
+def test_custom_resources_match_their_models(path: str, model: str) -> None:
     """The models ignore fields that they do not know: what they have read has to be all."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     (document,) = _documents(path)
@@ -90,7 +90,7 @@ def test_custom_resources_are_what_their_models_read(path: str, model: str) -> N
         _is_valid_job(replicated["template"]["spec"])
 
 
-def test_sky_pilot_accepts_its_task() -> None:
+def test_skypilot_task_matches_schema() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schemas = json.loads((Path(__file__).parent / "skypilot-0.14.1-schemas.json").read_text())
     (task,) = _documents("skypilot/task.yaml")
@@ -99,7 +99,7 @@ def test_sky_pilot_accepts_its_task() -> None:
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == list(AGAIN)
 
 
-def test_aws_batch_accepts_its_job_definition() -> None:
+def test_aws_batch_job_definition_matches_schema() -> None:
     pytest.importorskip("botocore")
     from botocore.session import Session
     from botocore.validate import ParamValidator  # type: ignore[import-untyped]

@@ -34,12 +34,11 @@ NONSENSE = [
 ]
 CONF = ["timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "is_host"]
 CONF += ["keep_alive_interval", "keep_alive_max_attempt", "replacement_timeout"]
-FLAGS = [action for action in agent.torchrun_parser()._actions if action.option_strings and action.dest != "help"]
 
 
 def planned(*words: str) -> plan.Plan:
     """The plan of a launch. Raises `UsageError`."""
-    asked = spec.parse([*words, "train.py"], agent.torchrun_parser(), os.environ)
+    asked = spec.parse([*words, "train.py"], os.environ)
     asked = replace(asked, processes=agent.nproc_per_node(asked.processes))
     return plan.make(asked, (), os.environ, "id", cpus.here(), {})
 
@@ -70,7 +69,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_flag_has_a_value_that_ends_in_a_traceback() -> None:
-    valued = [action.option_strings[-1] for action in FLAGS if action.nargs != 0]
+    valued = [flag.name for flag in spec.TORCHRUN_FLAGS if flag.metavar]
     found = [
         unexpected(f"{flag}={value}")
         for flag in [*valued, "--gpus", "--gpus-per-process", "--hang-timeout"]
@@ -81,10 +80,10 @@ def test_no_flag_has_a_value_that_ends_in_a_traceback() -> None:
 
 def test_no_variable_has_a_value_that_ends_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for action in FLAGS:
+    for flag in spec.TORCHRUN_FLAGS:
         for value in NONSENSE:
             with monkeypatch.context() as patch:
-                patch.setenv(f"PET_{action.dest.upper()}", value)
+                patch.setenv(f"PET_{flag.dest.upper()}", value)
                 found.append(unexpected())
     assert not list(filter(None, found))
 
@@ -160,5 +159,5 @@ def test_what_cannot_be_used_is_named(words: str, named: str) -> None:
 
 def test_an_ipv6_master_address_keeps_its_port() -> None:
     words = ["--nproc-per-node=1", "--master-addr=::1", "--master-port=29871", "train.py"]
-    made = plan.make(spec.parse(words, agent.torchrun_parser(), {}), (), {}, "id", cpus.here(), {})
+    made = plan.make(spec.parse(words, {}), (), {}, "id", cpus.here(), {})
     assert (made.rendezvous.host, made.rendezvous.port) == ("::1", 29871)

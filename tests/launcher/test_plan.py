@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import agent, plan, spec
+from ddp_kit.launcher import plan, spec
 from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu, GpuProcess, Process
 from ddp_kit.launcher.job import RankAssignment
@@ -39,7 +39,7 @@ def planned(
     cpus: Cpus = TWO_CORES,
     defaults: Mapping[str, str] | None = None,
 ) -> plan.Plan:
-    asked = spec.parse(words.split(), agent.torchrun_parser(), env or {})
+    asked = spec.parse(words.split(), env or {})
     return plan.make(asked, gpus, env or {}, "run-1", cpus, held or {}, defaults=defaults or {})
 
 
@@ -72,7 +72,7 @@ def test_workers_are_killed_before_kubernetes_kills_the_launcher_unless_another_
 def test_each_of_torchrun_s_settings_is_stored_once() -> None:
     made = planned("--nnodes 2 --role a --max-restarts 1 --tee 3 train.py --lr 1")
     changed = {"role": "b", "max_restarts": 2, "tee": "0", "shutdown_timeout": 9, "training_script_args": ["--lr", "2"]}
-    other = replace(made, torchrun={**made.torchrun, **changed})
+    other = replace(made, spec=replace(made.spec, torchrun={**made.torchrun, **changed}))
     assert (other.role, other.rendezvous.limits.max_restarts, other.logs.tee, other.shutdown_timeout) == (
         "b",
         2,
@@ -361,7 +361,12 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
             "contradicts --virtual-local-rank, which gives each process a single GPU",
             "remove",
         ),
-        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not specify how many GPUs", "set --gpus to the total"),
+        (
+            "--gpus-per-process 2 --nproc-per-node auto",
+            4,
+            "does not specify how many GPUs",
+            "set --gpus to the number of GPUs of this node",
+        ),
         ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "remove"),
     ],
 )
@@ -463,40 +468,4 @@ def test_a_default_for_the_number_of_processes_is_named_where_it_is_in_the_way()
 
 @pytest.mark.parametrize("words", ["--nproc 3 t.py", "--nproc=3 t.py --nproc 4", "--nproc_per 3 t.py"])
 def test_the_beginning_of_a_flag_means_it_whichever_way_it_is_spelt(words: str) -> None:
-    assert spec.parse(words.split(), agent.torchrun_parser(), {}).processes == "3"
-
-
-def test_flags_as_data_are_those_of_the_installed_torch() -> None:
-    known = {flag: action.nargs != 0 for action in agent.torchrun_parser()._actions for flag in action.option_strings}
-    listed = dict.fromkeys(spec.FLAGS_WITH_VALUE, True) | dict.fromkeys(spec.FLAGS_WITHOUT_VALUE, False)
-    spelled = {f"--{name}": has_value for name, has_value in listed.items()}
-    spelled |= {f"--{name.replace('-', '_')}": has_value for name, has_value in listed.items()}
-    spelled |= {short: listed[name] for name, short in spec.SHORT_FLAGS.items()}
-    assert known.items() <= spelled.items()
-    assert spelled.keys() - known.keys() <= {"--print-completion", "--print_completion"}, "torch 2.14 and later"
-
-
-@pytest.mark.parametrize("version", ["2.16.0", "2.20.1+cu130", "3.0.0a0"])
-def test_unknown_flag_is_left_to_the_parser_of_a_later_torch(version: str) -> None:
-    spec.check_flags(["--new-flag", "1", "train.py"], lambda: version)
-
-
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.15"])
-def test_unknown_flag_is_refused_for_a_torch_whose_flags_are_listed(version: str) -> None:
-    with pytest.raises(UsageError, match="there is no flag '--new-flag'"):
-        spec.check_flags(["--new-flag", "1", "train.py"], lambda: version)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train.py --nnodez 2",
-        "--nnodes 2 --nproc 2 -r3 -t 0:1 -m package --nnodez",
-        "--no_python --log-dir=a --gpus free:2 -- program --x",
-        "--help --nnodez",
-        "--cold --hang-timeout 3 --print-completion bash",
-        "",
-    ],
-)
-def test_command_lines_without_a_misspelt_flag_pass_the_first_check(words: str) -> None:
-    spec.check_flags(words.split(), lambda: "2.13.0")
+    assert spec.parse(words.split(), {}).processes == "3"

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import agent, rendezvous
-from ddp_kit.launcher.clusters.recognition import completed
+from ddp_kit.launcher import rendezvous
 from ddp_kit.launcher.clusters.slurm import first_host
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import parse
@@ -56,7 +55,7 @@ def read(env: dict[str, str], *flags: str, monkeypatch: pytest.MonkeyPatch) -> R
     """How the nodes meet, for a launcher with these variables and flags."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)  # torch's parser reads PET_ variables itself
-    spec = completed(parse([*flags, "train.py"], agent.torchrun_parser(), env), env)
+    spec = rendezvous.complete_from_cluster(parse([*flags, "train.py"], env), env)
     settings: dict[str, Any] = {**spec.torchrun, **rendezvous.single_node_settings(spec.torchrun, "own")}
     return rendezvous.read(settings, spec.place)
 

@@ -14,7 +14,7 @@ import pytest
 from launching import DDPKIT, ROOT, clean_environment, run, seconds, started
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import agent, spec
+from ddp_kit.launcher import spec
 from ddp_kit.launcher.devices import reservations
 from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu
@@ -146,7 +146,7 @@ def test_the_real_command_holds_its_gpus_while_its_job_runs(
 def plan() -> Plan:
     """A plan on one GPU that no other test knows of."""
     gpu = Gpu(0, f"GPU-{uuid.uuid4()}", "Fake GPU", memory_total=0, memory_used=0)
-    asked = spec.parse(["--nproc-per-node", "2", "train.py"], agent.torchrun_parser(), {})
+    asked = spec.parse(["--nproc-per-node", "2", "train.py"], {})
     return replace(make(asked, (), {}, "id", Cpus({0: 0}), {}), workers=(WorkerResources((gpu,)), WorkerResources()))
 
 

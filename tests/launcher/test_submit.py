@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from launching import run, seconds, started
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.request import clock, seconds_of
+from ddp_kit.launcher.clusters.engine import Engine
+from ddp_kit.launcher.clusters.request import Request
+from ddp_kit.launcher.clusters.slurm import clock
 from ddp_kit.launcher.commands import submit
+from ddp_kit.launcher.commands.submit import seconds_of
 
 _HOST = "echo up; read code < go; exit $code"
 _SESSION = "import sys; from ddp_kit.launcher.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"
@@ -34,7 +37,7 @@ def job_file(*words: str) -> str:
     return printed[0]
 
 
-def test_a_batch_script_says_what_was_asked() -> None:
+def test_slurm_text_contains_the_requested_resources() -> None:
     flags = "--nodes 4 --gpus 8 --time 36h --partition long --requeue --retries 5"
     text = job_file("--on", "slurm", *flags.split(), "--max-restarts", "2", "train.py", "--lr", "0 1")
     for line in ("nodes=4", "gpus-per-node=8", "cpus-per-task=64", "time=1-12:00:00", "partition=long", "requeue"):
@@ -44,7 +47,7 @@ def test_a_batch_script_says_what_was_asked() -> None:
     assert text.splitlines()[1].startswith("# Made by: ddpkit submit --on slurm --nodes 4")
 
 
-def test_a_job_file_is_valid_shell(tmp_path: Path) -> None:
+def test_slurm_text_is_valid_shell(tmp_path: Path) -> None:
     for words in (("--array", "0-9"), ("--image", "docker://x/y:1"), ("--gpus", "8")):
         text = job_file("--on", "slurm", "--nodes", "2", *words, "train.py", "a'b$c")
         subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=seconds(60))
@@ -53,7 +56,7 @@ def test_a_job_file_is_valid_shell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 42, 75, 124, 128, 137, 143])
 @pytest.mark.parametrize("retries", [0, 2, 3])
-def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path: Path) -> None:
+def test_slurm_script_requeues_by_exit_code(code: int, retries: int, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     shown = f"   Comment=ddpkit-retries-{retries}" if retries else ""
@@ -83,6 +86,8 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (["--on", "kubeflow", "--nodes", "2", "--image", "x", "--grace", "90", "train.py"], "not support --grace"),
         (["--on", "slurm", "--nodes", "2", "--cold", "--time", "1h", "train.py"], "put it before --cold"),
         (["--on", "slurm", "--nnodes", "2", "train.py"], "--nodes"),
+        (["--on", "slurm", "--nodes", "2", "--max-restarts", "3", "--nnodes=2", "train.py"], "use --nodes N"),
+        (["--on", "slurm", "--nodes", "2", "--max-restartz", "3", "train.py"], "did you mean --max-restarts?"),
         (["--on", "ssh", "--nodes", "3", "--hosts", "a,b", "train.py"], "--hosts names 2"),
         (["--on", "ssh", "--nodes", "3", "train.py"], "use --hosts"),
         (["--on", "ssh", "--hosts=-oProxyCommand=x", "train.py"], "is not a host"),
@@ -95,14 +100,14 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (["--on", "kubernetes", "--nodes", "2", "--image", "x", "train.py", "caf\udce9"], "is not valid UTF-8"),
     ],
 )
-def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) -> None:
+def test_submit_invalid_arguments_raise_usage_error_with_hint(words: list[str], part: str) -> None:
     with pytest.raises(UsageError) as refused:
         submit.run(words, print, print)
     assert part in str(refused.value)
 
 
 @pytest.mark.parametrize("engine", ["ray", "skypilot"])
-def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_path: Path) -> None:
+def test_submit_script_outside_copied_folder_raises_usage_error(engine: str, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     with pytest.raises(
         UsageError, match=rf"{engine} copies the working folder .*/train.py is not a relative path.*\n.*give train.py"
@@ -113,13 +118,13 @@ def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_pa
         submit.run(["--on", engine, "--nodes", "2", "../train.py"], print, print)
 
 
-def test_a_missing_program_of_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_without_the_engines_program_raises_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="sbatch was not found.*\n.*--dry-run"):
         submit.run(["--on", "slurm", "--nodes", "2", "train.py"], print, print)
 
 
-def test_a_line_break_in_an_argument_adds_no_line_to_the_job_file(tmp_path: Path) -> None:
+def test_job_file_line_break_in_argument_adds_no_line(tmp_path: Path) -> None:
     words = ("--nodes", "2", "--image", "x", "train.py", "--prompt", "one\ntouch two\r#SBATCH --nodes=9\u2028three")
     for engine in ("slurm", "kubernetes", "jobset", "kubeflow"):
         lines = job_file("--on", engine, *words).splitlines()
@@ -139,7 +144,7 @@ def _expanded(word: str) -> str:
     words=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9), max_size=3)
 )
 @example(words=["a$$b", "$(PET_NNODES)", "$", "$${x}", "one\ntwo", "\x1b[31m\x7f", "\x85\u2028"])
-def test_arguments_reach_the_script_unchanged_on_every_engine(words: list[str]) -> None:
+def test_job_file_passes_arguments_unchanged_on_every_engine(words: list[str]) -> None:
     launch = ["ddpkit", "launch", "train.py", *words]
     for engine in ("kubernetes", "jobset", "kubeflow", "skypilot"):
         image = ["--image", "x"] if engine != "skypilot" else []
@@ -161,19 +166,19 @@ def test_arguments_reach_the_script_unchanged_on_every_engine(words: list[str]) 
 
 @pytest.mark.parametrize("flag", ["--name", "--partition", "--array", "--image", "--gpus"])
 @pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\u2028"])
-def test_a_control_character_in_a_value_is_refused(flag: str, letter: str) -> None:
+def test_submit_control_character_in_value_raises_usage_error(flag: str, letter: str) -> None:
     value = f"a{letter}touch x:8"
     with pytest.raises(UsageError, match="contains a control character") as refused:
         submit.run(["--on", "slurm", "--nodes", "2", flag, value, "train.py"], print, print)
     assert letter not in str(refused.value).partition("\n")[0]
 
 
-def test_a_value_is_one_word_of_a_batch_script() -> None:
+def test_slurm_text_quotes_values() -> None:
     text = job_file("--on", "slurm", "--nodes", "2", "--name", "my run #2", "--partition", "a --wrap=b", "train.py")
     assert "#SBATCH --job-name='my run #2'\n#SBATCH --partition='a --wrap=b'\n" in text
 
 
-def test_a_batch_script_names_the_flag_for_nodes_with_fewer_cores() -> None:
+def test_slurm_text_names_the_cpus_flag() -> None:
     words = ("--on", "slurm", "--nodes", "2", "--gpus", "8")
     (line,) = (line for line in job_file(*words).splitlines() if line.startswith("#SBATCH --cpus-per-task=64"))
     assert line.endswith("if the nodes have fewer cores, sbatch refuses the job: use --cpus")
@@ -181,9 +186,7 @@ def test_a_batch_script_names_the_flag_for_nodes_with_fewer_cores() -> None:
 
 
 @pytest.mark.parametrize(("cores", "passed"), [("64", "--cpus-per-task=64 ddpkit"), ("", "ddpkit")])
-def test_a_step_gets_all_cores_of_the_job_unless_the_job_names_a_number(
-    cores: str, passed: str, tmp_path: Path
-) -> None:
+def test_slurm_step_gets_the_cores_of_the_job(cores: str, passed: str, tmp_path: Path) -> None:
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": cores}
@@ -191,7 +194,7 @@ def test_a_step_gets_all_cores_of_the_job_unless_the_job_names_a_number(
     assert done.stdout == f"{passed} launch train.py\n"
 
 
-def test_a_hang_up_that_is_ignored_does_not_stop_a_job_over_ssh(tmp_path: Path) -> None:
+def test_ssh_ignored_sighup_does_not_stop_the_job(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
     with started("nohup", sys.executable, "-c", _SESSION, "sh", "-c", _HOST, cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -205,7 +208,7 @@ def test_a_hang_up_that_is_ignored_does_not_stop_a_job_over_ssh(tmp_path: Path) 
         assert process.wait(seconds(60)) == 0
 
 
-def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
+def test_ssh_reads_hosts_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# two\ngpu1\nme@gpu2  # second\n\n")
     text = job_file("--on", "ssh", "--hosts", "hosts", "train.py")
     assert " gpu1 " in text
@@ -213,7 +216,7 @@ def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
     assert text.count("--master-addr gpu1") == 2
 
 
-def test_a_job_file_needs_no_torch(tmp_path: Path) -> None:
+def test_submit_dry_run_imports_no_torch(tmp_path: Path) -> None:
     """And so it is printed at once."""
     code = (
         "import sys; from ddp_kit.launcher.cli import main; "
@@ -224,11 +227,11 @@ def test_a_job_file_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_job_is_named_after_its_script() -> None:
+def test_submit_names_the_job_after_the_script() -> None:
     for words, name in (
         (("sub/My_Run.py", "-m"), "my-run"),
         (("-m", "pkg.main", "a.b"), "main"),
-        (("--no-python", "./run.sh"), "train"),
+        (("--no-python", "./run.sh"), "run"),
         (("1.py",), "train-1"),
     ):
         Path("sub").mkdir(exist_ok=True)
@@ -236,7 +239,37 @@ def test_a_job_is_named_after_its_script() -> None:
         assert f"--job-name={name}\n" in job_file("--on", "slurm", "--nodes", "2", *words)
 
 
-def test_times() -> None:
+class Lsf(Engine):
+    """What an engine has to have."""
+
+    name = "lsf"
+    help = "a batch script for bsub"
+    flags = frozenset({"cpus"})
+    suffix = ".lsf"
+    program = "bsub"
+    install = "log in to a host that has bsub"
+
+    def text(self, request: Request) -> str:
+        return f"#BSUB -nnodes {request.nodes}\n{shlex.join(request.launch)}\n"
+
+    def submit_command(self, request: Request, path: str) -> tuple[str, ...]:
+        return self.program, path
+
+
+def test_submit_new_engine_needs_only_its_class_and_list_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(submit.ENGINES, "lsf", Lsf())
+    assert "lsf         a batch script for bsub" in submit.parser().format_help()
+    assert job_file("--on", "lsf", "--nodes", "2", "train.py") == "#BSUB -nnodes 2\nddpkit launch train.py"
+    with pytest.raises(UsageError, match="lsf does not support --image"):
+        submit.run(["--on", "lsf", "--nodes", "2", "--image", "x", "train.py"], print, print)
+    (tmp_path / "bsub").write_text('#!/bin/sh\ncp "$1" submitted\nexit 9\n')
+    (tmp_path / "bsub").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert submit.run(["--on", "lsf", "--nodes", "2", "train.py"], print, print) == 9
+    assert "ddpkit launch train.py" in (tmp_path / "submitted").read_text()
+
+
+def test_seconds_of_and_clock_convert_durations() -> None:
     assert [seconds_of(text) for text in ("90m", "12h", "2d", "01:30:00", "1-00:00:01")] == [
         5400, 43200, 172800, 5400, 86401,
     ]  # fmt: skip

@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.trace.analysis import lines, read_trace
-from ddp_kit.launcher.trace.recording import common, gaps, merged
-from ddp_kit.launcher.trace.records import CodeLocation, MatrixProduct, Synchronisation, TraceSummary
+from ddp_kit.launcher.trace.analysis import MatrixProduct, Synchronisation, TraceSummary, lines, read_trace
+from ddp_kit.launcher.trace.recording import CodeLocation, common, gaps, merged
 from ddp_kit.profile import Recorder
 
 

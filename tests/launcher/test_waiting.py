@@ -4,14 +4,19 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from launching import DDPKIT, free_port, seconds, started
 
+from ddp_kit.launcher import spec
 from ddp_kit.launcher.agent.inbox import Commands, Reminder, waiting_for_nodes
 from ddp_kit.launcher.job import Limits
+
+
+def typed(flags: str) -> Mapping[str, tuple[str, ...]]:
+    return spec.parse([*flags.split(), "train.py"], {}).flags
 
 
 def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> None:
@@ -27,7 +32,7 @@ def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> N
     [("--nnodes 2", True), ("--nnodes=2 --node_rank 1", False), ("--nnodes 2 --rdzv-endpoint=h:1", False)],
 )
 def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: str, alone: bool) -> None:
-    assert Commands(flags.split(), "train.py", 2).lack_endpoint is alone
+    assert Commands(typed(flags), "train.py", 2).lack_endpoint is alone
 
 
 @pytest.mark.parametrize(
@@ -35,27 +40,27 @@ def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: 
     [
         ("--nnodes 2 --rdzv-backend c10d", False, "", ""),
         ("--rdzv-conf a=1,is_host=0", False, "--rdzv-conf a=1,is_host=1", "--rdzv-conf a=1,is_host=0"),
-        ("--nnodes 2 --node_rank=0", True, "--nnodes 2 --node-rank 0", "--nnodes 2 --node-rank 1"),
+        ("--nnodes 2 --node_r=0", True, "--nnodes 2 --node-rank 0", "--nnodes 2 --node-rank 1"),
         ("--node-rank 0 --nnodes=2", True, "--nnodes=2 --node-rank 0", "--nnodes=2 --node-rank 1"),
     ],
 )
 def test_the_command_for_another_node_differs_where_it_has_to(flags: str, static: bool, host: str, others: str) -> None:
-    commands = Commands(flags.split(), "train.py ...", 2, static)
+    commands = Commands(typed(flags), "train.py ...", 2, static)
     assert commands.for_host() == f"ddpkit launch {host or flags} train.py ..."
     assert commands.for_others() == f"ddpkit launch {others or flags} train.py ..."
 
 
 def test_with_a_master_address_the_command_names_one_that_others_can_reach() -> None:
-    commands = Commands(["--nnodes", "3", "--master-port=29501"], "train.py", 3, True, ("10.0.0.1", 29501))
+    commands = Commands(typed("--nnodes 3 --master-port=29501"), "train.py", 3, True, ("10.0.0.1", 29501))
     where = "--master-addr 10.0.0.1 --master-port 29501 train.py"
     assert commands.for_others() == f"ddpkit launch --nnodes 3 --node-rank N {where}"
     assert commands.for_host() == f"ddpkit launch --nnodes 3 --node-rank 0 {where}"
-    alone = Commands(["--nnodes", "2"], "train.py", 2, True, ("127.0.0.1", 29500))
+    alone = Commands(typed("--nnodes 2"), "train.py", 2, True, ("127.0.0.1", 29500))
     assert f"--master-addr {socket.gethostname()} " in alone.for_others()
 
 
 def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
-    commands = Commands(["--nnodes", "2:4"], "train.py", 4)
+    commands = Commands(typed("--nnodes 2:4"), "train.py", 4)
     limits = Limits(min_nodes=2, max_nodes=4)
     first = waiting_for_nodes(1, limits, ("10.0.0.1", 29400), commands)
     assert first == (

@@ -16,7 +16,7 @@ import pytest
 from launching import clean_environment, launch, seconds, wait_until
 from launching import started as running
 
-from ddp_kit.launcher.warm import client, script
+from ddp_kit.launcher.warm import client, scan
 from ddp_kit.launcher.warm.cleanup import Child, is_stopped
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
@@ -32,6 +32,7 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
+from ddp_kit.launcher.warm.worker import _leave_note
 
 
 def a_program(path: Path | str, *arguments: str, module: bool = False) -> Program:
@@ -91,16 +92,16 @@ def test_a_program_s_words_are_those_that_python_would_be_given() -> None:
 def test_files_that_hide_modules_which_torch_imports_are_an_obstacle(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
-    assert script.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
+    assert scan.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
     (tmp_path / "json").mkdir()  # a folder of data, not a package
-    assert script.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
+    assert scan.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
     (tmp_path / "queue.py").touch()
-    assert "queue.py" in script.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"]))
+    assert "queue.py" in scan.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"]))
 
 
 def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
     (tmp_path / "train").touch()
-    assert "not a .py file" in script.reason_for_cold_start(a_program(tmp_path / "train"), {}, frozenset())
+    assert "not a .py file" in scan.reason_for_cold_start(a_program(tmp_path / "train"), {}, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
 ) -> None:
     (tmp_path / "train.py").write_text(text)
     env = {"MKL_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), env, frozenset())
+    found = scan.reason_for_cold_start(a_program(tmp_path / "train.py"), env, frozenset())
     assert (f"sets {name}," in found) if name else not found
 
 
@@ -186,7 +187,7 @@ def test_script_whose_modules_set_what_torch_reads_at_its_import_is_not_forked(
     files: dict[str, str], setter: str, tmp_path: Path
 ) -> None:
     write_files(files, tmp_path)
-    found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), {"MKL_NUM_THREADS": "2"}, frozenset())
+    found = scan.reason_for_cold_start(a_program(tmp_path / "train.py"), {"MKL_NUM_THREADS": "2"}, frozenset())
     assert (
         found.endswith(f"{setter} sets OMP_NUM_THREADS, which torch reads when it is imported") if setter else not found
     )
@@ -199,7 +200,7 @@ def test_packages_of_a_module_that_set_what_torch_reads_are_not_forked(
     write_files({"mine/__init__.py": SETS, f"mine/{main}": "import torch"}, tmp_path)
     monkeypatch.chdir(tmp_path)
     program = a_program("mine" if main == "__main__.py" else "mine.train", module=True)
-    assert "mine/__init__.py sets OMP_NUM_THREADS" in script.reason_for_cold_start(program, {}, frozenset())
+    assert "mine/__init__.py sets OMP_NUM_THREADS" in scan.reason_for_cold_start(program, {}, frozenset())
 
 
 def write_files(files: dict[str, str], folder: Path) -> None:
@@ -479,5 +480,5 @@ def test_what_the_launcher_is_told_of_an_error_is_its_own_text_and_not_its_notes
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error.add_note("hint: lower micro_batch_size")
-    script._leave_note(error)
+    _leave_note(error)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == message

@@ -37,7 +37,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         world: World = SimpleNamespace(device=None, world_size=RANKS, local_world_size=RANKS)  # type: ignore[assignment]
         if on_device:
             settings["memory"] = {"offload": None}
-        config = TrainerConfig(parallel={"strategy": "auto", "bucket_mb": 7}, **settings)
+        parallel = {"strategy": "auto", "bucket_mb": 7} | settings.pop("parallel", {})
+        config = TrainerConfig(parallel=parallel, **settings)
         return first_that_fits(config, model(plan), world)
 
     return choose
@@ -57,13 +58,15 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         (20, PLAN, "tensor", "blocks"),
     ],
 )
-def test_it_is_the_first_that_fits(chosen: Any, memory: int, plan: Any, strategy: str, checkpointing: Any) -> None:
+def test_auto_chooses_the_first_placement_that_fits(
+    chosen: Any, memory: int, plan: Any, strategy: str, checkpointing: Any
+) -> None:
     found = chosen(memory * MIB, plan)
     assert (found.parallel.strategy, found.memory.activation_checkpointing) == (strategy, checkpointing)
     assert found.parallel.bucket_mb == 7
 
 
-def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: Any, said: list[str]) -> None:
+def test_auto_logs_the_choice_and_the_rejected_placements(chosen: Any, said: list[str]) -> None:
     chosen(45 * MIB)
     (line,) = said
     assert line.startswith(
@@ -73,23 +76,30 @@ def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: A
     )
 
 
-def test_layers_are_split_over_what_every_node_has(chosen: Any) -> None:
+def test_auto_splits_layers_over_ranks_that_every_node_has(chosen: Any) -> None:
     assert chosen(37 * MIB, PLAN, on_device=True).parallel.tensor == 4
     half = chosen(37 * MIB, PLAN, others=2, on_device=True).parallel
     assert (half.tensor, half.shard) == (2, 2)
 
 
-def test_weights_of_two_bytes_are_counted_as_such(chosen: Any) -> None:
+def test_auto_counts_two_bytes_per_bf16_weight(chosen: Any) -> None:
     assert chosen(46 * MIB, precision="bf16-true").parallel.strategy == "ddp"
 
 
-def test_where_none_fits_each_is_named_with_its_size(chosen: Any) -> None:
+def test_auto_without_a_fit_names_every_placement_with_its_size(chosen: Any) -> None:
     with pytest.raises(
         ConfigError, match=r'found no placement that fits: parallel="ddp" needs 64\.00 MiB of 10\.50 MiB; .*zero1'
     ):
         chosen(15 * MIB)
 
 
-def test_a_strategy_that_is_named_stays() -> None:
+def test_auto_refuses_a_placement_that_cannot_be_combined_with_the_settings(chosen: Any) -> None:
+    parallel = {"find_unused_parameters": True}
+    assert chosen(92 * MIB, parallel=parallel).parallel.strategy == "ddp"
+    with pytest.raises(ConfigError, match=r"find_unused_parameters = True is not supported with .* = 'fsdp'"):
+        chosen(46 * MIB, parallel=parallel)
+
+
+def test_named_strategy_is_kept() -> None:
     config = TrainerConfig(parallel="zero1")
     assert first_that_fits(config, nn.Linear(1, 1), None) is config  # type: ignore[arg-type]

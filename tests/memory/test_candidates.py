@@ -48,7 +48,7 @@ def tried(of: ModelMemory, ranks: int = 16, memory: MemoryConfig | None = None) 
         (model(60, blocks=3), 5),  # a block has 20 GiB: gathered, it does not fit
     ],
 )
-def test_the_first_that_fits_is_chosen(of: ModelMemory, number: int) -> None:
+def test_choose_returns_the_first_candidate_that_fits(of: ModelMemory, number: int) -> None:
     chosen, refused = choose(tried(of))
     assert chosen is not None
     assert chosen.text == NAMES[number]
@@ -58,7 +58,7 @@ def test_the_first_that_fits_is_chosen(of: ModelMemory, number: int) -> None:
     assert chosen.memory.activation_checkpointing == ("blocks" if number > 2 else None)
 
 
-def test_the_settings_of_a_candidate_are_those_of_its_text() -> None:
+def test_candidate_text_describes_its_settings() -> None:
     for each in tried(model(1)):
         written = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\{.*?\}|\"\w+\")", each.text)}
         config = TrainerConfig(**written)
@@ -75,28 +75,28 @@ def test_the_settings_of_a_candidate_are_those_of_its_text() -> None:
         (12, {}, [*NAMES[:5], 'parallel={"shard": 3, "tensor": 4}, memory={"activation_checkpointing": "blocks"}']),
     ],
 )
-def test_what_the_user_has_set_stays(ranks: int, memory: dict[str, str], names: list[str]) -> None:
+def test_candidates_keep_the_memory_settings_of_the_user(ranks: int, memory: dict[str, str], names: list[str]) -> None:
     found = tried(model(1), ranks, MemoryConfig(**memory))  # type: ignore[arg-type]
     assert [each.text for each in found] == names
     if memory:
         assert {each.memory.activation_checkpointing for each in found} == {memory["activation_checkpointing"]}
 
 
-def test_blocks_that_are_recomputed_already_leave_more_of_the_memory() -> None:
+def test_candidates_with_recomputed_blocks_may_use_a_larger_share() -> None:
     of = model(16)
     first, *_ = tried(of, memory=MemoryConfig(activation_checkpointing="blocks"))
     assert (first.text, first.needed, first.fits) == ('parallel="ddp"', 64 * GIB, True)
     assert not tried(of)[0].fits
 
 
-def test_without_blocks_or_a_tensor_plan_these_steps_are_left_out() -> None:
+def test_candidates_without_blocks_or_tensor_plan_omit_these_steps() -> None:
     plain = model(1, split=None)
     assert [each.text for each in tried(plain)] == [*NAMES[:5]]
     whole = replace(plain, rows=tuple(replace(row, unit="") for row in plain.rows))
     assert [each.text for each in tried(whole)] == [*NAMES[:3], OFFLOADED]
 
 
-def test_nothing_may_fit() -> None:
+def test_choose_without_a_fit_returns_none() -> None:
     chosen, refused = choose(tried(model(1000)))
     assert chosen is None
     assert [each.text for each in refused] == [*NAMES]

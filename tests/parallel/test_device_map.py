@@ -25,6 +25,8 @@ from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel import device_map, strategy_for
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
+from ddp_kit.parallel.strategy import scale_gradients
+from ddp_kit.torch_internals import DdpReducer
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))
 SPLIT = {"": 0, "blocks.2-3": 1}
@@ -65,7 +67,7 @@ def world(gpus: tuple[torch.device, ...] = ()) -> World:
 
 
 def made(model: nn.Module, given_map: Any, gpus: tuple[torch.device, ...] = ()) -> SingleRankDeviceMap:
-    strategy = strategy_for(ParallelConfig(device_map=given_map), world(gpus), recoverable=False)
+    strategy = strategy_for(ParallelConfig(device_map=given_map), world(gpus))
     assert isinstance(strategy, SingleRankDeviceMap)
     strategy.check(model)
     strategy.setup(model)
@@ -110,7 +112,7 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
 def test_a_map_that_cannot_be_used_is_refused_with_what_is_wrong(given_map: dict[str, int], said: str) -> None:
     model = Network(tied=True)
     with pytest.raises(ConfigError) as caught:
-        strategy_for(ParallelConfig(device_map=given_map), world(TWO), recoverable=False).check(model)
+        strategy_for(ParallelConfig(device_map=given_map), world(TWO)).check(model)
     assert said in str(caught.value)
 
 
@@ -133,7 +135,7 @@ def test_device_map_implies_its_strategy_and_excludes_others() -> None:
         with pytest.raises(ConfigError, match="device_map"):
             ParallelConfig(device_map="auto", **others)
     several = World(0, 2, 0, 2, 0, torch.device("cpu"))
-    assert type(strategy_for(ParallelConfig(device_map="auto"), several, recoverable=False)) is DeviceMapStrategy
+    assert type(strategy_for(ParallelConfig(device_map="auto"), several)) is DeviceMapStrategy
 
 
 # --- placement --------------------------------------------------------------------------------------------------------
@@ -178,9 +180,9 @@ def test_every_operation_has_its_tensors_on_one_device(given_map: dict[str, int]
     assert output.device == TWO[0]
     output.sum().backward()
     assert all(each.grad is not None and each.grad.device == each.device for each in model.parameters())
-    strategy.scale_gradients(torch.ones((), dtype=torch.float64, device=TWO[0]))
-    strategy.clip_grad_norm(1.0, strategy.grad_norm())
-    strategy.clip_grad_value(1.0)
+    scale_gradients(strategy.updated_parameters, torch.ones((), dtype=torch.float64, device=TWO[0]))
+    nn.utils.clip_grads_with_norm_(strategy.updated_parameters, 1.0, strategy.grad_norm())
+    nn.utils.clip_grad_value_(strategy.updated_parameters, 1.0)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     assert all(optimizer.state[each]["exp_avg"].device == each.device for each in model.parameters())
@@ -198,7 +200,7 @@ def test_without_the_hooks_devices_would_mix() -> None:
 def test_an_output_goes_back_to_where_the_input_was_and_nothing_moves_twice() -> None:
     model = on_devices(Network(), SPLIT)
     strategy = made(model, SPLIT, TWO)
-    strategy.place(model)  # as after a step that ran out of memory: hooks are not doubled
+    strategy._place(model)  # as after a step that ran out of memory: hooks are not doubled
     moved: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         to = Tensor.to
@@ -236,19 +238,15 @@ def test_training_is_bitwise_that_of_one_device(given_map: Any) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_rank_without_samples_takes_part_with_zeros_on_every_device() -> None:
-    given_map = {"": 1, "blocks": 0}
-    model = on_devices(Network(), given_map)
-    several = World(0, 2, 0, 2, 0, TWO[0], TWO)
-    strategy = DeviceMapStrategy(several, ParallelConfig(device_map=given_map))
-    strategy.model, strategy.parameters = model, tuple(model.parameters())
-    reducer = SimpleNamespace(reduced=lambda loss: loss)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy, "_wrapper", reducer)
-        zero = strategy._zero_loss()
-    assert zero.device == TWO[0]
-    zero.backward()  # type: ignore[no-untyped-call]
-    assert all(each.grad is None for each in model.parameters())
+def test_ddp_reducer_with_parameters_on_several_devices_contributes_zeros_without_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, losses = on_devices(Network(), {"": 1, "blocks": 0}), list[Tensor]()
+    reducer = DdpReducer(SimpleNamespace(module=model, broadcast_buffers=True), ())
+    monkeypatch.setattr(reducer, "reduced", lambda loss: losses.append(loss) or loss)
+    reducer.reduce_zeros()
+    assert losses[0].device == next(model.parameters()).device
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_weights_of_several_devices_are_compared_as_one_number() -> None:

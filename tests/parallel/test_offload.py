@@ -217,12 +217,16 @@ def test_a_gpu_has_no_optimizer_state(precision: str) -> None:
 @pytest.mark.parametrize(
     ("memory", "parallel", "words"),
     [
-        ({"offload": "all"}, "ddp", "needs sharded weights.*set parallel='fsdp'"),
+        (
+            {"offload": "all"},
+            "ddp",
+            "needs parallel.shard, .*: set parallel='fsdp'",
+        ),
         (OFFLOADED, {"pipeline": 2}, "is not supported with parallel.pipeline = 2"),
         ({"offload": "all"}, {"pipeline": 2, "shard": 2}, "is not supported with parallel.pipeline = 2"),
     ],
 )
-def test_placements_that_do_not_go_with_it_are_refused(memory: Any, parallel: Any, words: str) -> None:
+def test_offload_with_an_unsupported_placement_is_refused(memory: Any, parallel: Any, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         TrainerConfig(memory=memory, parallel=parallel)
     assert re.search(words, refused.value.problems[0])

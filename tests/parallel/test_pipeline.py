@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ddp_kit import ConfigError, LossError, TrainerConfig
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel.pipeline import PipelineStrategy
-from ddp_kit.parallel.stages import Received, StageModel, chain_of, places_of_stages, sharded_parameters
-from ddp_kit.parallel.strategy import StageBoundary
+from ddp_kit.parallel.pipeline.buffers import PipelineBuffers, changed_buffers
+from ddp_kit.parallel.pipeline.model import Activation, StageModel, chain_of, sharded_parameters
+from ddp_kit.parallel.pipeline.strategy import PipelineStrategy
+from ddp_kit.parallel.strategy import sizes_of
 
 
 class Block(nn.Module):
@@ -54,26 +55,25 @@ def config(**settings: Any) -> ParallelConfig:
     return ParallelConfig(**{"pipeline": 2} | settings)
 
 
-def in_stages(model: nn.Module, function: Any = mean, **settings: Any) -> tuple[Tensor, Tensor]:
-    """The loss on the last of two stages, and what was sent to it."""
+def loss_in_two_stages(model: nn.Module, function: Any = mean, **settings: Any) -> Tensor:
+    """Run a forward and a backward pass in two stages, and return the loss."""
     chain, batch = chain_of(model, config(**settings)), torch.linspace(-1, 2, 10).reshape(5, 2)
-    with pytest.raises(StageBoundary) as passed:
-        StageModel(model, chain, 0).call(function, batch)
-    sent = passed.value.tensor
-    received = sent.detach().requires_grad_()
-    loss: Tensor = StageModel(model, chain, 1).call(function, batch, Received(received, passed.value.items))
+    activation = StageModel(model, chain, 0).call(function, batch)
+    assert isinstance(activation, Activation)
+    received = activation.tensor.detach().requires_grad_()
+    loss: Tensor = StageModel(model, chain, 1).call(function, batch, Activation(received, activation.items))
     loss.backward()  # type: ignore[no-untyped-call]
     assert received.grad is not None
-    sent.backward(received.grad)  # type: ignore[no-untyped-call]
-    return loss, sent
+    activation.tensor.backward(received.grad)  # type: ignore[no-untyped-call]
+    return loss
 
 
-def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
+def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() -> None:
     model, batch = Model(), torch.linspace(-1, 2, 10).reshape(5, 2)
     names = [name for name, _ in model.named_modules()]
     expected = mean(model, batch)
     gradients = torch.autograd.grad(expected, [*model.parameters()])
-    loss, _ = in_stages(model)
+    loss = loss_in_two_stages(model)
     assert loss.item() == expected.item()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is not None
@@ -83,7 +83,7 @@ def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "function", "found"),
+    ("model", "function", "message"),
     [
         (
             Model(order=(0, 2, 1, 3)),
@@ -96,24 +96,26 @@ def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
         (Model(), lambda model, batch: mean(model, batch) + mean(model, batch), "out of order: blocks.0 was"),
     ],
 )
-def test_what_is_no_chain_is_an_error_and_not_another_gradient(model: nn.Module, function: Any, found: str) -> None:
-    with pytest.raises(LossError, match=found):
-        in_stages(model, function)
+def test_stages_of_a_model_that_is_no_chain_of_blocks_raise_an_error(
+    model: nn.Module, function: Any, message: str
+) -> None:
+    with pytest.raises(LossError, match=message):
+        loss_in_two_stages(model, function)
     assert all(type(block) is Block for block in model.blocks)  # type: ignore[union-attr]
 
 
-def test_a_loss_that_does_not_call_the_model_is_an_error_on_each_stage() -> None:
+def test_stage_whose_loss_function_does_not_call_the_model_raises_an_error() -> None:
     model = Model()
     with pytest.raises(LossError, match="ran 0 of its 4 blocks"):
         StageModel(model, chain_of(model, config()), 0).call(lambda model, batch: batch.sum(), torch.ones(2))
 
 
-def test_stages_have_about_the_same_bytes() -> None:
+def test_stages_by_default_have_about_equally_many_weights() -> None:
     model = nn.Sequential(*(Block(width) for width in (9, 3, 3, 3)))
     assert chain_of(model, config()).stages == (range(1), range(1, 4))
 
 
-def test_stages_can_be_named() -> None:
+def test_stages_with_names_begin_at_these_modules() -> None:
     assert chain_of(Model(), config(pipeline=3, pipeline_stages=("blocks.1", "blocks.3"))).stages == (
         range(1),
         range(1, 3),
@@ -123,7 +125,7 @@ def test_stages_can_be_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "found"),
+    ("model", "settings", "message"),
     [
         (nn.Linear(2, 2), {}, "no repeated blocks"),
         (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
@@ -135,40 +137,28 @@ def test_stages_can_be_named() -> None:
         (Model(), {"pipeline": 3, "pipeline_stages": ("blocks.2", "blocks.1")}, "not in the order"),
         (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
-        (
-            Model(),
-            {"pipeline_schedule": "zbv", "pipeline": 3},
-            "makes 6 stages, but the model Model has only 4 repeated",
-        ),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (
-            Model(),
-            {"shard": 2, "pipeline_schedule": "zbv"},
-            "which FSDP does not support.*\n.*'1f1b', 'interleaved' or 'gpipe'",
-        ),
-        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
+        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*remove fsdp_units"),
     ],
 )
-def test_what_cannot_be_a_pipeline_is_refused(model: nn.Module, settings: dict[str, Any], found: str) -> None:
+def test_pipeline_of_an_unsupported_model_or_setting_raises_an_error(
+    model: nn.Module, settings: dict[str, Any], message: str
+) -> None:
     parallel = config(**settings)
     ranks = parallel.pipeline * max(1, parallel.shard)
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=message):
         PipelineStrategy(World(0, ranks, 0, ranks, 0, torch.device("cpu")), parallel).check(model)
 
 
-def test_zero_bubble_puts_the_first_and_the_last_stage_on_the_first_rank() -> None:
-    assert places_of_stages(config(pipeline=3, pipeline_schedule="zbv")) == (0, 1, 2, 2, 1, 0)
-    assert places_of_stages(config(pipeline=3, pipeline_schedule="interleaved")) == (0, 1, 2, 0, 1, 2)
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_pipeline_schedule_with_several_stages_per_rank_raises_an_error_that_names_the_schedules(schedule: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        TrainerConfig(max_steps=1, global_batch_size=4, parallel={"pipeline": 2, "pipeline_schedule": schedule})  # type: ignore[typeddict-item]
+    assert f'parallel.pipeline_schedule = \'{schedule}\': must be "1f1b" or "gpipe"' in str(raised.value)
 
 
-@pytest.mark.parametrize("setting", [{"compile": "blocks"}, {"memory": {"activation_checkpointing": "blocks"}}])
-def test_zero_bubble_is_refused_where_a_backward_pass_cannot_be_divided(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="use '1f1b' or 'interleaved'"):
-        TrainerConfig(global_batch_size=4, max_steps=1, parallel={"pipeline": 2, "pipeline_schedule": "zbv"}, **setting)
-
-
-def test_all_ranks_of_a_pipeline_share_samples_and_the_last_one_has_the_losses() -> None:
+def test_ranks_of_a_pipeline_share_samples_and_only_the_last_one_contributes() -> None:
     ranks = [PipelineStrategy(World(rank, 4, rank, 4, 0, torch.device("cpu")), config()) for rank in range(4)]
     assert [(each.data_rank, each.data_ranks, each.contributes) for each in ranks] == [
         (0, 2, False),
@@ -179,7 +169,7 @@ def test_all_ranks_of_a_pipeline_share_samples_and_the_last_one_has_the_losses()
     assert ranks[0].replicas == ([0, 1], [2, 3])
 
 
-def test_ranks_of_a_tensor_group_share_samples_too_and_those_that_shard_do_not() -> None:
+def test_ranks_of_a_tensor_group_share_samples_and_ranks_that_shard_do_not() -> None:
     world = [World(rank, 16, rank, 16, 0, torch.device("cpu")) for rank in range(16)]
     ranks = [PipelineStrategy(each, config(tensor=2, shard=2)) for each in world]
     assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
@@ -188,17 +178,77 @@ def test_ranks_of_a_tensor_group_share_samples_too_and_those_that_shard_do_not()
     assert ranks[0].replicas == tuple([first, first + 4] for first in (0, 1, 2, 3, 8, 9, 10, 11))
 
 
-def test_what_one_block_alone_has_is_sharded() -> None:
+def test_sharded_parameters_are_those_of_exactly_one_block() -> None:
     model = Model()
     model.blocks[1].layer.weight = model.blocks[0].layer.weight  # type: ignore[union-attr]
     model.blocks[2].layer.bias = model.head.weight  # type: ignore[union-attr]
     model.blocks[3].scale = nn.Parameter(torch.tensor(1.0))  # type: ignore[union-attr]
-    names = {each: name for name, each in model.named_parameters()}
-    found = {names[each]: block for each, block in sharded_parameters(model, chain_of(model, config())).items()}
-    assert found == {
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    sharded = sharded_parameters(model, chain_of(model, config()))
+    assert {names[parameter]: block for parameter, block in sharded.items()} == {
         "blocks.0.layer.bias": "blocks.0",
         "blocks.1.layer.bias": "blocks.1",
         "blocks.2.layer.weight": "blocks.2",
         "blocks.3.layer.weight": "blocks.3",
         "blocks.3.layer.bias": "blocks.3",
     }
+
+
+class Counting(nn.Module):
+    """A block with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+def buffers_of(model: nn.Module, ranks: int) -> PipelineBuffers:
+    world = World(0, ranks, 0, ranks, 0, torch.device("cpu"))
+    return PipelineBuffers(model, chain_of(model, config()), sizes_of(config(), ranks), world)
+
+
+def model_with_buffers() -> nn.ModuleDict:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Counting(), Counting()])})
+    model.register_buffer("seen", torch.zeros(()))
+    model.register_buffer("table", torch.zeros(()))
+    return model
+
+
+def test_buffers_of_blocks_are_valid_on_their_stage_and_others_on_the_first_stage_that_changes_them() -> None:
+    buffers = buffers_of(model_with_buffers(), 2)
+    buffers.learn({"seen": [0, 1], "table": [], "blocks.0.calls": [], "blocks.1.calls": [1]})
+    stages = {name: buffers.stage_of(name) for name in ("seen", "table", "blocks.0.calls", "blocks.1.calls")}
+    assert stages == {"seen": 0, "table": None, "blocks.0.calls": 0, "blocks.1.calls": 1}
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "table"), (4, "table"), (4, "blocks.0.calls")])
+def test_buffers_that_only_a_later_pass_changes_raise_an_error(ranks: int, name: str) -> None:
+    model = model_with_buffers()
+    buffers = buffers_of(model, ranks)
+    buffers.learn({"seen": [1], "table": [], "blocks.0.calls": [], "blocks.1.calls": []})
+    model.get_buffer(name).add_(1)  # between steps, as a callback may
+    buffers.begin_passes()
+    model.get_buffer("seen").add_(1)
+    buffers.check_passes()
+    model.get_buffer(name).add_(1)
+    with pytest.raises(LossError, match=f"a pass changed {name}, which the first pass of the run did not change"):
+        buffers.check_passes()
+
+
+def test_buffers_of_a_block_that_only_one_rank_uses_may_change_in_later_passes() -> None:
+    model = model_with_buffers()
+    buffers = buffers_of(model, 2)
+    buffers.learn({"seen": [], "table": [], "blocks.0.calls": [], "blocks.1.calls": []})
+    buffers.begin_passes()
+    model.get_buffer("blocks.0.calls").add_(1)
+    buffers.check_passes()
+
+
+def test_changed_buffers_are_those_changed_in_place_and_those_replaced() -> None:
+    model = model_with_buffers()
+    buffers = buffers_of(model, 2)
+    before = buffers.versions()
+    model.get_buffer("seen").add_(1)
+    model.table = torch.zeros(())
+    assert changed_buffers(before, buffers.versions()) == {"seen", "table"}

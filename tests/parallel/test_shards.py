@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ddp_kit import ConfigError
-from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_elementwise
+from ddp_kit.parallel.optimizer_trial import check_elementwise
+from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.pieces import Piece
 
 

@@ -1,16 +1,13 @@
 """What a strategy inherits, and which one a configuration gets."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_kit import ConfigError
 from ddp_kit.config.settings import STRATEGIES, ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel import SingleRank, strategy_for
+from ddp_kit.parallel import Options, SingleRank, strategy_for
 from ddp_kit.parallel.ddp import DdpStrategy
 
 
@@ -18,73 +15,43 @@ def world(rank: int = 0, size: int = 1) -> World:
     return World(rank, size, rank, size, 0, torch.device("cpu"))
 
 
-class Passes:
-    """Squares of the weights, times the number of the pass; says what is called."""
-
-    def __init__(self, model: nn.Linear, count: int) -> None:
-        self._model = model
-        self.count = self.max_passes = count
-        self.called: list[str] = []
-
-    def forward(self, number: int) -> Tensor:
-        self.called.append(f"forward {number}")
-        return self._model.weight.square().sum() * (number + 1)
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[Callable[[], Tensor]]:
-        yield lambda: self.forward(0)
-
-    def before_reduction(self, loss: Tensor) -> None:
-        self.called.append("reduction")
-
-    def after_backward(self) -> None:
-        self.called.append("after")
-
-
-def made(model: nn.Module) -> SingleRank:
-    strategy = SingleRank(world(), ParallelConfig())
+def made(model: nn.Module, options: Options = Options()) -> SingleRank:  # noqa: B008
+    strategy = SingleRank(world(), ParallelConfig(), options)
     strategy.check(model)
     strategy.setup(model)
     return strategy
 
 
 def test_every_strategy_of_the_configuration_can_be_imported() -> None:
-    assert strategy_for(ParallelConfig(), world(), recoverable=True).recoverable
-    found = strategy_for(ParallelConfig(), world(1, 2), recoverable=False)
+    found = strategy_for(ParallelConfig(), world(1, 2))
     assert type(found) is DdpStrategy
     assert (found.data_rank, found.data_ranks, list(map(list, found.replicas))) == (1, 2, [[0, 1]])
     for name in STRATEGIES:
-        assert strategy_for(ParallelConfig(strategy=name), world(1, 2), recoverable=False).data_ranks == 2
+        assert strategy_for(ParallelConfig(strategy=name), world(1, 2)).data_ranks == 2
 
 
 def test_one_rank_needs_no_strategy() -> None:
-    assert type(strategy_for(ParallelConfig(), world(), recoverable=False)) is SingleRank
+    assert type(strategy_for(ParallelConfig(), world())) is SingleRank
 
 
-def test_passes_add_up_and_the_last_one_reduces() -> None:
+def test_strategy_without_reduction_adds_up_the_gradients_of_passes() -> None:
     model = nn.Linear(2, 1)
-    strategy, passes = made(model), Passes(model, 3)
-    strategy.run_passes(passes)
+    strategy = made(model)
+    strategy.begin_step()
+    for number in (1, 2, 3):
+        with strategy.accumulating(last=number == 3):
+            strategy.backward(strategy.call(lambda model, factor: model.weight.square().sum() * factor, number))
+    strategy.finish_reduction()
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, 2 * (1 + 2 + 3) * model.weight.detach())
-    assert passes.called == [
-        *("forward 0", "after"),
-        *("forward 1", "after"),
-        *("forward 2", "reduction", "after"),
-    ]
 
 
-def test_gradients_are_scaled_measured_and_clipped() -> None:
+def test_strategy_measures_the_norm_of_updated_parameters() -> None:
     model = nn.Linear(2, 1, bias=False)
     strategy = made(model)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    strategy.scale_gradients(torch.tensor(2.0, dtype=torch.float64))
-    norm = strategy.grad_norm()
-    assert norm.item() == pytest.approx(10.0)
-    strategy.clip_grad_norm(5.0, norm)
-    assert model.weight.grad.tolist()[0] == pytest.approx([3.0, 4.0], abs=1e-5)
-    strategy.clip_grad_value(3.5)
-    assert model.weight.grad.tolist()[0] == pytest.approx([3.0, 3.5], abs=1e-5)
+    assert strategy.grad_norm().item() == pytest.approx(5.0)
+    assert strategy.grad_norms().tolist() == pytest.approx([5.0])
 
 
 def test_a_model_in_which_nothing_learns_is_refused() -> None:
@@ -92,6 +59,8 @@ def test_a_model_in_which_nothing_learns_is_refused() -> None:
         made(nn.Linear(2, 1).requires_grad_(False))
 
 
-def test_sync_batch_norm_cannot_be_recovered_from_running_out_of_memory() -> None:
+def test_auto_micro_batch_size_with_sync_batch_norm_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    made(model)
     with pytest.raises(ConfigError, match="SyncBatchNorm"):
-        made(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))).check_recoverable()
+        made(model, Options(recoverable=True))

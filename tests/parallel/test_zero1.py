@@ -45,7 +45,7 @@ def test_the_optimizer_state_of_a_scalar_comes_back_as_it_was(name: str, rank: i
     strategy = Zero1Strategy(World(rank, 2, rank, 2, 0, torch.device("cpu")), ParallelConfig(strategy="zero1"))
     strategy.setup(model)
     strategy.setup_optimizer(optimizer)
-    for each in strategy.updated:
+    for each in strategy.updated_parameters:
         each.grad = torch.ones_like(each)
     optimizer.step()
     state = optimizer.state_dict()["state"]

@@ -4,37 +4,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_kit.parallel import Passes, Strategy
+from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.strategy import broadcast
 
 
 class FlatAllReduce(Strategy):
     """A whole replica on every rank. Gradients are joined in one tensor per type and added up over the ranks."""
 
-    def check(self, model: nn.Module) -> None:
-        super().check(model)
-
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
         broadcast([each.detach() for each in (*model.parameters(), *model.buffers())])
 
-    def begin_step(self) -> None:
-        self.sync_buffers()
-
     def sync_buffers(self) -> None:
         broadcast(self.model.buffers())
 
-    def run_passes(self, passes: Passes) -> None:
-        self.accumulate(passes)
-        if not passes.count:
-            passes.before_reduction(torch.zeros(()))
-        self._reduce()
-
-    def finish_failed_passes(self) -> None:
-        self._reduce()
-
     @torch.no_grad()
-    def _reduce(self) -> None:
+    def finish_reduction(self) -> None:
         used = torch.tensor([float(each.grad is not None) for each in self.parameters], device=self.world.device)
         dist.all_reduce(used)
         reduced = [each for each, ranks in zip(self.parameters, used.tolist(), strict=True) if ranks]
@@ -44,6 +29,8 @@ class FlatAllReduce(Strategy):
             dist.all_reduce(flat)
             for each, gradient in zip(group, flat.split([each.numel() for each in group]), strict=True):
                 each.grad = gradient.view_as(each)
+
+    abandon_step = finish_reduction
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

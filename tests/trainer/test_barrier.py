@@ -1,4 +1,4 @@
-"""Ranks, here threads, wait for each other: what one that does not come is said to do, and when that is an error."""
+"""The monitored barrier, with threads as ranks: what it logs about missing ranks, and when it fails."""
 
 import threading
 from collections.abc import Iterator
@@ -22,44 +22,48 @@ class Ranks:
 
     def __init__(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.collectives = [0, 0]
-        self.own = threading.local()
-        self.threads: list[threading.Thread] = []
+        self.current = threading.local()  # the rank that a thread plays
         self.worlds = [World(rank, 2, rank, 2, 0, torch.device("cpu")) for rank in range(2)]
-        self.barriers = [barrier._Barriers(store, store, rank) for rank in range(2)]
-        for each in self.barriers:
-            each.heartbeat = HeartbeatWriter()
+        monkeypatch.setattr(barrier, "collectives_of_default_group", lambda: self.collectives[self.current.rank])
+        self.barriers = [self.make(store, rank) for rank in range(2)]
         monkeypatch.setattr(barrier, "_barriers", lambda world: self.barriers[world.rank])
-        monkeypatch.setattr(barrier, "collectives_of_default_group", lambda: self.collectives[self.own.rank])
 
-    def serve(self, rank: int) -> None:
-        def answer() -> None:
-            self.own.rank = rank
-            self.barriers[rank].serve(self.barriers[rank].store, 0.001)
+    def make(self, store: Any, rank: int) -> Any:
+        ranks = self
 
-        self.barriers[rank].thread = threading.Thread(target=answer, daemon=True)
-        self.barriers[rank].thread.start()
-        self.threads.append(self.barriers[rank].thread)
+        class Barriers(barrier._Barriers):
+            def answer(self, question: str) -> None:
+                ranks.current.rank = rank
+                super().answer(question)
+
+        barriers = Barriers(store, rank, 2)
+        barriers.heartbeat = HeartbeatWriter()
+        return barriers
 
     def wait(self, rank: int, place: str) -> None:
-        self.own.rank = rank
+        self.current.rank = rank
         barrier.wait_for_all(self.worlds[rank], place)
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    for name, short in (("ANSWER_SECONDS", 0.005), ("SILENT_SECONDS", 0.05), ("REPEAT_SECONDS", 0.05)):
+    short_times = (
+        ("ANSWER_SECONDS", 0.005),
+        ("SILENT_SECONDS", 0.05),
+        ("REPEAT_SECONDS", 0.05),
+        ("_LOOK_SECONDS", 0.005),
+        ("_GRACE_SECONDS", 0.05),
+    )
+    for name, short in short_times:
         monkeypatch.setattr(barrier, name, seconds(short))
     monkeypatch.setattr(barrier, "TIMEOUT_SECONDS", seconds(120))  # a wait in vain says so before pytest does
     made = Ranks(HashStore(), monkeypatch)
     yield made
-    for each in made.barriers:
-        each.closed.set()
-    for thread in made.threads:  # one that still answers would look at what the next test has put in place
-        thread.join(seconds(60))
-        assert not thread.is_alive()
+    for barriers in made.barriers:
+        barriers.control.close()
 
 
-def test_ranks_that_come_pass_and_those_at_different_places_do_not(ranks: Ranks) -> None:
+def test_barrier_passes_only_ranks_at_the_same_place(ranks: Ranks) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
         failures = [pool.submit(ranks.wait, rank, f"call {rank}") for rank in range(2)]
@@ -68,27 +72,27 @@ def test_ranks_that_come_pass_and_those_at_different_places_do_not(ranks: Ranks)
                 failure.result()
 
 
-def test_a_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
-    ranks.serve(1)
-    ranks.barriers[1].end()
-    with pytest.raises(WorldError, match=r"rank 0 is waiting at fit\(\), .*: rank 1 \(its process has ended\)"):
-        ranks.wait(0, "fit()")
+@pytest.mark.parametrize("ended", [0, 1])
+def test_barrier_names_the_rank_whose_process_has_ended(ranks: Ranks, ended: int) -> None:
+    waiting = 1 - ended
+    ranks.barriers[ended].control.close()
+    text = rf"rank {waiting} is waiting at fit\(\), .*: rank {ended} \(its process has ended\)"
+    with pytest.raises(WorldError, match=text):
+        ranks.wait(waiting, "fit()")
 
 
-def test_a_rank_that_is_past_this_place_is_an_error_that_says_where_it_is(ranks: Ranks) -> None:
+def test_barrier_skipped_by_a_rank_is_an_error_with_its_location(ranks: Ranks) -> None:
     ranks.collectives = [7, 8]
     assert ranks.barriers[1].heartbeat is not None
     ranks.barriers[1].heartbeat.set_step(3)
     ranks.barriers[1].heartbeat.mark(Phase.BACKWARD)
-    ranks.serve(1)
     with pytest.raises(
         WorldError, match=r"rank 1 \(it did not make this call, and is in the backward pass, after step 3"
     ):
         ranks.wait(0, "save()")
 
 
-def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, lines: list[str]) -> None:
-    ranks.serve(1)
+def test_barrier_logs_the_location_of_a_late_rank_and_waits(ranks: Ranks, lines: list[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ranks.wait, 0, "fit()")
         line = "WARNING rank 0 is waiting at fit(): rank 1 is in the script, after step 0"
@@ -98,45 +102,54 @@ def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, lines: li
         assert waiting.result() is None
 
 
-def test_collectives_count_from_the_last_barrier_on(ranks: Ranks) -> None:
+def test_barrier_counts_collectives_since_the_previous_barrier(ranks: Ranks) -> None:
     """A rank may have begun more of its own before: point-to-point messages count, too."""
     ranks.collectives = [3, 9]
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
-        ranks.own.rank = 0
-        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], [], barrier.RankLocation(4, "save()"), 0.0, "")
-        assert not wait._is_past(1, barrier.RankLocation(10, "the script"))
-        assert wait._is_past(1, barrier.RankLocation(11, "the script"))
+        ranks.current.rank = 0
+        ranks.collectives[0] = 4
+        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], "barrier/2", "save()", "")
+        assert not wait._is_past(barrier.RankLocation(1, 10, "the script"))
+        assert wait._is_past(barrier.RankLocation(1, 11, "the script"))
 
 
-def test_a_store_that_is_gone_is_said_in_words(ranks: Ranks) -> None:
-    class Gone(HashStore):
-        def check(self, keys: list[str]) -> bool:
+def test_barrier_without_a_store_is_an_error(ranks: Ranks) -> None:
+    class Closed(HashStore):
+        def append(self, key: str, text: str) -> None:
             raise RuntimeError("connection reset by peer")
 
-    ranks.barriers[0].store = Gone()
+    ranks.barriers[0].control.store = Closed()
     with pytest.raises(WorldError, match="cannot reach the other ranks: the store does not answer"):
         ranks.wait(0, "fit()")
 
 
-def test_who_may_stay_away_is_not_waited_for_without_end(ranks: Ranks) -> None:
-    ranks.own.rank = 0
+def test_barrier_that_a_rank_may_skip_fails_on_all_ranks_after_its_timeout(ranks: Ranks) -> None:
+    ranks.current.rank = 0
     assert not barrier.all_arrive(ranks.worlds[0], "the end of a loop", "left/0", seconds(0.01))
     assert ranks.barriers[0].passed == 0
-    ranks.own.rank = 1  # it comes too late, and must not do alone what all ranks were to do
+    ranks.current.rank = 1  # it arrives too late, and must not do alone what all ranks were to do
     assert not barrier.all_arrive(ranks.worlds[1], "the end of a loop", "left/0", seconds(60))
 
 
-def test_a_rank_at_another_place_is_an_error_although_a_third_rank_is_missing(ranks: Ranks) -> None:
+def test_barrier_of_different_calls_fails_before_all_ranks_have_arrived(ranks: Ranks) -> None:
     worlds = [World(rank, 3, rank, 3, 0, torch.device("cpu")) for rank in range(3)]
-    ranks.barriers[0].store.set("ddp_kit/barrier/1/1", "0 blocks.1")
-    ranks.own.rank = 0
+    ranks.barriers[0].control.store.append("barrier/1", "1 0 blocks.1\n")
+    ranks.current.rank = 0
     with pytest.raises(WorldError, match=r"different calls: rank 0 at blocks.0, rank 1 at blocks.1\n.*run the same"):
         barrier.wait_for_all(worlds[0], "blocks.0", hint="run the same")
 
 
-def test_a_barrier_leaves_one_key_per_rank_in_the_store(ranks: Ranks) -> None:
+def test_barrier_timeout_of_the_first_rank_counts_on_all_ranks(ranks: Ranks) -> None:
+    log = ranks.barriers[0].control.store
+    log.append("barrier/1", "1 0 fit()\nfailed: rank 0 (did not arrive before the timeout)\n")
+    with pytest.raises(WorldError, match=r"rank 0 is waiting at fit\(\), .*: rank 0 \(did not arrive before"):
+        ranks.wait(0, "fit()")
+
+
+def test_barrier_leaves_one_key_in_the_store(ranks: Ranks) -> None:
+    store = ranks.barriers[0].control.group_store
     for _ in range(3):
         with ThreadPoolExecutor(2) as pool:
             assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
-    assert ranks.barriers[0].store.num_keys() == 2
+    wait_until(lambda: store.num_keys() == 2, "the log of the last barrier, and the number of announcements")

@@ -31,7 +31,7 @@ def test_resumed_run_ends_bitwise_identical(name: str, tmp_path: Path) -> None:
 def test_offloaded_optimizer_for_sparse_gradients_resumes_and_one_with_a_closure_is_refused(tmp_path: Path) -> None:
     assert resumed(tmp_path, "SparseAdam", PLACEMENTS["offload"]) == "same"
     assert resumed(tmp_path, "LBFGS", PLACEMENTS["offload"]).startswith(
-        "memory.offload='optimizer' is not supported with"
+        "memory.offload = 'optimizer' is not supported with"
     )
 
 
@@ -44,7 +44,7 @@ SHARDED = {
 REFUSED = {
     "zero1": SHARDED,
     "fsdp": SHARDED,
-    "offload": {"LBFGS": "memory.offload='optimizer' is not supported with LBFGS"},
+    "offload": {"LBFGS": "memory.offload = 'optimizer' is not supported with LBFGS"},
 }
 
 

@@ -1,7 +1,8 @@
-"""Ranks, here threads at very different paces, agree on the step after which they do something."""
+"""The step consensus, with threads as ranks whose steps take different times."""
 
 import random
 import threading
+from collections.abc import Callable, Iterator
 from queue import Queue
 
 import pytest
@@ -10,21 +11,42 @@ from torch.distributed import HashStore
 
 from ddp_kit.distributed import consensus
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
+from ddp_kit.distributed.control import Control
 
 RANKS = 4
 SAVE = StepRequest(Purpose.SAVE, "every_seconds")
 STOP = StepRequest(Purpose.STOP, "SIGTERM heard")
 
 
+Open = Callable[[int, int], Control]
+
+
+@pytest.fixture
+def open_control() -> Iterator[Open]:
+    """Opens the announcements of one of several ranks, which have one store."""
+    store, controls = HashStore(), []
+
+    def open_one(rank: int, ranks: int) -> Control:
+        controls.append(Control(store, rank, ranks, lambda _: None))
+        return controls[-1]
+
+    yield open_one
+    for control in controls:
+        control.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wishing", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> None:
-    store, acted = HashStore(), Queue[tuple[int, int, StepRequest]]()
+@pytest.mark.parametrize("requesting", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
+def test_step_consensus_grants_requests_after_the_same_step_on_all_ranks(
+    open_control: Open, requesting: set[int]
+) -> None:
+    acted = Queue[tuple[int, int, StepRequest]]()
 
     def run(rank: int) -> None:
         chance = random.Random(rank)
         requests = [STOP, SAVE, SAVE]
-        ranks = StepConsensus(rank, RANKS, lambda _: store, lambda: requests[-1] if rank in wishing else None)
+        control = open_control(rank, RANKS)
+        ranks = StepConsensus(rank, RANKS, lambda: control, "run", lambda: requests[-1] if rank in requesting else None)
         ranks.begin()
         step, request = 0, None
         while request != STOP:
@@ -50,18 +72,26 @@ def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> 
     assert [request for _, request in by_rank[0]] == [SAVE, SAVE, STOP]
 
 
-def test_one_rank_alone_acts_at_once() -> None:
+def test_step_consensus_of_one_rank_grants_at_once() -> None:
     requests = [STOP]
-    alone = StepConsensus(0, 1, None, lambda: requests[0] if requests else None)
+    alone = StepConsensus(0, 1, None, "run", lambda: requests[0] if requests else None)
     alone.begin()
     assert alone.due() == STOP
     requests.clear()
     assert alone.due() is None
 
 
-def test_who_is_busy_can_ask_whether_to_stop() -> None:
-    store, request = HashStore(), {0: SAVE, 1: SAVE}
-    ranks = [StepConsensus(rank, 2, lambda _: store, lambda rank=rank: request.get(rank)) for rank in range(2)]
+def two_ranks(open_control: Open, requests: dict[int, StepRequest]) -> list[StepConsensus]:
+    controls = [open_control(rank, 2) for rank in range(2)]
+    return [
+        StepConsensus(rank, 2, lambda rank=rank: controls[rank], "run", lambda rank=rank: requests.get(rank))  # type: ignore[misc]
+        for rank in range(2)
+    ]
+
+
+def test_step_consensus_tells_a_busy_rank_whether_to_stop(open_control: Open) -> None:
+    request = {0: SAVE, 1: SAVE}
+    ranks = two_ranks(open_control, request)
     for rank in ranks:
         rank.begin()
     wait_until(lambda: all(rank._agreed for rank in ranks), "agreed on a save")
@@ -75,10 +105,12 @@ def test_who_is_busy_can_ask_whether_to_stop() -> None:
         rank.close()
 
 
-def test_nobody_waits_for_a_rank_that_has_left_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_consensus_drops_a_request_if_a_rank_has_left_its_loop(
+    open_control: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(consensus, "_CLOSED_POLL_SECONDS", 0.0)
-    store, request = HashStore(), {}
-    stays, leaves = (StepConsensus(rank, 2, lambda _: store, lambda rank=rank: request.get(rank)) for rank in range(2))
+    request: dict[int, StepRequest] = {}
+    stays, leaves = two_ranks(open_control, request)
     stays.begin()
     leaves.begin()
     assert (stays.due(), leaves.due()) == (None, None)
@@ -90,17 +122,35 @@ def test_nobody_waits_for_a_rank_that_has_left_its_loop(monkeypatch: pytest.Monk
     stays.close()
 
 
-def test_nobody_waits_for_a_store_that_is_gone() -> None:
-    class Gone(HashStore):
-        def check(self, keys: list[str]) -> bool:
+def test_step_consensus_ends_if_rank_0_has_ended(open_control: Open) -> None:
+    request: dict[int, StepRequest] = {}
+    first, second = two_ranks(open_control, request)
+    first.begin()
+    second.begin()
+    request[1] = STOP
+    wait_until(lambda: second._agreed, "the agreement of both ranks")
+    first._control.close()
+    assert second.due() == STOP
+    wait_until(lambda: not second.running, "the end of its thread")
+    assert not second.stops()
+    assert second.due() is None
+    first.close()
+    second.close()
+
+
+def test_step_consensus_ends_if_the_store_does_not_answer(open_control: Open) -> None:
+    class Closed(HashStore):
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             raise RuntimeError("connection reset by peer")
 
-    ranks = StepConsensus(0, 2, lambda _: Gone(), lambda: STOP)
+    control = open_control(0, 2)
+    control.store = Closed()
+    ranks = StepConsensus(0, 2, lambda: control, "run", lambda: STOP)
     ranks.begin()
 
-    def gives_up() -> bool:
+    def has_ended() -> bool:
         assert ranks.due() is None
         return ranks._thread is None or not ranks._thread.is_alive()
 
-    wait_until(gives_up, "the end of the thread that asks the store")
+    wait_until(has_ended, "the end of the thread")
     assert not ranks.stops()

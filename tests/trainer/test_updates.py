@@ -101,11 +101,11 @@ def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
                 "updates": [Update("a", both, torch.optim.LBFGS(m.parameters()))],
                 "config": TrainerConfig(non_finite_gradients="skip"),
             },
-            "non_finite_gradients='skip' is not supported with LBFGS, which evaluates the loss several times per step",
+            "non_finite_gradients = 'skip' is not supported with LBFGS, which evaluates the loss several times",
         ),
     ],
 )
-def test_what_cannot_be_exact_is_refused(change: Any, words: str) -> None:
+def test_invalid_updates_are_refused(change: Any, words: str) -> None:
     model = pair()
     with pytest.raises(ConfigError) as caught:
         Trainer(model, **change(model))

@@ -11,7 +11,7 @@ import shlex
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -234,7 +234,7 @@ def unresolved(host: str, error: OSError) -> LaunchError:
 _FIRST_SECONDS = 3.0
 _FACTOR = 3.0  # 3 s, 9 s, 27 s, ...
 _MAX_SECONDS = 300.0
-_STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
+_STATIC_SETTINGS = {"node_rank", "master_addr", "master_port"}
 
 
 class Reminder:
@@ -263,8 +263,8 @@ class Commands:
     They are this node's command line with different values for the flags that must differ between nodes.
     """
 
-    flags: Sequence[str]
-    """The launcher's flags as they were typed here."""
+    flags: Mapping[str, tuple[str, ...]]
+    """The flags that were typed here, with their values, by the names of the settings."""
     script: str
     nodes: int
     """The maximum number of nodes."""
@@ -276,8 +276,7 @@ class Commands:
     @property
     def lack_endpoint(self) -> bool:
         """Whether no flag sets a node rank or an endpoint, for example if `--nnodes 2` is the only flag."""
-        names = [word.partition("=")[0].replace("_", "-") for word in self.flags]
-        return not any(name in _STATIC_FLAGS or name.startswith("--rdzv") for name in names)
+        return not any(name in _STATIC_SETTINGS or name.startswith("rdzv_") for name in self.flags)
 
     def for_host(self) -> str:
         """The command for the node that hosts the rendezvous."""
@@ -288,9 +287,11 @@ class Commands:
         return self._command(1 if self.nodes == 2 else None, "0")
 
     def _command(self, node_rank: int | None, is_host: str) -> str:
-        flags = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in self.flags]
+        changed = _STATIC_SETTINGS if self.static else ()
+        typed = [word for name, words in self.flags.items() if name not in changed for word in words]
+        flags = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in typed]
         if self.static:
-            flags = [*_without_static(flags), "--node-rank", "N" if node_rank is None else str(node_rank)]
+            flags += ["--node-rank", "N" if node_rank is None else str(node_rank)]
         if self.master is not None:
             host, port = self.master
             host = socket.gethostname() if is_loopback(host) else host
@@ -347,14 +348,3 @@ def waiting_for_nodes(
 
 def _to_check(place: JobPlace) -> str:
     return f"; {place.waits_for}" if place.waits_for else ""
-
-
-def _without_static(flags: Sequence[str]) -> list[str]:
-    kept, skip = list[str](), False
-    for word in flags:
-        name, equals, _ = word.partition("=")
-        given = name.replace("_", "-") in _STATIC_FLAGS
-        if not given and not skip:
-            kept.append(word)
-        skip = given and not equals
-    return kept

@@ -122,7 +122,7 @@ def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLi
     if static and rendezvous.is_host:
         _check_host(rendezvous, print_message)
     master = (rendezvous.host, rendezvous.port or 0) if rendezvous.set_by_master_flags else None
-    commands = Commands(plan.flags, plan.script_as_typed, limits.max_nodes, static, master)
+    commands = Commands(plan.spec.flags, plan.spec.script_as_typed, limits.max_nodes, static, master)
     return MultiNodeLink(node, rendezvous, inbox, print_message, plan.shutdown_timeout, commands)
 
 

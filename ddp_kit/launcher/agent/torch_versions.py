@@ -6,52 +6,22 @@ docs/versions.md lists the differences that users can see.
 
 import argparse
 import inspect
-from contextlib import suppress
 from typing import Any
 
 from torch.distributed import run as torchrun
-from torch.distributed.argparse_util import env as env_or_default
 from torch.distributed.launcher.api import LaunchConfig
 from torch.numa import binding
 
-from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
-
-_GRACE_SECONDS = 30  # torch's default
-
-# Flags of later torch versions that ddpkit implements itself, so that they work with all supported versions.
-_LATER_FLAGS: dict[str, dict[str, Any]] = {
-    "shutdown_timeout": {
-        "type": int,
-        "help": "Time in seconds between SIGTERM and SIGKILL when workers are stopped. Defaults to"
-        f" the value of {GRACE_DEFAULT}, or to {_GRACE_SECONDS} if that is not set.",
-    },
-    "log_line_prefix_template": {
-        "default": "",
-        "help": "Template for the prefix of each line that is shown and also redirected to a file (--tee)."
-        " Macros: ${role_name}, ${local_rank}, ${rank}, ${hostname}.",
-    },
-}
-
-
-def torchrun_parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with the flags of later versions that ddpkit implements.
-
-    Raises `UsageError` if a PET_ variable is invalid.
-    """
-    parser = _torchrun_parser()
-    for name, settings in _LATER_FLAGS.items():
-        with suppress(argparse.ArgumentError):  # this version of torch already has the flag
-            parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action=env_or_default, **settings)
-    return parser
 
 
 def torchrun_defaults() -> dict[str, Any]:
     """The default settings of the installed torchrun, for the flags that it has."""
-    return vars(_torchrun_parser().parse_args(["script.py"]))
+    return vars(torchrun_parser().parse_args(["script.py"]))
 
 
-def _torchrun_parser() -> argparse.ArgumentParser:
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser of the installed torchrun. Raises `UsageError` if it rejects the value of a PET_ variable."""
     try:
         return torchrun.get_args_parser()
     except ValueError as error:
@@ -67,8 +37,12 @@ def local_world_size(nproc_per_node: str) -> int:
 
 
 def launch_config(settings: argparse.Namespace) -> LaunchConfig:
-    """torchrun's own `LaunchConfig` for these settings. Invalid settings raise different types of exceptions."""
-    config: LaunchConfig = torchrun.config_from_args(settings)[0]
+    """torchrun's own `LaunchConfig` for these settings. Invalid settings raise different types of exceptions.
+
+    Settings that only a torch newer than ddpkit knows have their defaults.
+    """
+    complete = argparse.Namespace(**{**torchrun_defaults(), **vars(settings)})
+    config: LaunchConfig = torchrun.config_from_args(complete)[0]
     return config
 
 

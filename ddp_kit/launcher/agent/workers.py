@@ -95,7 +95,7 @@ class Workers:
         self._record_keeper: RecordKeeper | None = None
         self._host = socket.gethostname() if plan.rendezvous.limits.max_nodes > 1 else ""  # in failures
         self.hang_monitor = HangMonitor(
-            plan.hang_timeout, self._envs, self.error_files, self._host, lambda: inbox.signals > 0
+            plan.spec.hang_timeout, self._envs, self.error_files, self._host, lambda: inbox.signals > 0
         )
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
@@ -237,7 +237,7 @@ class Workers:
         if self._plan.numa_binding is None:
             return self._plan.workers[local_rank].cpus
         try:
-            first = local_rank * self._plan.gpus_per_process
+            first = local_rank * (self._plan.spec.gpus_per_process or 1)
             return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
         except Exception as error:  # torch raises different errors, depending on what is missing
             raise UsageError(

@@ -1,6 +1,8 @@
-"""Cluster environments: each module reads the variables that one environment sets, writes its job files, or both.
+"""Cluster environments and engines: one file with one class each.
 
-`read(env)` turns environment variables into a `JobPlace`. `job_file(request)` turns a `Request` into the text of a job
-file. `recognition.py` tries all `read` functions in turn; `engines.py` lists the engines (Slurm, Kubernetes, Ray, ...)
-that `ddpkit submit --on` accepts.
+engine.py      the interface: `Environment.recognise(env)`, and `Engine` with `check`, `text` and `submit`
+engines.py     the list of all of them
+request.py     what they return and receive: `JobPlace` and `Request`
+pods.py        the parts of manifests that the engines of Kubernetes share
+ray_driver.py  the program that runs inside a Ray job
 """

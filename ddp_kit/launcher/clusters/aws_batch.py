@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.request import PORT, JobPlace, check_rank, number
+from ddp_kit.launcher.clusters.engine import Environment
+from ddp_kit.launcher.clusters.request import PORT, JobPlace, number
 
 _NAME = "AWS Batch"
 _NODES, _INDEX, _MAIN = "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"
@@ -11,19 +12,21 @@ _ADDRESS, _JOB = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "AWS_BATCH_JOB_
 _POD = "HOSTNAME"
 
 
-def read(env: Mapping[str, str]) -> JobPlace | None:
-    """Return this node's rank and the job's rendezvous settings, or None outside of a multi-node job."""
-    if _NODES not in env or _INDEX not in env:
-        return None
-    index, main = number(env, _INDEX, _NAME), number(env, _MAIN, _NAME)
-    # The main node gets rank 0; the rank of each node that precedes it is its index plus one.
-    rank = 0 if index == main else index + (index < main)
-    # The variable with the address is not set on the main node itself.
-    host = env.get(_ADDRESS) or (env.get(_POD) or "localhost" if rank == 0 else "")
-    if not host:
-        raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "use --master-addr ADDRESS")
-    return check_rank(
-        JobPlace(
+class AwsBatch(Environment):
+    """A multi-node parallel job of AWS Batch."""
+
+    def recognise(self, env: Mapping[str, str]) -> JobPlace | None:
+        """Return this node's rank and the job's rendezvous settings, or None outside of a multi-node job."""
+        if _NODES not in env or _INDEX not in env:
+            return None
+        index, main = number(env, _INDEX, _NAME), number(env, _MAIN, _NAME)
+        # The main node gets rank 0; the rank of each node that precedes it is its index plus one.
+        rank = 0 if index == main else index + (index < main)
+        # The variable with the address is not set on the main node itself.
+        host = env.get(_ADDRESS) or (env.get(_POD) or "localhost" if rank == 0 else "")
+        if not host:
+            raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "use --master-addr ADDRESS")
+        return JobPlace(
             environment=_NAME,
             nodes=number(env, _NODES, _NAME, 1),
             node_rank=rank,
@@ -35,5 +38,4 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
                 "host": _ADDRESS if rank else f"{_POD}, as the main node",
             },
             waits_for="the job's page in the AWS console lists its nodes",
-        )
-    )  # fmt: skip
+        )  # fmt: skip

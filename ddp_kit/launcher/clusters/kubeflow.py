@@ -4,30 +4,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddp_kit.env import MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT, NODE_RANK_DEFAULT, NODES_DEFAULT
-from ddp_kit.launcher.clusters.jobset import job_set
-from ddp_kit.launcher.clusters.kubernetes import (
+from ddp_kit.launcher.clusters.pods import (
     PENDING_SECONDS,
     REPLACEMENT_SECONDS,
-    command,
+    WAITS_FOR,
+    PodEngine,
+    container_command,
+    job_set,
     labels,
     manifest,
     resources,
 )
-from ddp_kit.launcher.clusters.request import JobPlace, Request, check_rank, number
+from ddp_kit.launcher.clusters.request import JobPlace, Request, number
 
-RUNTIME = "ddpkit"
 _API = "trainer.kubeflow.org/v1alpha1"
+_RUNTIME = "ddpkit"
 _NAME = "a TrainJob of Kubeflow"
 
 
-def read(env: Mapping[str, str]) -> JobPlace | None:
-    """Return this pod's node rank and the job's rendezvous settings, or None outside of a TrainJob."""
-    wanted = (NODES_DEFAULT, NODE_RANK_DEFAULT, MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT)
-    if not all(env.get(name) for name in wanted):
-        return None
-    nodes = env[NODES_DEFAULT].split(":")[-1]
-    return check_rank(
-        JobPlace(
+class Kubeflow(PodEngine):
+    """A TrainJob. It uses the runtime `ddpkit`, which launch/kubeflow/runtime.yaml defines."""
+
+    name = "kubeflow"
+    help = "a TrainJob for kubectl"
+    flags = frozenset({"cpus", "image", "queue"})  # the runtime fixes the time limit, retries and grace period
+
+    def recognise(self, env: Mapping[str, str]) -> JobPlace | None:
+        """Return this pod's node rank and the job's rendezvous settings, or None outside of a TrainJob."""
+        wanted = (NODES_DEFAULT, NODE_RANK_DEFAULT, MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT)
+        if not all(env.get(name) for name in wanted):
+            return None
+        nodes = env[NODES_DEFAULT].split(":")[-1]
+        return JobPlace(
             environment=_NAME,
             nodes=number({NODES_DEFAULT: nodes}, NODES_DEFAULT, _NAME, 1),
             node_rank=number(env, NODE_RANK_DEFAULT, _NAME),
@@ -42,29 +50,27 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
             },
             join=PENDING_SECONDS,
             replacement=REPLACEMENT_SECONDS,
-            waits_for="`kubectl get pods` shows which pods are not running, and why",
+            waits_for=WAITS_FOR,
         )
-    )
 
-
-def job_file(request: Request) -> str:
-    """The manifest of a TrainJob. It uses the runtime `ddpkit`, which launch/kubeflow/runtime.yaml defines."""
-    trainer: dict[str, Any] = {
-        "image": request.image,
-        "command": command(request),
-        "numNodes": request.nodes,
-    }
-    if resources(request):
-        trainer["resourcesPerNode"] = resources(request)
-    return manifest(
-        request,
-        {
-            "apiVersion": _API,
-            "kind": "TrainJob",
-            "metadata": {"name": request.name, **labels(request)},
-            "spec": {"runtimeRef": {"name": RUNTIME}, "trainer": trainer},
-        },
-    )
+    def text(self, request: Request) -> str:
+        """The manifest of a TrainJob. It uses the runtime `ddpkit`, which launch/kubeflow/runtime.yaml defines."""
+        trainer: dict[str, Any] = {
+            "image": request.image,
+            "command": container_command(request),
+            "numNodes": request.nodes,
+        }
+        if resources(request):
+            trainer["resourcesPerNode"] = resources(request)
+        return manifest(
+            request,
+            {
+                "apiVersion": _API,
+                "kind": "TrainJob",
+                "metadata": {"name": request.name, **labels(request)},
+                "spec": {"runtimeRef": {"name": _RUNTIME}, "trainer": trainer},
+            },
+        )
 
 
 def runtime(request: Request) -> str:
@@ -79,7 +85,7 @@ def runtime(request: Request) -> str:
             "apiVersion": _API,
             "kind": "ClusterTrainingRuntime",
             # Kubeflow's SDK only lists runtimes with this label.
-            "metadata": {"name": RUNTIME, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+            "metadata": {"name": _RUNTIME, "labels": {"trainer.kubeflow.org/framework": "torch"}},
             "spec": {
                 "mlPolicy": {"numNodes": request.nodes, "torch": {}},
                 "template": {"spec": spec},

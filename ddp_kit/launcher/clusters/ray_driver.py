@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ddp_kit.env import THREADS
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters import ssh
+from ddp_kit.launcher.clusters.engine import remote_script
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED
 
 _REMINDER_SECONDS = 30.0
@@ -45,7 +45,7 @@ class Host:
         env = dict(os.environ)
         if env.get(THREADS) == str(cpus):  # set by Ray, for a single process; the launcher divides the cores
             del env[THREADS]
-        with subprocess.Popen(ssh.script(launch), stdin=subprocess.PIPE, env=env) as process:
+        with subprocess.Popen(remote_script(launch), stdin=subprocess.PIPE, env=env) as process:
             return process.wait() % 256
 
 
@@ -60,12 +60,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--cpus", type=int)
     end = words.index("--")
-    given, launch = parser.parse_args(words[:end]), words[end + 1 :]
-    bundle = {"CPU": given.cpus or 1} | ({"GPU": given.gpus} if given.gpus else {})
+    args, launch = parser.parse_args(words[:end]), words[end + 1 :]
+    bundle = {"CPU": args.cpus or 1} | ({"GPU": args.gpus} if args.gpus else {})
     ray.init(address="auto", log_to_driver=True)
-    retries = given.retries
+    retries = args.retries
     while True:
-        code = _attempt(given.nodes, bundle, launch)
+        code = _attempt(args.nodes, bundle, launch)
         counted = code in COUNTED or code >= SIGNALLED
         if not (counted and retries) and code not in AGAIN:
             return code
@@ -77,7 +77,7 @@ def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
     """Run the job once on all nodes, and return its exit code."""
     group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
     while not group.wait(_REMINDER_SECONDS):
-        alive = [each for each in ray.nodes() if each["Alive"]]
+        alive = [node for node in ray.nodes() if node["Alive"]]
         _say(f"waiting for {nodes} nodes with {bundle} each; the cluster has {len(alive)} nodes (see `ray status`)")
     actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1)(Host)
     hosts = [

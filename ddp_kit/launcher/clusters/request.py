@@ -1,6 +1,5 @@
 """Data classes that describe a node of a cluster job (`JobPlace`) and a job to submit (`Request`)."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -40,6 +39,16 @@ class JobPlace:
     waits_for: str = ""
     """Text for error messages: how to check why other nodes have not joined."""
 
+    def __post_init__(self) -> None:
+        """Raise `UsageError` if the node rank is not less than the number of nodes."""
+        if self.node_rank >= self.nodes:
+            rank, nodes = self.sources["node rank"], self.sources["nodes"]
+            raise UsageError(
+                f"the variables of {self.environment} contradict each other: {rank} says node rank {self.node_rank}, "
+                f"{nodes} says {self.nodes} node{'s' * (self.nodes != 1)}",
+                f"correct or unset {rank} and {nodes}, or use --nnodes and --node-rank",
+            )
+
 
 def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) -> int:
     """Return the environment variable `name` as an integer.
@@ -48,9 +57,9 @@ def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) 
     """
     text = env.get(name, "")
     if not text.isdecimal() or int(text) < least:
-        found = f"is {text!r}, which is not a valid number" if name in env else "is not set"
+        problem = f"is {text!r}, which is not a valid number" if name in env else "is not set"
         raise UsageError(
-            f"this looks like {environment}, but its variable {name} {found}",
+            f"this looks like {environment}, but its variable {name} {problem}",
             f"to run on this machine alone, unset all variables of {environment} or pass --nnodes 1; otherwise pass "
             "--nnodes, --node-rank, --master-addr and --master-port",
         )
@@ -61,18 +70,6 @@ def optional_number(env: Mapping[str, str], name: str) -> int | None:
     """Return the environment variable `name` as an integer; None if it is missing or not an integer."""
     text = env.get(name, "")
     return int(text) if text.isdecimal() else None
-
-
-def check_rank(place: JobPlace) -> JobPlace:
-    """Return `place`, or raise `UsageError` if its node rank is not less than the number of nodes."""
-    if place.node_rank < place.nodes:
-        return place
-    rank, nodes = place.sources["node rank"], place.sources["nodes"]
-    raise UsageError(
-        f"the variables of {place.environment} contradict each other: {rank} says node rank {place.node_rank}, "
-        f"{nodes} says {place.nodes} node{'s' * (place.nodes != 1)}",
-        f"correct or unset {rank} and {nodes}, or use --nnodes and --node-rank",
-    )
 
 
 def derived_port(text: str) -> int:
@@ -140,7 +137,7 @@ class Request:
     """Time limit of the job in seconds; None: the engine's default."""
     image: str | None = None
     queue: str | None = None
-    """Name of the queue or, for Slurm, of the partition."""
+    """Name of the queue or partition."""
     hosts: tuple[str, ...] = ()
     array: str | None = None
     requeue: bool = False
@@ -164,25 +161,11 @@ class Request:
         return ("ddpkit", "launch", *self.words)
 
 
-def seconds_of(text: str) -> int:
-    """Convert a time limit such as `90m`, `12h`, `2d`, `24:00:00` or `1-12:00:00` to seconds.
-
-    Raises `UsageError` for any other format.
-    """
-    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    if found := re.fullmatch(r"(\d+)([smhd])", text):
-        return int(found[1]) * units[found[2]]
-    if found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    raise UsageError(
-        f"--time {text} is not a valid time limit", "for example: --time 90m, --time 12h or --time 1-12:00:00"
-    )
+NAME_LENGTH = 40
+"""Maximum length of a job's name: Kubernetes appends a suffix, and allows 63 characters in total."""
 
 
-def clock(seconds: int) -> str:
-    """A duration in Slurm's format: `1-12:00:00` for a day and a half."""
-    minutes, second = divmod(seconds, 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}-" if days else "") + f"{hour:02}:{minute:02}:{second:02}"
+def job_name(stem: str) -> str:
+    """A job name derived from a script's name: lower-case letters, digits and dashes, with a letter first."""
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"train-{name}")[:NAME_LENGTH].strip("-")

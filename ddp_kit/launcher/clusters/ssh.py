@@ -10,46 +10,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, TextIO
 
+from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.clusters.engine import Engine, remote_script
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, derived_port
 
-# --- Remote script ----------------------------------------------------------------------------------------------------
-# A shell script that runs a launcher on another host, and stops it when the script's standard input ends. The input is
-# a connection or a pipe to the process that started the script: it ends when that process or the connection ends.
 
-# Descriptor 3 is a copy of standard input, because a background command reads from /dev/null instead.
-_SCRIPT = """\
-exec 3<&0
-{start}{launch} </dev/null 3<&- &
-launcher=$!
-{{ cat; kill -TERM "$launcher"; }} <&3 >/dev/null 2>&1 &
-watcher=$!
-exec 3<&-
-wait "$launcher"
-code=$?
-kill "$watcher" 2>/dev/null
-exit "$code"
-"""
+class Ssh(Engine):
+    """Hosts that are reached over ssh, without a cluster: one launcher per host, which stops with its connection."""
 
+    name = "ssh"
+    help = "one ssh command per host; needs no cluster"
+    examples = ("--hosts gpu1,gpu2 --gpus 8 train.py",)
+    flags = frozenset({"hosts", "retries"})
+    suffix = ".sh"
+    program = "ssh"
+    install = "install OpenSSH's client (the package openssh-client)"
 
-def found_first(command: Sequence[str], programs: str) -> str:
-    """A shell command line that runs `command` with the folder `programs` first in PATH."""
-    return f'PATH={shlex.quote(programs)}:"$PATH" {shlex.join(command)}'
+    def check(self, request: Request) -> None:
+        """Check that the hosts are given."""
+        if not request.hosts:
+            raise UsageError(
+                "ssh needs the names of the hosts",
+                "use --hosts gpu1,gpu2 or --hosts FILE, where FILE has one host per line",
+            )
 
+    def text(self, request: Request) -> str:
+        """A shell script that contains the ssh commands. It is only shown by --dry-run; `submit` does not run it."""
+        lines = (f"{shlex.join(command)} &" for command in commands(request).values())
+        return f"#!/usr/bin/env bash\n# Made by: {request.command}\n" + "\n".join(lines) + "\nwait\n"
 
-def script(launch: Sequence[str], folder: str = "", programs: str = "") -> tuple[str, ...]:
-    """A command `sh -c ...` that runs a launcher, and exits with the launcher's exit code.
-
-    `launch`: the launcher's command line; `folder`: its working folder; `programs`: a folder to put first in PATH. An
-    empty string leaves the working folder or PATH unchanged.
-    """
-    start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
-    start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
-    return "sh", "-c", _SCRIPT.format(start=start, launch=shlex.join(launch))
-
-
-# --- Commands ---------------------------------------------------------------------------------------------------------
-# One launcher per host, which stops when the connection ends.
+    def submit(self, request: Request, text: str, write: Callable[[str], None]) -> int:  # noqa: ARG002
+        """Run the job until it ends."""
+        return run(commands(request), request.retries, write)
 
 
 def commands(request: Request) -> dict[str, tuple[str, ...]]:
@@ -58,20 +51,14 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
     address = hosts[0].rpartition("@")[2]
     port = derived_port(str(sum(" ".join((*hosts, str(request.folder), *request.words)).encode())))
     gpus = () if request.gpus is None else ("--gpus", str(request.gpus))
-    found: dict[str, tuple[str, ...]] = {}
+    by_host: dict[str, tuple[str, ...]] = {}
     for rank, host in enumerate(hosts):
         place = ("--nnodes", str(len(hosts)), "--node-rank", str(rank)) if len(hosts) > 1 else ()
         rendezvous = ("--master-addr", address, "--master-port", str(port)) if len(hosts) > 1 else ()
         launch = ("ddpkit", "launch", *place, *rendezvous, *gpus, *request.words)
-        remote = shlex.join(script(launch, str(request.folder), request.programs))
-        found[host] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", host, remote)
-    return found
-
-
-def job_file(request: Request) -> str:
-    """A shell script that contains the ssh commands. It is only shown by --dry-run; `ddpkit submit` does not run it."""
-    lines = (f"{shlex.join(command)} &" for command in commands(request).values())
-    return f"#!/usr/bin/env bash\n# Made by: {request.command}\n" + "\n".join(lines) + "\nwait\n"
+        remote = shlex.join(remote_script(launch, str(request.folder), request.programs))
+        by_host[host] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", host, remote)
+    return by_host
 
 
 # --- Session ----------------------------------------------------------------------------------------------------------
@@ -132,7 +119,7 @@ class _Session:
 
         Returns NODE_LOST if ssh could not reach a host, or lost the connection.
         """
-        stops = [each for each in _STOP if signal.getsignal(each) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        stops = [number for number in _STOP if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
         before = {number: signal.signal(number, self._stop) for number in stops}
         try:
             for host, command in self._commands.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_kit.checkpoint.format import (
     STATE,
-    Found,
+    StoredCheckpoint,
     checkpoints,
     left_branches,
     leftovers,
@@ -20,7 +20,7 @@ from ddp_kit.checkpoint.format import (
 )
 from ddp_kit.errors import CheckpointError, UsageError, size_text
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _EPILOG = f"""\
 exit codes:
@@ -56,42 +56,42 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     """List the checkpoints in a folder, or the differences between two of them, and return the exit code."""
     args = parser().parse_args(argv)
     try:
-        found = checkpoints(args.dir)
+        stored = checkpoints(args.dir)
         left, branches = leftovers(args.dir), left_branches(args.dir)
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
-    if not found and not left and not branches:
+    if not stored and not left and not branches:
         raise UsageError(
             f"there are no checkpoints in {args.dir}", "name the folder that contains the step-... folders"
         )
     if args.diff:
-        found = tuple(_of_step(step, found) for step in args.diff)
+        stored = tuple(_of_step(step, stored) for step in args.diff)
     if args.verify:
-        found = tuple(map(verified, found))
-    if args.diff and all(one.whole for one in found):
-        print_text("\n".join(_differences(*found)))
+        stored = tuple(map(verified, stored))
+    if args.diff and all(one.whole for one in stored):
+        print_text("\n".join(_differences(*stored)))
         return ExitCode.OK
-    print_text("\n".join(_table(found)))
+    print_text("\n".join(_table(stored)))
     for path in left:
         print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
         print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
-    return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
+    return ExitCode.OK if all(one.whole for one in stored) else ExitCode.BROKEN
 
 
-def _of_step(step: int, found: Sequence[Found]) -> Found:
-    for one in found:
+def _of_step(step: int, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+    for one in stored:
         if one.step == step:
             return one
-    steps = ", ".join(str(one.step) for one in found)
+    steps = ", ".join(str(one.step) for one in stored)
     raise UsageError(f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}")
 
 
 # --- Table ------------------------------------------------------------------------------------------------------------
 
 
-def _table(found: Sequence[Found]) -> Iterator[str]:
-    rows = [["step", "age", "size", "files", "state"], *map(_row, found)]
+def _table(stored: Sequence[StoredCheckpoint]) -> Iterator[str]:
+    rows = [["step", "age", "size", "files", "state"], *map(_row, stored)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     best = next((row for row in rows if row[-1] == _BEST), None)
     if best is not None:
@@ -99,17 +99,17 @@ def _table(found: Sequence[Found]) -> Iterator[str]:
     yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _row(found: Found) -> list[str]:
-    manifest = found.manifest
+def _row(checkpoint: StoredCheckpoint) -> list[str]:
+    manifest = checkpoint.manifest
     if manifest is None:
-        return [str(found.step), "?", "?", "?", str(found.problem)]
+        return [str(checkpoint.step), "?", "?", "?", str(checkpoint.problem)]
     whole = _BEST if manifest.best else "whole"
     return [
         str(manifest.step),
         _age(manifest.created),
         size_text(manifest.bytes),
         str(len(manifest.files)),
-        found.problem or whole,
+        checkpoint.problem or whole,
     ]
 
 
@@ -127,7 +127,7 @@ def _age(created: str) -> str:
 # --- Differences ------------------------------------------------------------------------------------------------------
 
 
-def _differences(old: Found, new: Found) -> Iterator[str]:
+def _differences(old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:
     lines = [*_changed(_tensors(old), _tensors(new)), *_changed(_values(old), _values(new))]
     yield f"step {old.step} -> step {new.step}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
     yield from lines
@@ -150,27 +150,29 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _tensors(found: Found) -> dict[str, str]:
+def _tensors(checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Map the name of each tensor, such as `model: layer.weight`, to its type and shape."""
     tensors: dict[str, str] = {}
-    for file in found.manifest.files if found.manifest else ():
+    for file in checkpoint.manifest.files if checkpoint.manifest else ():
         if (part := part_of(file.name)) is not None:
             try:
-                table = tensor_table(found.path / file.name)
+                table = tensor_table(checkpoint.path / file.name)
             except (OSError, ValueError) as error:
                 raise UsageError(
-                    f"{found.path / file.name} cannot be read: {error}", "add --verify to check all files"
+                    f"{checkpoint.path / file.name} cannot be read: {error}", "add --verify to check all files"
                 ) from None
             tensors |= {f"{part}: {name}": str(record) for name, record in table.items()}
     return tensors
 
 
-def _values(found: Found) -> dict[str, Any]:
+def _values(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Map the path of each saved value that is not a tensor, such as `optimizer.param_groups[0].lr`, to the value."""
     try:
-        content = read_state(found)
+        content = read_state(checkpoint)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{found.path / STATE} cannot be read: {error}", "add --verify to check all files") from None
+        raise UsageError(
+            f"{checkpoint.path / STATE} cannot be read: {error}", "add --verify to check all files"
+        ) from None
     return dict(_leaves("", content))
 
 

@@ -5,9 +5,9 @@ from itertools import groupby
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.errors import size_text
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices.gpus import MEANING, Gpu, GpuProcess, Process, gpus, links, visible
 from ddp_kit.launcher.devices.reservations import holders
+from ddp_kit.launcher.parser import Parser
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
 

@@ -15,10 +15,10 @@ import ddp_kit
 from ddp_kit.env import reported_variables
 from ddp_kit.errors import DdpKitError, size_text
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters import recognition
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.clusters import engines
 from ddp_kit.launcher.devices.cpus import cpu_quota, memory_limit
 from ddp_kit.launcher.doctor import machine
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked_env
 
 _FURTHER_PACKAGES = (
@@ -40,8 +40,8 @@ def parser() -> Parser:
 def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None]) -> int:
     """Print versions, hardware and environment variables, with secrets masked, and return the exit code."""
     args = parser().parse_args(argv)
-    found = facts(env)
-    print_text(json.dumps(found, indent=1) if args.json else _lines(found))
+    report = facts(env)
+    print_text(json.dumps(report, indent=1) if args.json else _lines(report))
     return ExitCode.OK
 
 
@@ -88,7 +88,7 @@ def _memory() -> str:
 
 def _cluster(env: Mapping[str, str]) -> str:
     try:
-        place = recognition.read(env)
+        place = engines.recognise(env)
     except DdpKitError as error:
         return error.message
     except SystemExit:  # only process 0 reports an error in the cluster's variables
@@ -100,18 +100,18 @@ def _packages() -> dict[str, str]:
     """Versions of the dependencies of ddpkit, and of other packages that training scripts often use."""
     needed = [line.split(";")[0] for line in requires("ddpkit") or () if "extra ==" not in line]
     names = [line.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip() for line in needed]
-    found = {}
+    versions = {}
     for name in sorted({*names, *_FURTHER_PACKAGES} - {"torch"}):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _lines(found: Mapping[str, Any]) -> str:
+def _lines(report: Mapping[str, Any]) -> str:
     lines = []
-    for name, value in found.items():
+    for name, value in report.items():
         if isinstance(value, str):
             lines.append(f"{name + ':':<12} {value}")
             continue

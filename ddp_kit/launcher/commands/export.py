@@ -18,7 +18,7 @@ from ddp_kit.checkpoint.format import (
     ITEM_BYTES,
     MANIFEST,
     TENSORS,
-    Found,
+    StoredCheckpoint,
     best,
     examine,
     header,
@@ -36,7 +36,7 @@ from ddp_kit.checkpoint.weight_files import (
     stored_weights,
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
@@ -80,19 +80,19 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         raise UsageError(f"{args.target} does not end with {TENSORS}", f"name it {args.target.stem}{TENSORS}")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
-    found = _checkpoint(args.source, args.best, print_text)
+    checkpoint = _checkpoint(args.source, args.best, print_text)
     try:
-        _export(found, target, args.max_shard_size, args.ema, print_text)
+        _export(checkpoint, target, args.max_shard_size, args.ema, print_text)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise CheckpointError(
-            f"the weights of {found.path} could not be exported: {error.strerror or error}{where}",
+            f"the weights of {checkpoint.path} could not be exported: {error.strerror or error}{where}",
             advice_for(error, "check that path and its permissions"),
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"the checkpoint {found.path} cannot be exported: {error}",
-            f"choose another checkpoint; `ddpkit checkpoints {found.path.parent} --verify` shows damaged ones",
+            f"the checkpoint {checkpoint.path} cannot be exported: {error}",
+            f"choose another checkpoint; `ddpkit checkpoints {checkpoint.path.parent} --verify` shows damaged ones",
         ) from None
     return 0
 
@@ -105,37 +105,41 @@ def _size(text: str) -> float:
     return size
 
 
-def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> Found:
+def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> StoredCheckpoint:
     """Find the checkpoint to export: `source` itself or, in a folder, the best or the newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
-        found = best(source) if wants_best else examine(source)
-        if found.whole:
-            return found
+        checkpoint = best(source) if wants_best else examine(source)
+        if checkpoint.whole:
+            return checkpoint
         raise CheckpointError(
-            f"the checkpoint {found.path} cannot be exported: {found.problem}",
+            f"the checkpoint {checkpoint.path} cannot be exported: {checkpoint.problem}",
             "choose another checkpoint in the same folder",
         )
     choice = newest_whole(source)
-    for damaged in choice.passed_over:
+    for damaged in choice.skipped:
         print_text(f"skipped {damaged}")
-    if choice.found is None:
+    if choice.checkpoint is None:
         raise UsageError(
             f"there is no complete checkpoint in {source}",
             f"`ddpkit checkpoints {source}` lists the checkpoints in this folder and their states",
         )
-    return choice.found
+    return choice.checkpoint
 
 
 # --- Export -----------------------------------------------------------------------------------------------------------
 
 
-def _export(found: Found, target: Path, most: float, ema: bool, print_text: Callable[[str], None]) -> None:
-    state = read_state(found)
+def _export(
+    checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, print_text: Callable[[str], None]
+) -> None:
+    state = read_state(checkpoint)
     if ema and not has_average(state):
-        raise UsageError(f"{found.path} has no averaged weights", "remove --ema: the run did not use the EMA callback")
+        raise UsageError(
+            f"{checkpoint.path} has no averaged weights", "remove --ema: the run did not use the EMA callback"
+        )
     stored = stored_weights(state, ema=ema)
     names, tied = _names(stored)
-    files = TensorFiles(found)
+    files = TensorFiles(checkpoint)
     weights = {name: files.tensors[key] for name, key in names.items()}
     shards = _shards(weights, most)
     stem = target.name.removesuffix(TENSORS)
@@ -144,28 +148,31 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
         for number in range(1, len(shards) + 1)
     ]
     index = target.with_name(f"{stem}{INDEX}")
-    _refuse_to_overwrite([*paths, *([index] if len(shards) > 1 else [])])
+    _check_new([*paths, *([index] if len(shards) > 1 else [])])
     with ExitStack() as stack:
         made, places = [], dict[Key, list[Destination]]()
         for path, shard in zip(paths, shards, strict=True):
-            here = {alias: name for alias, name in tied.items() if name in shard}
+            aliases = {alias: name for alias, name in tied.items() if name in shard}
             made.append(stack.enter_context(_NewFile(path)))
-            for name, place in made[-1].lay_out(shard, here).items():
+            for name, place in made[-1].lay_out(shard, aliases).items():
                 places.setdefault(names[name], []).extend(place)
         files.read(places)
         if len(shards) > 1:
             made.append(stack.enter_context(_NewFile(index)))  # last: if the index exists, all shards exist
-            made[-1].write(_index(weights, paths, shards))
+            files_of = {name: path.name for path, shard in zip(paths, shards, strict=True) for name in shard}
+            total = sum(whole.bytes for whole in weights.values())
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": files_of}, indent=2)
+            made[-1].write(text.encode())
         for file in made:
             file.finish()
     print_text(
-        f"exported {len(weights)} tensors of step {found.step} "
-        f"({sum(each.bytes for each in weights.values()):,} bytes) to:"
+        f"exported {len(weights)} tensors of step {checkpoint.step} "
+        f"({sum(whole.bytes for whole in weights.values()):,} bytes) to:"
     )
     print_text("\n".join(str(file.path) for file in made))
-    if stored.left_out:
+    if stored.omitted:
         print_text(
-            f"{len(stored.left_out)} frozen weights are not included: checkpoint.trainable_only left them out of the "
+            f"{len(stored.omitted)} frozen weights are not included: checkpoint.trainable_only left them out of the "
             "checkpoint"
         )
 
@@ -206,16 +213,10 @@ def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:
     return shards
 
 
-def _index(weights: Weights, paths: Sequence[Path], shards: Sequence[Weights]) -> bytes:
-    names = {name: path.name for path, shard in zip(paths, shards, strict=True) for name in shard}
-    total = sum(each.bytes for each in weights.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2).encode()
-
-
 # --- New files --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
+def _check_new(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists() or path.is_symlink():
             raise UsageError(f"{path} already exists", "choose another file name, or remove this file")
@@ -235,7 +236,7 @@ class _NewFile:
         order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])
         table = ((name, weights[name].dtype, weights[name].shape, weights[name].bytes) for name in order)
         begin = header({**tied, "format": "pt"}, table)
-        size = len(begin) + sum(each.bytes for each in weights.values())
+        size = len(begin) + sum(whole.bytes for whole in weights.values())
         # Raises an error if the disk is full; a later write to the memory map would raise SIGBUS instead.
         os.posix_fallocate(self._file, 0, size)
         os.pwrite(self._file, begin, 0)
@@ -255,7 +256,7 @@ class _NewFile:
     def finish(self) -> None:
         """Flush the file to disk, and give it its final name."""
         os.fsync(self._file)
-        _refuse_to_overwrite([self.path])
+        _check_new([self.path])
         self._unnamed.rename(self.path)
 
     def __enter__(self) -> "_NewFile":

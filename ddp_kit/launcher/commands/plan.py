@@ -12,8 +12,8 @@ from subprocess import Popen
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices import gpus
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.warm.cleanup import die_with_parent
 
 _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
@@ -54,9 +54,9 @@ def parser() -> Parser:
 def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
-    here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
-    per_node = len(here) if args.gpus is None else args.gpus
-    memory = min((gpu.memory_total for gpu in here), default=0) if args.memory is None else size_of(args.memory)
+    devices = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
+    per_node = len(devices) if args.gpus is None else args.gpus
+    memory = min((gpu.memory_total for gpu in devices), default=0) if args.memory is None else size_of(args.memory)
     if per_node < 1:
         raise UsageError(
             f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
@@ -86,10 +86,10 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def size_of(text: str) -> int:
     """Convert a size such as 80GiB, 80GB or 85899345920 to bytes. Raises `UsageError` if the size is invalid."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise UsageError(f"--memory {text} is not a size", "use a size such as 80GiB or 80GB, or a number of bytes")
-    number, unit = found.groups()
+    number, unit = match.groups()
     unit = (unit or "B").upper()
     size = int(float(number) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0]))
     if size < 1:

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import indent
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.commands import Parser
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.report.charts import write_pictures
 from ddp_kit.launcher.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.launcher.report.page import MARK, page
@@ -53,14 +53,14 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     runs = read_runs(args.runs)
     try:
         _check(args.out)
-        profiles = {each.name: profiles_of(each) for each in runs}
+        profiles = {run.name: profiles_of(run) for run in runs}
         args.out.write_text(page(runs, profiles), encoding="utf-8", errors="backslashreplace")  # lone surrogates
         pictures = [] if args.images is None else write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
         raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None
-    for each in runs:
-        _print_findings(each, profiles[each.name], print_text)
+    for run in runs:
+        _print_findings(run, profiles[run.name], print_text)
     size = args.out.stat().st_size / 1000
     print_text(f"{args.out}: {size:,.0f} kB" + (f"; {len(pictures)} charts in {args.images}" if pictures else ""))
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,8 +23,8 @@ from ddp_kit.errors import GIB, LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.clusters.request import hosts_of
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.devices.gpus import GpuUsage
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 
 _EPILOG = """\
@@ -87,10 +88,10 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         return readings_of(hosts) if hosts else HostReadings(readings())
 
     if args.json:
-        found = read()
-        if found.problems:
-            raise LaunchError("; ".join(found.problems), "for details, run `ssh HOST ddpkit top --once`")
-        print_text(json.dumps(as_json(found.jobs), indent=1))
+        hosts_read = read()
+        if hosts_read.problems:
+            raise LaunchError("; ".join(hosts_read.problems), "for details, run `ssh HOST ddpkit top --once`")
+        print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         Console(soft_wrap=True, markup=False, emoji=False).print(render(read(), Console().width))
     else:
@@ -137,18 +138,18 @@ def _keys() -> Iterator[Callable[[float], str]]:
 _HANG_SECONDS = 30.0
 _HANG_STEPS = 10
 """No progress for this multiple of the time per step, and for 30 s, counts as a possible hang."""
-_USER_CODE = {each.description for each in Phase if each.in_user_code} | {Phase.CHECKPOINT.description}
+_USER_CODE = {phase.description for phase in Phase if phase.in_user_code} | {Phase.CHECKPOINT.description}
 
 
 # --- Rendering --------------------------------------------------------------------------------------------------------
 
 
-def render(found: HostReadings, width: int) -> RenderableType:
+def render(hosts: HostReadings, width: int) -> RenderableType:
     """Render the jobs as tables, with as many columns as fit into `width` characters."""
-    problems = [Text(printable(line), style="bold") for line in found.problems]
-    if not found.jobs:
+    problems = [Text(printable(line), style="bold") for line in hosts.problems]
+    if not hosts.jobs:
         return Group(*problems, Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one"))
-    return Group(*problems, *(part for job in found.jobs for part in _parts(job, width)))
+    return Group(*problems, *(part for job in hosts.jobs for part in _parts(job, width)))
 
 
 def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
@@ -165,7 +166,7 @@ def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
 
 def _title(job: JobReading, width: int) -> Text:
     """The script with its arguments, followed by as many facts about the job as fit into `width` characters."""
-    read = len({each.host for each in job.ranks})
+    read = len({rank.host for rank in job.ranks})
     nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
     if read > 1:
         nodes = f" on {job.nodes} nodes" if read == job.nodes else f" on {read} of {job.nodes} nodes"
@@ -184,15 +185,15 @@ def _title(job: JobReading, width: int) -> Text:
 
 def _progress(job: JobReading, width: int) -> str:
     """Steps done, loss, time left and folder of a run, as far as they are known and fit into `width` characters."""
-    ranks = [each for each in job.ranks if each.step is not None and each.phase != "ended"]
+    ranks = [rank for rank in job.ranks if rank.step is not None and rank.phase != "ended"]
     parts = []
     if ranks:
-        step, total = min(each.step or 0 for each in ranks), ranks[0].total
+        step, total = min(rank.step or 0 for rank in ranks), ranks[0].total
         if total is not None:
             parts.append(f"step {step:,} of {total:,} ({step / max(total, 1):.0%})")
         if (loss := ranks[0].loss) is not None:
             parts.append(f"loss {loss:.4g}")
-        if total is not None and (pace := max(each.seconds_per_step or 0.0 for each in ranks)):
+        if total is not None and (pace := max(rank.seconds_per_step or 0.0 for rank in ranks)):
             parts.append(f"{_duration(max(0, total - step) * pace)} left")
     if job.folder:
         parts.append(printable(f"in {job.folder}"))
@@ -203,25 +204,25 @@ def _progress(job: JobReading, width: int) -> str:
 
 def _hang(job: JobReading) -> str:
     """Text about a job in which no rank moves, or in which a rank has ended; an empty string if it looks healthy."""
-    ended = [each for each in job.ranks if each.phase == "ended"]
-    ranks = [each for each in job.ranks if each.phase != "ended"]
-    if not ranks or any(each.step is None or each.age is None for each in ranks):
+    ended = [rank for rank in job.ranks if rank.phase == "ended"]
+    ranks = [rank for rank in job.ranks if rank.phase != "ended"]
+    if not ranks or any(rank.step is None or rank.age is None for rank in ranks):
         return ""
-    if any(each.phase in _USER_CODE for each in ranks):
+    if any(rank.phase in _USER_CODE for rank in ranks):
         return ""  # the script's own code may take any time
-    still = min(each.age or 0.0 for each in ranks)
-    if still < max(_HANG_SECONDS, _HANG_STEPS * max(each.seconds_per_step or 0.0 for each in ranks)):
+    still = min(rank.age or 0.0 for rank in ranks)
+    if still < max(_HANG_SECONDS, _HANG_STEPS * max(rank.seconds_per_step or 0.0 for rank in ranks)):
         return ""
-    behind = next((each for each in ranks if each.rank in {other.waits_for for other in ranks}), None)
+    behind = next((rank for rank in ranks if rank.rank in {other.waits_for for other in ranks}), None)
     if ended:
         who = f"rank {ended[0].rank} has ended, and the other ranks may be waiting for it"
     elif behind is not None:
         who = f"the other ranks wait for rank {behind.rank}, which is in {behind.phase} after step {behind.step:,}"
     else:
-        phases = " and ".join(dict.fromkeys(each.phase for each in ranks))
+        phases = " and ".join(dict.fromkeys(rank.phase for rank in ranks))
         who = f"{'it is' if len(ranks) == 1 else 'all ranks are'} in {phases} after step {ranks[0].step or 0:,}"
     pid, host = (behind or ranks[0]).pid, (behind or ranks[0]).host
-    where = f" on {printable(host)}" if len({each.host for each in job.ranks}) > 1 else ""
+    where = f" on {printable(host)}" if len({rank.host for rank in job.ranks}) > 1 else ""
     return f"no progress for {_duration(still)}: {who}; `py-spy dump --pid {pid}`{where} shows its stack"
 
 
@@ -232,53 +233,17 @@ class _Column:
     """Minimum width in characters: enough for most values, so that the columns rarely move between updates."""
     value: Callable[[RankReading], str]
     priority: int
-    """On a narrow terminal, columns with higher numbers are left out first."""
+    """On a narrow terminal, columns with higher numbers are omitted first."""
+    justify: Literal["left", "right"] = "right"
 
 
-_COLUMNS = (
-    _Column("rank", 4, lambda each: str(each.rank), 0),
-    _Column("host", 8, lambda each: each.host, 5),
-    _Column("pid", 7, lambda each: str(each.pid), 5),
-    _Column("phase", 13, lambda each: each.phase.removeprefix("the "), 0),
-    _Column("step", 6, lambda each: "-" if each.step is None else str(each.step), 0),
-    _Column("s/step", 6, lambda each: _seconds(each.seconds_per_step), 2),
-    _Column("data", 4, lambda each: _share(each.data), 3),
-    _Column("ranks", 5, lambda each: _share(each.communication), 3),
-    _Column("MFU", 4, lambda each: _share(each.mfu), 3),
-    _Column("waits for", 9, lambda each: "" if each.waits_for is None else f"rank {each.waits_for}", 1),
-    _Column("age", 7, lambda each: "" if each.age is None else f"{each.age:,.1f} s", 4),
-    _Column("memory", 9, lambda each: _bytes(each.memory), 6),
-    _Column("GPU", 4, lambda each: _each(each.gpus, lambda gpu: str(gpu.index)), 4),
-    _Column("load", 5, lambda each: _each(each.gpus, lambda gpu: _known(gpu.load, " %")), 4),
-    _Column("GPU memory", 16, lambda each: _each(each.gpus, _gpu_memory), 6),
-    _Column("power", 6, lambda each: _each(each.gpus, lambda gpu: _known(gpu.power, " W")), 7),
-    _Column("temp", 5, lambda each: _each(each.gpus, lambda gpu: _known(gpu.temperature, " °C")), 7),
-)
-_OF_GPUS = ("GPU", "load", "GPU memory", "power", "temp")
+def _text(value: float | None, form: str, missing: str = "") -> str:
+    return missing if value is None else form.format(value)
 
 
-def _table(job: JobReading, width: int) -> Table:
-    left_out = set() if any(rank.gpus for rank in job.ranks) else {*_OF_GPUS}
-    left_out |= set() if any(rank.mfu is not None for rank in job.ranks) else {"MFU"}
-    left_out |= {"host"} if len({rank.host for rank in job.ranks}) == 1 else set()
-    columns = [each for each in _COLUMNS if each.title not in left_out]
-    cells = {each: [printable(each.value(rank)) for rank in job.ranks] for each in columns}
-    widths = {each: max(each.width, *map(len, cells[each])) for each in columns}
-    while len(columns) > 1 and sum(widths[each] + 2 for each in columns) - 2 > width:
-        columns.remove(max(reversed(columns), key=lambda each: each.priority))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for each in columns:
-        left = each.title in ("host", "phase", "waits for", "GPU memory")
-        table.add_column(each.title, justify="left" if left else "right", no_wrap=True, min_width=widths[each])
-    waited_for = {each.waits_for for each in job.ranks}
-    for number, rank in enumerate(job.ranks):
-        style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
-        table.add_row(*(Text(cells[each][number]) for each in columns), style=style)
-    return table
-
-
-def _each(gpus: Sequence[GpuUsage], value: Callable[[GpuUsage], str]) -> str:
-    return ",".join(map(value, gpus))
+def _of_gpus(value: Callable[[GpuUsage], str]) -> Callable[[RankReading], str]:
+    """The values of all GPUs of a rank."""
+    return lambda rank: ",".join(map(value, rank.gpus))
 
 
 def _gpu_memory(gpu: GpuUsage) -> str:
@@ -287,20 +252,45 @@ def _gpu_memory(gpu: GpuUsage) -> str:
     return f"{gpu.memory_used / GIB:.1f} of {gpu.memory_total / GIB:.0f} GiB"
 
 
-def _known(value: float | None, unit: str) -> str:
-    return "?" if value is None else f"{value:.0f}{unit}"
+_COLUMNS = (
+    _Column("rank", 4, lambda rank: str(rank.rank), 0),
+    _Column("host", 8, lambda rank: rank.host, 5, "left"),
+    _Column("pid", 7, lambda rank: str(rank.pid), 5),
+    _Column("phase", 13, lambda rank: rank.phase.removeprefix("the "), 0, "left"),
+    _Column("step", 6, lambda rank: _text(rank.step, "{}", "-"), 0),
+    _Column("s/step", 6, lambda rank: _text(rank.seconds_per_step, "{:.3g}"), 2),
+    _Column("data", 4, lambda rank: _text(rank.data, "{:.0%}"), 3),
+    _Column("ranks", 5, lambda rank: _text(rank.communication, "{:.0%}"), 3),
+    _Column("MFU", 4, lambda rank: _text(rank.mfu, "{:.0%}"), 3),
+    _Column("waits for", 9, lambda rank: _text(rank.waits_for, "rank {}"), 1, "left"),
+    _Column("age", 7, lambda rank: _text(rank.age, "{:,.1f} s"), 4),
+    _Column("memory", 9, lambda rank: "" if rank.memory is None else f"{rank.memory / GIB:.2f} GiB", 6),
+    _Column("GPU", 4, _of_gpus(lambda gpu: str(gpu.index)), 4),
+    _Column("load", 5, _of_gpus(lambda gpu: _text(gpu.load, "{:.0f} %", "?")), 4),
+    _Column("GPU memory", 16, _of_gpus(_gpu_memory), 6, "left"),
+    _Column("power", 6, _of_gpus(lambda gpu: _text(gpu.power, "{:.0f} W", "?")), 7),
+    _Column("temp", 5, _of_gpus(lambda gpu: _text(gpu.temperature, "{:.0f} °C", "?")), 7),
+)
+_GPU_COLUMNS = {"GPU", "load", "GPU memory", "power", "temp"}
 
 
-def _bytes(value: int | None) -> str:
-    return "" if value is None else f"{value / GIB:.2f} GiB"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _table(job: JobReading, width: int) -> Table:
+    omitted = set() if any(rank.gpus for rank in job.ranks) else {*_GPU_COLUMNS}
+    omitted |= set() if any(rank.mfu is not None for rank in job.ranks) else {"MFU"}
+    omitted |= {"host"} if len({rank.host for rank in job.ranks}) == 1 else set()
+    columns = [column for column in _COLUMNS if column.title not in omitted]
+    cells = {column: [printable(column.value(rank)) for rank in job.ranks] for column in columns}
+    widths = {column: max(column.width, *map(len, cells[column])) for column in columns}
+    while len(columns) > 1 and sum(widths[column] + 2 for column in columns) - 2 > width:
+        columns.remove(max(reversed(columns), key=lambda column: column.priority))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify=column.justify, no_wrap=True, min_width=widths[column])
+    waited_for = {rank.waits_for for rank in job.ranks}
+    for number, rank in enumerate(job.ranks):
+        style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
+        table.add_row(*(Text(cells[column][number]) for column in columns), style=style)
+    return table
 
 
 def _duration(seconds: float) -> str:

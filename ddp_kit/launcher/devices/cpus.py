@@ -34,15 +34,15 @@ def oom_kills(root: Path = Path("/")) -> int:
     groups = _groups(root, "memory")
     counters = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
     for counter in (*counters, root / "proc/vmstat"):
-        found = re.search(r"^oom_kill (\d+)$", _read(counter), re.MULTILINE)
-        if found:
-            return int(found[1])
+        match = re.search(r"^oom_kill (\d+)$", _read(counter), re.MULTILINE)
+        if match:
+            return int(match[1])
     return 0
 
 
 def _least(root: Path, controller: str, limit: Callable[[Path], float | None]) -> float | None:
-    found = [number for group in _groups(root, controller) if (number := limit(group)) is not None]
-    return min(found, default=None)
+    limits = [number for group in _groups(root, controller) if (number := limit(group)) is not None]
+    return min(limits, default=None)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -29,11 +29,11 @@ def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
         yield ()
         return
     try:
-        found = (
+        pairs = (
             (index, query(pynvml.nvmlDeviceGetHandleByIndex, index))
             for index in range(query(pynvml.nvmlDeviceGetCount) or 0)
         )
-        yield tuple((index, handle) for index, handle in found if handle is not None)
+        yield tuple((index, handle) for index, handle in pairs if handle is not None)
     finally:
         pynvml.nvmlShutdown()
 
@@ -178,8 +178,8 @@ class Gpu:
 
 def gpus() -> tuple[Gpu, ...]:
     """All NVIDIA GPUs of this machine; for a GPU in MIG mode, its MIG devices. Empty if there is no driver."""
-    with handles() as found:
-        return tuple(unit for index, handle in found for unit in _units(index, handle))
+    with handles() as pairs:
+        return tuple(unit for index, handle in pairs for unit in _units(index, handle))
 
 
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
@@ -196,14 +196,14 @@ def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str
         matches = [gpu for gpu in machine if gpu.usable and selects(word, gpu)]
         if len(matches) > 1 and not word.isdecimal():
             break
-        found = matches[0] if matches else None
-        if found is None and word.startswith("MIG-"):
-            found = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0)
-        if found is None:
+        gpu = matches[0] if matches else None
+        if gpu is None and word.startswith("MIG-"):
+            gpu = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0)
+        if gpu is None:
             break
-        if any(gpu.uuid == found.uuid for _, gpu in seen):
+        if any(gpu.uuid == other.uuid for _, other in seen):
             return ()
-        seen.append((word, found))
+        seen.append((word, gpu))
     return tuple(seen)
 
 
@@ -227,8 +227,8 @@ def _units(index: int, handle: Any) -> tuple[Gpu, ...]:
 
 def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
     part = query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
-    found = None if part is None else _gpu(whole.index, part)
-    return found and replace(found, mig=number, numa_node=whole.numa_node, near=whole.near)
+    gpu = None if part is None else _gpu(whole.index, part)
+    return gpu and replace(gpu, mig=number, numa_node=whole.numa_node, near=whole.near)
 
 
 def _gpu(index: int, handle: Any) -> Gpu | None:
@@ -285,12 +285,12 @@ def gpu_usage() -> tuple[GpuUsage, ...]:
 @contextmanager
 def gpu_usage_reader() -> Iterator[Callable[[], tuple[GpuUsage, ...]]]:
     """Yield a function that does the same as `gpu_usage`, but keeps NVML initialised between calls."""
-    with handles() as found:
-        yield lambda: tuple(_read(found))
+    with handles() as pairs:
+        yield lambda: tuple(_read(pairs))
 
 
-def _read(found: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
-    for index, handle in found:
+def _read(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
+    for index, handle in pairs:
         memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle)
         load = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
         power = query(pynvml.nvmlDeviceGetPowerUsage, handle)
@@ -342,12 +342,12 @@ def links() -> Mapping[int, Mapping[int, str]]:
 
     Pairs that NVML does not report are left out. `NV18` means 18 NVLinks, including those through NVSwitches.
     """
-    with handles() as found:
-        cables = {index: _nvlinks(handle) for index, handle in found}
-        addresses = {index: _address(query(pynvml.nvmlDeviceGetPciInfo, handle)) for index, handle in found}
-        table: dict[int, dict[int, str]] = {index: {} for index, _ in found}
-        for one, handle in found:
-            for other, neighbour in found:
+    with handles() as pairs:
+        cables = {index: _nvlinks(handle) for index, handle in pairs}
+        addresses = {index: _address(query(pynvml.nvmlDeviceGetPciInfo, handle)) for index, handle in pairs}
+        table: dict[int, dict[int, str]] = {index: {} for index, _ in pairs}
+        for one, handle in pairs:
+            for other, neighbour in pairs:
                 if one == other:
                     continue
                 direct = cables[one].count(addresses[other])

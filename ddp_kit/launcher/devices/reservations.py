@@ -40,27 +40,27 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
         return
     with ExitStack() as ours:
         with _one_at_a_time():
-            found = holders()
+            launches = holders()
             # If this launcher is a worker of another launcher, the two share the GPUs.
             parents = {parent.pid for parent in psutil.Process().parents()}
-            others = {uuid: str(holder) for uuid, holder in found.items() if holder.pid not in parents}
+            others = {uuid: str(holder) for uuid, holder in launches.items() if holder.pid not in parents}
             plan = make(others)
             for gpu in dict.fromkeys(gpu for worker in plan.workers if hold for gpu in worker.gpus):
-                if gpu.uuid not in found:
+                if gpu.uuid not in launches:
                     _hold(gpu, ours)
         yield plan
 
 
 def holders() -> dict[str, Process]:
     """The processes that hold GPUs, by GPU UUID."""
-    found = {}
+    processes = {}
     for name in _names():
         kind, _, rest = name.partition("/")
         parts = rest.split("/", 2)
         if kind == _HOLDER and len(parts) == 3 and parts[1].isdecimal():  # other programs may use any name
             namespace, pid, uuid = parts
-            found[uuid] = process_info(int(pid)) if namespace == _pid_namespace() else Process(0)
-    return found
+            processes[uuid] = process_info(int(pid)) if namespace == _pid_namespace() else Process(0)
+    return processes
 
 
 def _hold(gpu: Gpu, ours: ExitStack) -> None:

@@ -21,40 +21,41 @@ from pathlib import Path
 from ddp_kit.env import NO_COLOR
 from ddp_kit.errors import printable
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.commands import Parser
 from ddp_kit.launcher.doctor import checks
 from ddp_kit.launcher.doctor.checks import CheckResult, Status, fail, warn
 from ddp_kit.launcher.doctor.machine import Machine, detect, started
+from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked
 
 Check = Callable[[Machine], CheckResult | None]
 """A check returns None if it does not apply to this machine."""
 
-CHECKS: tuple[Check, ...] = (
-    checks.python,
-    checks.memory,
-    checks.cpu,
-    checks.open_files,
-    checks.locked_memory,
-    checks.shared_memory,
-    checks.checkpoints,
-    checks.clock,
-    checks.loopback,
-    checks.ports,
-    checks.host_name,
-    checks.driver,
-    checks.visible_gpus,
-    checks.orphaned_processes,
-    checks.ecc,
+CHECKS: dict[str, Check] = {
+    "python": checks.python,
+    "memory": checks.memory,
+    "cpu": checks.cpu,
+    "open files": checks.open_files,
+    "locked memory": checks.locked_memory,
+    "shared memory": checks.shared_memory,
+    "checkpoint folder": checks.checkpoints,
+    "clock": checks.clock,
+    "loopback": checks.loopback,
+    "ports": checks.ports,
+    "host name": checks.host_name,
+    "driver": checks.driver,
+    "visible GPUs": checks.visible_gpus,
+    "GPU processes": checks.orphaned_processes,
+    "ECC": checks.ecc,
     # The following checks wait for processes that import torch.
-    checks.torch,
-    checks.torch_and_driver,
-    checks.torch_and_gpus,
-    checks.nccl,
-    checks.all_reduce,
-    checks.all_reduce_of_gpus,
-    checks.matrix_product,
-)
+    "torch": checks.torch,
+    "torch and driver": checks.torch_and_driver,
+    "torch and GPUs": checks.torch_and_gpus,
+    "NCCL": checks.nccl,
+    "all-reduce": checks.all_reduce,
+    "all-reduce of GPUs": checks.all_reduce_of_gpus,
+    "matrix product": checks.matrix_product,
+}
+"""All checks by name, in the order in which they run."""
 
 _COLOURS = {Status.OK: 32, Status.WARN: 33, Status.FAIL: 31}
 _EPILOG = f"""\
@@ -81,52 +82,49 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Check this machine, print each result as soon as it is known, and return the exit code."""
     args = parser().parse_args(argv)
     colour = not env.get(NO_COLOR) and sys.stdout is not None and sys.stdout.isatty()
-    results = []
-    for result in run_checks(env, args.dir.absolute()):
-        results.append(result)
+    results = {}
+    for name, result in run_checks(env, args.dir.absolute()):
+        results[name] = result
         if not args.json:
-            _print(_line(result, colour))
-    counts = {status: sum(result.status == status for result in results) for status in Status}
+            status = f"{result.status:<4}"
+            status = f"\033[{_COLOURS[result.status]}m{status}\033[0m" if colour else status
+            fix = f"\n      -> {result.fix}" if result.fix else ""
+            _print(f"{status}  " + printable(f"{result.found}{fix}", keep="\n"))
+    counts = {status: sum(result.status == status for result in results.values()) for status in Status}
     if args.json:
-        _print(json.dumps({"checks": [asdict(result) for result in results], **counts}, indent=2))
+        listed = [{"name": name, **asdict(result)} for name, result in results.items()]
+        _print(json.dumps({"checks": listed, **counts}, indent=2))
     else:
         plural = "" if counts[Status.WARN] == 1 else "s"
         _print(f"{counts[Status.OK]} ok, {counts[Status.WARN]} warning{plural}, {counts[Status.FAIL]} failed")
     return ExitCode.BROKEN if counts[Status.FAIL] else ExitCode.OK
 
 
-def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
-    """Run all checks, and yield each result as soon as it is known."""
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # stdout is closed; the exit code still reports the result
+        print(text, flush=True)
+
+
+def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[tuple[str, CheckResult]]:
+    """Run all checks, and yield each result with the name of its check as soon as it is known."""
     nvidia = detect()
     try:
         tempfile.TemporaryFile().close()
     except OSError as error:  # jobs need temporary files too
-        yield fail("temporary files", f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
+        yield "temporary files", fail(f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
         return
     with started(env, socket.gethostname(), nvidia.visible(env)) as running:
         machine = Machine.current(env, checkpoints, nvidia, running)
-        for check in CHECKS:
-            result = _run_check(check, machine)
-            if result is not None:  # error messages of torch may contain secrets
-                yield replace(result, found=masked(result.found, env), fix=masked(result.fix, env))
+        for name, result in check_all(machine):  # error messages of torch may contain secrets
+            yield name, replace(result, found=masked(result.found, env), fix=masked(result.fix, env))
 
 
-def _run_check(check: Check, machine: Machine) -> CheckResult | None:
-    try:
-        return check(machine)
-    except Exception as error:  # the other checks still run
-        name = check.__name__.replace("_", " ")
-        return warn(name, f"{name} could not be checked: {type(error).__name__}: {error}", "")
-
-
-def _line(result: CheckResult, colour: bool) -> str:
-    status = f"{result.status:<4}"
-    if colour:
-        status = f"\033[{_COLOURS[result.status]}m{status}\033[0m"
-    fix = f"\n      -> {result.fix}" if result.fix else ""
-    return f"{status}  " + printable(f"{result.found}{fix}", keep="\n")
-
-
-def _print(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # stdout is closed; the exit code still reports the result
-        print(text, flush=True)
+def check_all(machine: Machine) -> Iterator[tuple[str, CheckResult]]:
+    """Run the checks that apply to a machine, and yield their names and results."""
+    for name, check in CHECKS.items():
+        try:
+            result = check(machine)
+        except Exception as error:  # the other checks still run
+            result = warn(f"{name} could not be checked: {type(error).__name__}: {error}", "")
+        if result is not None:
+            yield name, result

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.errors import GIB, size_text
+from ddp_kit.launcher.clusters.engines import ENGINES
 from ddp_kit.launcher.devices import cpus
 from ddp_kit.launcher.doctor.machine import Machine, Version
 from ddp_kit.launcher.rendezvous import holder
@@ -37,26 +38,25 @@ class Status(StrEnum):
 class CheckResult:
     """The result of one check."""
 
-    name: str
     status: Status
     found: str
     fix: str = ""
     """A command that fixes the problem; empty if no command is known or none is needed."""
 
 
-def ok(name: str, found: str) -> CheckResult:
+def ok(found: str) -> CheckResult:
     """Create the result of a check that passed."""
-    return CheckResult(name, Status.OK, found)
+    return CheckResult(Status.OK, found)
 
 
-def warn(name: str, found: str, fix: str) -> CheckResult:
+def warn(found: str, fix: str) -> CheckResult:
     """Create a result that warns of a possible problem."""
-    return CheckResult(name, Status.WARN, found, fix)
+    return CheckResult(Status.WARN, found, fix)
 
 
-def fail(name: str, found: str, fix: str) -> CheckResult:
+def fail(found: str, fix: str) -> CheckResult:
     """Create the result of a check that failed."""
-    return CheckResult(name, Status.FAIL, found, fix)
+    return CheckResult(Status.FAIL, found, fix)
 
 
 # --- Process limits ---------------------------------------------------------------------------------------------------
@@ -79,9 +79,10 @@ def memory(machine: Machine) -> CheckResult:
     if may_use < total:
         found = f"memory: {size_text(may_use)} of the machine's {size_text(total)} (cgroup limit)"
     if may_use < _MIN_MEMORY:
-        fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
-        return warn("memory", f"{found} may be too little; torch alone takes about 0.5 GiB per process", fix)
-    return ok("memory", found)
+        settings = [f"{engine.name}: {engine.memory_setting}" for engine in ENGINES.values() if engine.memory_setting]
+        fix = f"docker run --memory=16g ...  # {'; '.join(settings)}"
+        return warn(f"{found} may be too little; torch alone takes about 0.5 GiB per process", fix)
+    return ok(found)
 
 
 def cpu(machine: Machine) -> CheckResult:
@@ -97,9 +98,10 @@ def cpu(machine: Machine) -> CheckResult:
     elif may_use < machine.cores:
         found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
     if may_use < 1:
-        fix = "docker run --cpus=4 ...  # Slurm: --cpus-per-task=4; Kubernetes: resources.limits.cpu"
-        return warn("cpu", found, fix)
-    return ok("cpu", found)
+        settings = [f"{engine.name}: {engine.cpus_setting}" for engine in ENGINES.values() if engine.cpus_setting]
+        fix = f"docker run --cpus=4 ...  # {'; '.join(settings)}"
+        return warn(found, fix)
+    return ok(found)
 
 
 def open_files(machine: Machine) -> CheckResult:
@@ -109,7 +111,7 @@ def open_files(machine: Machine) -> CheckResult:
     """
     soft, hard = machine.open_files
     if soft < 0 or soft >= _MIN_OPEN_FILES:
-        return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
+        return ok(f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
     may_have = _PROPOSED_OPEN_FILES if hard < 0 else min(hard, _PROPOSED_OPEN_FILES)
     fix = f"ulimit -n {may_have}"
     if may_have < _MIN_OPEN_FILES:
@@ -117,21 +119,21 @@ def open_files(machine: Machine) -> CheckResult:
             f"docker run --ulimit nofile={_PROPOSED_OPEN_FILES} ...  "
             "# outside a container: set `nofile` in /etc/security/limits.conf"
         )
-    return warn("open files", f"open files: the limit is {soft:,}; DataLoader workers may need more", fix)
+    return warn(f"open files: the limit is {soft:,}; DataLoader workers may need more", fix)
 
 
 def locked_memory(machine: Machine) -> CheckResult:
     """Check the limit on locked memory. Pinned buffers and InfiniBand need locked memory."""
     soft, _ = machine.locked_memory
     if soft < 0:
-        return ok("locked memory", "locked memory: no limit")
+        return ok("locked memory: no limit")
     infiniband = machine.root / "sys/class/infiniband"
     needs_all = infiniband.is_dir() and any(infiniband.iterdir())
     if needs_all or soft < _MIN_LOCKED_MEMORY:
         why = "InfiniBand needs it to be unlimited" if needs_all else "pinned buffers may need more"
         fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
-        return warn("locked memory", f"locked memory: the limit is {size_text(soft)}; {why}", fix)
-    return ok("locked memory", f"locked memory: the limit is {size_text(soft)}, which is enough without InfiniBand")
+        return warn(f"locked memory: the limit is {size_text(soft)}; {why}", fix)
+    return ok(f"locked memory: the limit is {size_text(soft)}, which is enough without InfiniBand")
 
 
 def shared_memory(machine: Machine) -> CheckResult:
@@ -144,18 +146,16 @@ def shared_memory(machine: Machine) -> CheckResult:
         "docker run --shm-size=8g ...  # or --ipc=host; outside a container: sudo mount -o remount,size=8G /dev/shm"
     )
     if not shm.is_dir():
-        return fail("shared memory", f"{shm} does not exist", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
+        return fail(f"{shm} does not exist", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
     if not os.access(shm, os.W_OK | os.X_OK):
-        return fail("shared memory", f"{shm} cannot be written to", f"sudo chmod 1777 {shm}")
+        return fail(f"{shm} cannot be written to", f"sudo chmod 1777 {shm}")
     total, free = machine.space(shm)
     if total < _MIN_SHARED_MEMORY:
-        return warn(
-            "shared memory", f"shared memory: {size_text(total)} in {shm}; DataLoader workers need more", larger
-        )
+        return warn(f"shared memory: {size_text(total)} in {shm}; DataLoader workers need more", larger)
     if free < _MIN_SHARED_MEMORY:
         found = f"shared memory: {size_text(free)} of {size_text(total)} in {shm} are free"
-        return warn("shared memory", found, f"ls -lS {shm}  # then remove the files that are not used")
-    return ok("shared memory", f"shared memory: {size_text(total)} in {shm}")
+        return warn(found, f"ls -lS {shm}  # then remove the files that are not used")
+    return ok(f"shared memory: {size_text(total)} in {shm}")
 
 
 def _machine_memory(machine: Machine) -> int:
@@ -181,8 +181,8 @@ def python(machine: Machine) -> CheckResult:
     found = f"Python {'.'.join(map(str, machine.python))}"
     if machine.python < _OLDEST_PYTHON:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
-        return fail("python", f"{found} is older than {oldest}", f"python{oldest} -m venv .venv")
-    return ok("python", found)
+        return fail(f"{found} is older than {oldest}", f"python{oldest} -m venv .venv")
+    return ok(found)
 
 
 def clock(machine: Machine) -> CheckResult:
@@ -191,10 +191,10 @@ def clock(machine: Machine) -> CheckResult:
     With a wrong clock, TLS certificates may be rejected, and the logs of several nodes cannot be compared.
     """
     if machine.clock_synchronised is None:
-        return ok("clock", "clock: synchronisation state unknown")
+        return ok("clock: synchronisation state unknown")
     if not machine.clock_synchronised:
-        return warn("clock", "clock: not synchronised", "sudo timedatectl set-ntp true")
-    return ok("clock", "clock: synchronised")
+        return warn("clock: not synchronised", "sudo timedatectl set-ntp true")
+    return ok("clock: synchronised")
 
 
 def host_name(machine: Machine) -> CheckResult:
@@ -202,12 +202,12 @@ def host_name(machine: Machine) -> CheckResult:
     name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if result.error:
-        return warn("host name", f"host name {name!r} does not resolve: {result.error}", fix)
+        return warn(f"host name {name!r} does not resolve: {result.error}", fix)
     addresses = ", ".join(result.facts["addresses"])
     if not result.facts["own"]:
         found = f"host name {name!r} resolves to {addresses}, which is not this machine"
-        return warn("host name", found, f"getent hosts {name}  # then correct the address in /etc/hosts or in the DNS")
-    return ok("host name", f"host name {name!r} resolves to {addresses}")
+        return warn(found, f"getent hosts {name}  # then correct the address in /etc/hosts or in the DNS")
+    return ok(f"host name {name!r} resolves to {addresses}")
 
 
 def loopback(_machine: Machine) -> CheckResult:
@@ -218,8 +218,8 @@ def loopback(_machine: Machine) -> CheckResult:
             with socket.create_connection(server.getsockname(), _TIMEOUT_SECONDS):
                 server.accept()[0].close()
     except OSError as error:
-        return fail("loopback", f"loopback: connecting to {_LOOPBACK} failed: {error}", "sudo ip link set lo up")
-    return ok("loopback", f"loopback: {_LOOPBACK} works")
+        return fail(f"loopback: connecting to {_LOOPBACK} failed: {error}", "sudo ip link set lo up")
+    return ok(f"loopback: {_LOOPBACK} works")
 
 
 def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResult:
@@ -227,8 +227,8 @@ def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResul
     taken = [port for port in wanted if not _is_free(port)]
     if taken:
         found = "; ".join(f"port {port} is in use{holder(port)}" for port in taken)
-        return warn("ports", found, f"ddpkit launch --master-port {max(wanted) + 1} ...  # or end that process")
-    return ok("ports", f"ports {' and '.join(map(str, wanted))} are free")
+        return warn(found, f"ddpkit launch --master-port {max(wanted) + 1} ...  # or end that process")
+    return ok(f"ports {' and '.join(map(str, wanted))} are free")
 
 
 def checkpoints(machine: Machine) -> CheckResult:
@@ -244,11 +244,11 @@ def checkpoints(machine: Machine) -> CheckResult:
         fix = _ANOTHER_FOLDER
         if isinstance(error, PermissionError) or not folder.exists():
             fix = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
-        return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
+        return fail(f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
     found = f"checkpoint folder {folder}: {size_text(free)} free"
     if free < _MIN_FREE_DISK:
-        return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some disk space")
-    return ok("checkpoint folder", found)
+        return warn(found, f"{_ANOTHER_FOLDER}; or free some disk space")
+    return ok(found)
 
 
 def _is_free(port: int) -> bool:
@@ -278,14 +278,14 @@ def driver(machine: Machine) -> CheckResult:
         count = len(found.cards)
         names = ", ".join(dict.fromkeys(card.gpu.name for card in found.cards))
         summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version} supports up to CUDA {cuda}"
-        return ok("driver", summary)
+        return ok(summary)
     evidence = _evidence_of_gpu(machine)
     if not evidence and found.error and not found.absent:
         evidence = "NVML is installed"
     if not evidence:
-        return ok("driver", "no NVIDIA GPU: training runs on the CPU")
+        return ok("no NVIDIA GPU: training runs on the CPU")
     why = found.error or "the driver reports no GPU"
-    return fail("driver", f"{evidence}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
+    return fail(f"{evidence}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
 
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
@@ -294,25 +294,25 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
     if not cards:
         return None
     if mask is None:
-        return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all GPUs are visible ({len(cards)})")
+        return ok(f"{VISIBLE_GPUS} is not set: all GPUs are visible ({len(cards)})")
     fix = f"unset {VISIBLE_GPUS}"
     asked = [word.strip() for word in mask.split(",")]
     if asked in ([""], ["-1"]):
-        return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs, so training runs on the CPU", fix)
+        return warn(f"{VISIBLE_GPUS}={mask!r} hides all GPUs, so training runs on the CPU", fix)
     # Check the entries in turn: CUDA shows only the GPUs before an unknown entry, and none if a GPU is listed twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
     setting = f"{VISIBLE_GPUS}={mask}"
     if len(set(seen)) < len(seen):
-        return fail("visible GPUs", f"{setting} lists a GPU twice, so CUDA shows no GPU", fix)
+        return fail(f"{setting} lists a GPU twice, so CUDA shows no GPU", fix)
     if len(seen) < len(asked):
         found = (
             f"{setting}: there is no GPU {asked[len(seen)]!r}, so CUDA ignores it and the rest of the list; "
             f"visible GPUs: {len(seen)}"
         )
-        return fail("visible GPUs", found, fix)
+        return fail(found, fix)
     if any(gpu.uuid.startswith("MIG-") for (gpu,) in seen):
-        return ok("visible GPUs", f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
-    return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} GPUs visible")
+        return ok(f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
+    return ok(f"{setting}: {len(seen)} of {len(cards)} GPUs visible")
 
 
 def orphaned_processes(machine: Machine) -> CheckResult | None:
@@ -329,11 +329,11 @@ def orphaned_processes(machine: Machine) -> CheckResult | None:
             lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {command}")
             kills.append(str(pid))
     if not lines:
-        return ok("GPU processes", "no orphaned process uses a GPU")
+        return ok("no orphaned process uses a GPU")
     fix = "nvidia-smi  # run this on the host, because the processes may run outside this container"
     if kills:
         fix = f"kill {' '.join(dict.fromkeys(kills))}  # if these processes are not needed"
-    return warn("GPU processes", f"orphaned processes use a GPU: {'; '.join(lines)}", fix)
+    return warn(f"orphaned processes use a GPU: {'; '.join(lines)}", fix)
 
 
 def ecc(machine: Machine) -> CheckResult | None:
@@ -345,10 +345,10 @@ def ecc(machine: Machine) -> CheckResult | None:
     if errors:
         found = "; ".join(f"GPU {index}: {number} uncorrected memory errors" for index, number in errors.items())
         reset = "; ".join(f"sudo nvidia-smi --gpu-reset -i {index}" for index in errors)
-        return fail("ECC", found, f"{reset}  # if the errors come back, replace the GPU")
+        return fail(found, f"{reset}  # if the errors come back, replace the GPU")
     if all(card.ecc_errors is None for card in cards):
-        return ok("ECC", "the GPUs do not report memory errors (ECC)")
-    return ok("ECC", "no uncorrected memory errors (ECC)")
+        return ok("the GPUs do not report memory errors (ECC)")
+    return ok("no uncorrected memory errors (ECC)")
 
 
 def _evidence_of_gpu(machine: Machine) -> str:
@@ -412,11 +412,11 @@ def torch(machine: Machine) -> CheckResult:
     """Check whether torch can be imported."""
     result = machine.probes.torch()
     if result.error == "ModuleNotFoundError: No module named 'torch'":
-        return fail("torch", "torch is not installed", f"{_PIP} torch")
+        return fail("torch is not installed", f"{_PIP} torch")
     if result.error:
-        return fail("torch", f"torch cannot be imported: {result.error}", f"{_PIP} --force-reinstall torch")
+        return fail(f"torch cannot be imported: {result.error}", f"{_PIP} --force-reinstall torch")
     built = f"CUDA {result.facts['cuda']}" if result.facts["cuda"] else "CPU only"
-    return ok("torch", f"torch {result.facts['version']} ({built})")
+    return ok(f"torch {result.facts['version']} ({built})")
 
 
 def torch_and_driver(machine: Machine) -> CheckResult | None:
@@ -427,13 +427,13 @@ def torch_and_driver(machine: Machine) -> CheckResult | None:
     built, supported = facts["cuda"], machine.driver.cuda
     fix = _reinstall(_package(supported))
     if built is None:
-        return fail("torch and driver", f"torch {facts['version']} was built without CUDA and cannot use a GPU", fix)
+        return fail(f"torch {facts['version']} was built without CUDA and cannot use a GPU", fix)
     if supported is None:
-        return ok("torch and driver", "the driver does not report which CUDA version it supports")
+        return ok("the driver does not report which CUDA version it supports")
     found = f"torch was built for CUDA {built}, and the driver supports up to {supported[0]}.{supported[1]}"
     if int(built.split(".")[0]) > supported[0]:
-        return fail("torch and driver", found, f"{fix}  # or update NVIDIA's driver")
-    return ok("torch and driver", found)
+        return fail(found, f"{fix}  # or update NVIDIA's driver")
+    return ok(found)
 
 
 def torch_and_gpus(machine: Machine) -> CheckResult | None:
@@ -450,8 +450,8 @@ def torch_and_gpus(machine: Machine) -> CheckResult | None:
             found = f"torch was built for {' '.join(built_for)}, not for {name} ({_architecture(capability)})"
             too_old = all(_number(word) > _joined(capability) for word in built_for)
             package = _PACKAGES[-1][1] if too_old else _package(machine.driver.cuda)
-            return fail("torch and GPUs", found, _reinstall(package))
-    return ok("torch and GPUs", f"torch has code for {', '.join(_architecture(found) for found in needed if found)}")
+            return fail(found, _reinstall(package))
+    return ok(f"torch has code for {', '.join(_architecture(found) for found in needed if found)}")
 
 
 def nccl(machine: Machine) -> CheckResult | None:
@@ -460,11 +460,10 @@ def nccl(machine: Machine) -> CheckResult | None:
     if facts is None or not facts["cuda"] or not seen:
         return None
     if facts["nccl"]:
-        return ok("NCCL", f"NCCL {facts['nccl']}")
+        return ok(f"NCCL {facts['nccl']}")
     if len(seen) == 1:
-        return ok("NCCL", "torch was built without NCCL, which a single GPU does not need")
+        return ok("torch was built without NCCL, which a single GPU does not need")
     return fail(
-        "NCCL",
         "torch was built without NCCL, which training on several GPUs needs",
         _reinstall(_package(machine.driver.cuda)),
     )
@@ -477,8 +476,8 @@ def all_reduce(machine: Machine) -> CheckResult | None:
     result = machine.probes.gloo()
     if result.error:
         fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set the variable to the network interface to use"
-        return fail("all-reduce", f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
-    return ok("all-reduce", "all-reduce of 2 processes with gloo works")
+        return fail(f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
+    return ok("all-reduce of 2 processes with gloo works")
 
 
 def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
@@ -489,8 +488,8 @@ def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
     result = machine.probes.nccl()
     if result.error:
         fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps, disable ACS or the IOMMU in the BIOS"
-        return fail("all-reduce of GPUs", f"all-reduce of 2 GPUs with NCCL failed: {result.error}", fix)
-    return ok("all-reduce of GPUs", "all-reduce of 2 GPUs with NCCL works")
+        return fail(f"all-reduce of 2 GPUs with NCCL failed: {result.error}", fix)
+    return ok("all-reduce of 2 GPUs with NCCL works")
 
 
 def matrix_product(machine: Machine) -> CheckResult | None:
@@ -500,11 +499,10 @@ def matrix_product(machine: Machine) -> CheckResult | None:
         return None
     errors = {gpu: error for gpu in seen if (error := machine.probes.products[gpu.uuid]().error)}
     if not errors:
-        return ok("matrix product", f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
+        return ok(f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
     found = "; ".join(f"GPU {gpu.index}: {error}" for gpu, error in errors.items())
     if all("out of memory" in error for error in errors.values()):
         return warn(
-            "matrix product",
             f"no memory is left for a matrix product: {found}",
             "ddpkit doctor  # run it again once the GPU is free",
         )
@@ -512,7 +510,7 @@ def matrix_product(machine: Machine) -> CheckResult | None:
         fix = "sudo systemctl start nvidia-fabricmanager"
     else:
         fix = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
-    return fail("matrix product", f"a matrix product fails: {found}", fix)
+    return fail(f"a matrix product fails: {found}", fix)
 
 
 def _facts(machine: Machine) -> Mapping[str, Any] | None:

@@ -191,7 +191,16 @@ class _RunningProbe:
         self._result: ProbeResult | None = None
         try:
             for arguments, output in zip(commands, outputs, strict=True):
-                self._processes.append(_start(arguments, env, inherited, output))
+                process = Popen(
+                    [sys.executable, "-P", str(_PROBE), *arguments],
+                    env=env,
+                    pass_fds=inherited,
+                    stdin=DEVNULL,
+                    stdout=output,
+                    stderr=STDOUT,
+                    preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
+                )
+                self._processes.append(process)
         except OSError as error:  # for example too many processes, or too little memory
             self._result = ProbeResult(error=f"cannot start a process: {error}")
 
@@ -226,20 +235,6 @@ class _RunningProbe:
     def _lines(self, place: int) -> list[str]:
         self._outputs[place].seek(0)
         return [line for line in self._outputs[place].read().decode(errors="replace").splitlines() if line.strip()]
-
-
-def _start(
-    arguments: Sequence[str], env: Mapping[str, str], inherited: Sequence[int], output: IO[bytes]
-) -> Popen[bytes]:
-    return Popen(
-        [sys.executable, "-P", str(_PROBE), *arguments],
-        env=env,
-        pass_fds=inherited,
-        stdin=DEVNULL,
-        stdout=output,
-        stderr=STDOUT,
-        preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
-    )
 
 
 # --- Machine ----------------------------------------------------------------------------------------------------------

@@ -175,17 +175,17 @@ class _Builder:
 
         The point gets the x value of the bucket's last line.
         """
-        wanted = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
-        count = min(max(wanted, _LEAST_POINTS), len(lines))
+        limit = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
+        count = min(max(limit, _LEAST_POINTS), len(lines))
         edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
         buckets = [lines[begin:end] for begin, end in pairwise(edges)]
         curves = []
         for label, value in values.items():
-            found = [[number for line in bucket if (number := value(line)) is not None] for bucket in buckets]
-            means = [_rounded(math.fsum(each) / len(each)) if each else None for each in found]
+            value_lists = [[number for line in bucket if (number := value(line)) is not None] for bucket in buckets]
+            means = [_rounded(math.fsum(numbers) / len(numbers)) if numbers else None for numbers in value_lists]
             if ranges and len(lines) > count:
-                low = [_rounded(min(each)) if each else None for each in found]
-                high = [_rounded(max(each)) if each else None for each in found]
+                low = [_rounded(min(numbers)) if numbers else None for numbers in value_lists]
+                high = [_rounded(max(numbers)) if numbers else None for numbers in value_lists]
                 curves.append(Curve(label, means, low, high))
             else:
                 curves.append(Curve(label, means))
@@ -234,8 +234,8 @@ def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> 
 
     def over(pick: Callable[[list[float]], float]) -> _Value:
         def value(line: Line) -> float | None:
-            found = [number for each in values if (number := each(line)) is not None]
-            return pick(found) if found else None
+            numbers = [number for value_of_one in values if (number := value_of_one(line)) is not None]
+            return pick(numbers) if numbers else None
 
         return value
 
@@ -266,16 +266,16 @@ def _own_values(runs: Sequence[RunHistory]) -> list[str]:
 
 def _with_values(charts: Iterable[Chart]) -> list[Chart]:
     """Remove lines without values, and then charts without lines."""
-    found = []
+    drawable = []
     for chart in charts:
         groups = (
-            replace(group, curves=tuple(each for each in group.curves if each.values.count(None) < len(each.values)))
+            replace(group, curves=tuple(curve for curve in group.curves if any(v is not None for v in curve.values)))
             for group in chart.groups
         )
-        left = tuple(group for group in groups if group.curves)
-        if left:
-            found.append(replace(chart, groups=left))
-    return found
+        with_curves = tuple(group for group in groups if group.curves)
+        if with_curves:
+            drawable.append(replace(chart, groups=with_curves))
+    return drawable
 
 
 def _slug(text: str) -> str:

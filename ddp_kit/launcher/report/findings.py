@@ -7,9 +7,8 @@ from statistics import fmean, median
 
 from ddp_kit.errors import UsageError, size_text
 from ddp_kit.launcher.report.run_history import Attempt, Line, RunHistory
-from ddp_kit.launcher.trace.analysis import lines, read_trace
-from ddp_kit.launcher.trace.memory_file import read_memory
-from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Operation, TraceSummary
+from ddp_kit.launcher.trace.analysis import Operation, TraceSummary, lines, read_trace
+from ddp_kit.launcher.trace.memory_file import MemorySummary, read_memory
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 # Traces, and the largest allocations on GPUs.
@@ -62,16 +61,10 @@ def _memory_lines(summary: MemorySummary) -> Iterator[str]:
         f"peak memory: {size_text(summary.bytes, 2)}, including {size_text(summary.earlier, 2)} allocated before "
         f"step {summary.steps[0]}, such as weights and optimizer state"
     )
-    for each in summary.lines[:_MOST_LINES_IN_WORDS]:
-        tensors = f"{each.count:,} {'tensor' if each.count == 1 else 'tensors'}"
-        yield f"{place_of(each)}: {size_text(each.bytes, 2)} in {tensors}"
+    for line in summary.lines[:_MOST_LINES_IN_WORDS]:
+        yield f"{line.place}: {size_text(line.bytes, 2)} in {line.count:,} {_plural('tensor', line.count)}"
     if not summary.complete:
         yield "there were too many allocations to record all of them: record fewer steps"
-
-
-def place_of(line: LineMemory) -> str:
-    """The code that allocated the memory, as text: function, file and line."""
-    return "code outside Python, such as the backward pass" if line.place is None else str(line.place)
 
 
 # --- Findings about a run ---------------------------------------------------------------------------------------------
@@ -134,9 +127,9 @@ def duration(seconds: float) -> str:
     """A duration as text, such as 3 h 12 min, 4 min 10 s or 2.4 s."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, left = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {left} s"
+        return f"{minutes} min {seconds} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
 
@@ -150,7 +143,7 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
         if before.failed:
             saved = _time_of_step(before, after.begin["step"], run)
             lost += max(0.0, end - saved)
-            repeats |= saved < min(each["time"] for each in before.ends)
+            repeats |= saved < min(end["time"] for end in before.ends)
     if lost >= _WORTH_SAYING:
         yield Finding(
             f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True

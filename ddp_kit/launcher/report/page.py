@@ -12,64 +12,52 @@ from pathlib import PurePath
 from typing import Any
 
 from ddp_kit import __version__
-from ddp_kit.env import LOCAL_RANK, RANK, WORLD_SIZE
-from ddp_kit.launcher.report.charts import Chart, Curve, charts_of_run, comparing_charts
-from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, place_of, state
+from ddp_kit.env import VARIABLES_OF_ONE_RUN
+from ddp_kit.launcher.report.charts import Chart, charts_of_run, comparing_charts
+from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, state
 from ddp_kit.launcher.report.run_history import Attempt, RunHistory
-from ddp_kit.launcher.trace.records import MemorySummary
+from ddp_kit.launcher.trace.memory_file import MemorySummary
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
 _PARTS = ("command", "model", "devices", "ranks", "nodes", "host", "config", "versions", "git", "environment")
-_OF_EACH_RUN = (
-    "TORCHELASTIC_",
-    "GROUP_",
-    "ROLE_",
-    "DDPKIT_",
-    "SLURM_",
-    "PET_",
-    "MASTER_",
-    RANK,
-    LOCAL_RANK,
-    WORLD_SIZE,
-)
-"""Prefixes of variables that the launcher or a cluster engine sets; they differ between any two runs."""
 
 
 def settings(run: RunHistory) -> dict[str, str]:
     """The settings that the last attempt was started with, by name."""
-    found: dict[str, str] = {}
+    settings_by_name: dict[str, str] = {}
     for part in _PARTS:
-        found.update(_flat(part, run.last.begin.get(part)))
-    return found
+        settings_by_name.update(_flat(part, run.last.begin.get(part)))
+    return settings_by_name
 
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
     """The settings that differ between runs, as pairs: the name, and the values in all runs (empty where not set)."""
     all_settings = [_arguments(run.last.begin.get("command", ())) | settings(run) for run in runs]
-    names = dict.fromkeys(name for each in all_settings for name in each if name != "command")
-    table = [(name, tuple(each.get(name, "") for each in all_settings)) for name in names]
+    names = dict.fromkeys(name for settings_of_run in all_settings for name in settings_of_run if name != "command")
+    table = [(name, tuple(settings_of_run.get(name, "") for settings_of_run in all_settings)) for name in names]
+    differs_anyway = tuple(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN)
     return [
         (name, values)
         for name, values in table
-        if len(set(values)) > 1 and not _differs_anyway(name) and not _names_the_folders(values, runs)
+        if len(set(values)) > 1 and not name.startswith(differs_anyway) and not _names_the_folders(values, runs)
     ]
 
 
 def _arguments(command: Sequence[str]) -> dict[str, str]:
     """The arguments of a script by name: `--lr 0.1` and `--lr=0.1` are `--lr`; others are named by their position."""
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     flag = ""
     for position, word in enumerate(command):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
-            found[flag] = value if equals else "yes"
+            arguments[flag] = value if equals else "yes"
             flag = "" if equals else flag
         elif flag:
-            found[flag], flag = word, ""
+            arguments[flag], flag = word, ""
         else:
-            found["script" if position == 0 else f"argument {position}"] = word
-    return found
+            arguments["script" if position == 0 else f"argument {position}"] = word
+    return arguments
 
 
 def _names_the_folders(values: Sequence[str], runs: Sequence[RunHistory]) -> bool:
@@ -81,17 +69,13 @@ def _names_the_folders(values: Sequence[str], runs: Sequence[RunHistory]) -> boo
 
 def _flat(name: str, value: Any) -> dict[str, str]:
     if isinstance(value, Mapping):
-        found: dict[str, str] = {}
+        flat: dict[str, str] = {}
         for key, part in value.items():
-            found.update(_flat(f"{name}.{key}", part))
-        return found
+            flat.update(_flat(f"{name}.{key}", part))
+        return flat
     if isinstance(value, list):
-        return {name: " ".join(str(each) for each in value)}
+        return {name: " ".join(str(part) for part in value)}
     return {} if value is None else {name: str(value)}
-
-
-def _differs_anyway(name: str) -> bool:
-    return name.startswith(tuple(f"environment.{prefix}" for prefix in _OF_EACH_RUN))
 
 
 # --- HTML page --------------------------------------------------------------------------------------------------------
@@ -176,7 +160,7 @@ def _overview(runs: Sequence[RunHistory]) -> str:
     for number, run in enumerate(runs):
         last = run.rows[-1] if run.rows else {}
         box = f'<label><input type=checkbox class=control data-run="{number}" checked> {escape(run.name)}</label>'
-        evaluated = next((each["eval_loss"] for each in reversed(run.evaluations) if "eval_loss" in each), None)
+        evaluated = next((line["eval_loss"] for line in reversed(run.evaluations) if "eval_loss" in line), None)
         cells = (
             _figure(last.get("loss")), _figure(evaluated), _figure(last.get("samples_per_second")),
             _text(run.last.begin.get("ranks")), str(len(run.attempts)),
@@ -205,26 +189,28 @@ def _controls(runs: Sequence[RunHistory]) -> str:
 
 def _batch(run: RunHistory) -> int | None:
     """Samples per optimizer step; None if the configuration has no valid number."""
-    found = run.last.begin.get("config", {}).get("global_batch_size")
-    return found if isinstance(found, int) and found > 0 else None
+    size = run.last.begin.get("config", {}).get("global_batch_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
-def _findings(found: Sequence[Finding]) -> str:
-    items = "".join(f"<li{' class=problem' if each.is_problem else ''}>{escape(each.text)}</li>\n" for each in found)
-    return f"<ul>{items or '<li>Nothing stands out.</li>'}</ul>\n"
+def _findings(items: Sequence[Finding]) -> str:
+    lines = "".join(
+        f"<li{' class=problem' if finding.is_problem else ''}>{escape(finding.text)}</li>\n" for finding in items
+    )
+    return f"<ul>{lines or '<li>Nothing stands out.</li>'}</ul>\n"
 
 
 def _all_findings(runs: Sequence[RunHistory]) -> str:
     """HTML table of the problems of each run. A problem that all runs have, with other numbers, is shown once."""
-    problems = [{_kind(each): each for each in findings(run) if each.is_problem} for run in runs]
-    shared = [kind for kind in problems[0] if all(kind in each for each in problems)] if len(runs) > 2 else []
+    problems = [{_kind(finding): finding for finding in findings(run) if finding.is_problem} for run in runs]
+    shared = [kind for kind in problems[0] if len(runs) > 2 and all(kind in kinds for kinds in problems)]
     rows = [f"<tr><th scope=row>all runs</th><td>{_findings([problems[0][kind] for kind in shared])}</td></tr>\n"]
     rows = rows if shared else []
-    for number, (run, found) in enumerate(zip(runs, problems, strict=True)):
-        own = [each for kind, each in found.items() if kind not in shared]
-        if own:
+    for number, (run, problems_of_run) in enumerate(zip(runs, problems, strict=True)):
+        further = [finding for kind, finding in problems_of_run.items() if kind not in shared]
+        if further:
             head = f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>'
-            rows.append(f"{head}<td>{_findings(own)}</td></tr>\n")
+            rows.append(f"{head}<td>{_findings(further)}</td></tr>\n")
     return _table("Findings", rows, ("run", "findings")) if rows else "<p>Nothing stands out in any run.</p>\n"
 
 
@@ -233,25 +219,25 @@ def _kind(finding: Finding) -> str:
 
 
 def _differences(runs: Sequence[RunHistory]) -> str:
-    found = differences(runs)
-    if not found:
+    table = differences(runs)
+    if not table:
         return "<p>Nothing.</p>\n"
     rows = []
     for number, run in enumerate(runs):
-        cells = _cells(values[number] for _, values in found)
+        cells = _cells(values[number] for _, values in table)
         rows.append(f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>{cells}</tr>\n')
-    return _table("Differences", rows, ("run", *(name.removeprefix("config.") for name, _ in found)))
+    return _table("Differences", rows, ("run", *(name.removeprefix("config.") for name, _ in table)))
 
 
-def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
-    """HTML for the charts in `own`. They are also appended to `charts`, the list of all charts on the page."""
+def _figures(shown: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
+    """HTML for the charts in `shown`. They are also appended to `charts`, the list of all charts on the page."""
     figures = []
-    for chart in own:
+    for chart in shown:
         unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
         box = "<label class=control><input type=checkbox data-logarithmic> logarithmic</label>"
-        of_run = "" if run is None else f' data-run="{run}"'
+        name, of_run = (chart.name, "") if run is None else (f"{chart.name}-{run}", f' data-run="{run}"')
         figures.append(
-            f'<figure id="{_identity(chart, run)}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
+            f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
             f"{box if chart.name == 'loss' else ''}</figcaption>"
             f'<div class=plot role=img aria-label="{escape(f"{chart.title}. {chart.summary}")}"'
             f' data-chart="{len(charts)}"{of_run}></div></figure>\n'
@@ -262,17 +248,13 @@ def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) 
     )
 
 
-def _identity(chart: Chart, run: int | None) -> str:
-    return chart.name if run is None else f"{chart.name}-{run}"
-
-
 def _profile(profile: Profile) -> str:
     items = "".join(f"<li>{escape(line)}</li>\n" for line in profile.lines)
-    rows = [
-        f"<tr><th scope=row>{escape(each.name[:_LONGEST_NAME])}</th>"
-        f"{_cells((each.operator or '', f'{each.calls:,}', f'{each.seconds * 1e3:,.4g}', f'{each.share:.1%}'))}</tr>\n"
-        for each in profile.operations
-    ]
+    rows = []
+    for operation in profile.operations:
+        milliseconds, share = f"{operation.seconds * 1e3:,.4g}", f"{operation.share:.1%}"
+        cells = _cells((operation.operator or "", f"{operation.calls:,}", milliseconds, share))
+        rows.append(f"<tr><th scope=row>{escape(operation.name[:_LONGEST_NAME])}</th>{cells}</tr>\n")
     columns = ("most expensive operations", "launched by", "calls", "ms", "share")
     table = _table("Operations", rows, columns) if rows else ""
     memory = _allocations(profile.memory) if profile.memory is not None else ""
@@ -281,7 +263,7 @@ def _profile(profile: Profile) -> str:
 
 def _allocations(memory: MemorySummary) -> str:
     """HTML table of the memory allocated at the peak, by line of code."""
-    parts = [(place_of(each), f"{each.count:,}", each.bytes) for each in memory.lines]
+    parts = [(line.place, f"{line.count:,}", line.bytes) for line in memory.lines]
     parts += [("other lines", "", memory.other)] if memory.other else []
     parts.append(("allocated before the recording", "", memory.earlier))
     rows = [
@@ -361,21 +343,23 @@ def _run_data(run: RunHistory) -> dict[str, Any]:
     """The run's name, the steps from which it resumed, and what converts a step to minutes and to samples."""
     rows = [run.attempts[0].begin, *run.rows[:: max(len(run.rows) // _CLOCK_POINTS, 1)], *run.rows[-1:]]
     clock = {row["step"]: round(run.running_seconds(row) / 60, 3) for row in sorted(rows, key=lambda row: row["step"])}
-    restarts = [each.begin["step"] for each in run.attempts[1:] if each.begin["step"]]
+    restarts = [attempt.begin["step"] for attempt in run.attempts[1:] if attempt.begin["step"]]
     minutes = list(accumulate(clock.values(), max))
     return {"name": run.name, "restarts": restarts, "steps": list(clock), "minutes": minutes, "batch": _batch(run)}
 
 
 def _chart_data(chart: Chart) -> dict[str, Any]:
     groups = [
-        {"run": group.run, "x": group.x, "curves": [_curve_data(curve) for curve in group.curves]}
+        {
+            "run": group.run,
+            "x": group.x,
+            "curves": [
+                {name: value for name, value in asdict(curve).items() if value is not None} for curve in group.curves
+            ],
+        }
         for group in chart.groups
     ]
     return {"unit": chart.unit, "x": chart.x, "stacked": chart.stacked, "groups": groups}
-
-
-def _curve_data(curve: Curve) -> dict[str, Any]:
-    return {name: value for name, value in asdict(curve).items() if value is not None}
 
 
 def _json(data: object) -> str:

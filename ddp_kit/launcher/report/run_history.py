@@ -54,7 +54,8 @@ class Attempt:
 
     def continues(self, before: "Attempt") -> bool:
         """Whether the launcher itself restarted the workers of attempt `before`, so that both are of one command."""
-        (job, _, restarts), (job_before, _, restarts_before) = (each.name.rpartition(".") for each in (self, before))
+        job, _, restarts = self.name.rpartition(".")
+        job_before, _, restarts_before = before.name.rpartition(".")
         numbers = (restarts_before, restarts)
         return job == job_before and all(map(str.isdecimal, numbers)) and int(restarts_before) < int(restarts)
 
@@ -101,7 +102,7 @@ class RunHistory:
         rows: dict[str, list[float]] = {}
         for line in (*self.rows, *self.evaluations):
             rows.setdefault(line["attempt"], []).append(line["time"])
-        found = []
+        periods = []
         for attempt, after in zip(self.attempts, (*self.attempts[1:], None), strict=True):
             begin = attempt.begin["time"]
             latest = math.inf if after is None else after.begin["time"]
@@ -110,9 +111,9 @@ class RunHistory:
             else:
                 lines = (*attempt.ends, *attempt.advice, *filter(None, (attempt.done, attempt.stop)))
                 times = [*(line["time"] for line in lines), *rows.get(attempt.name, ())]
-                end = max((each for each in times if each <= latest), default=begin)
-            found.append((begin, max(begin, end)))
-        return found
+                end = max((time for time in times if time <= latest), default=begin)
+            periods.append((begin, max(begin, end)))
+        return periods
 
     def running_seconds(self, line: Line) -> float:
         """Seconds that the run had been running when a line was written."""
@@ -143,25 +144,25 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
     Raises `UsageError` for a folder without a record, and for a record that this version cannot read.
     """
-    found = {record: None for folder in folders for record in _records(folder)}
-    return tuple(_read(record, name) for record, name in zip(found, _names(list(found)), strict=True))
+    records = {record: None for folder in folders for record in _records(folder)}
+    return tuple(_read(record, name) for record, name in zip(records, _names(list(records)), strict=True))
 
 
 def _records(folder: Path) -> list[Path]:
     candidates = [folder, folder / RECORD_FOLDER, *sorted(folder.glob(f"*/{RECORD_FOLDER}"))]
-    found = [each.absolute() for each in candidates if (each / RECORD_ATTEMPTS).is_file()]
-    if not found:
+    records = [path.absolute() for path in candidates if (path / RECORD_ATTEMPTS).is_file()]
+    if not records:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"
         raise UsageError(
             f"{folder} {what}",
             'a Trainer with checkpoint={"dir": "run"} writes a record, which `ddpkit report run` reads',
         )
-    return found
+    return records
 
 
 def _names(records: Sequence[Path]) -> list[str]:
     """Name each run after the last parts of its path, with as few parts as needed to make all names different."""
-    runs = [each.parent if each.name == RECORD_FOLDER else each for each in records]
+    runs = [record.parent if record.name == RECORD_FOLDER else record for record in records]
     for parts in range(1, max((len(run.parts) for run in runs), default=1)):
         names = ["/".join(run.parts[-parts:]) for run in runs]
         if len(set(names)) == len(names):
@@ -268,17 +269,17 @@ class _Reader:
             whole = torn  # the file has only one line, without a newline
         for line in whole.split("\n"):
             try:
-                found = json.loads(line, parse_float=_finite, parse_int=_finite_int, parse_constant=lambda _: None)
-                event = found.get("event")
+                content = json.loads(line, parse_float=_finite, parse_int=_finite_int, parse_constant=lambda _: None)
+                event = content.get("event")
                 if isinstance(event, str | None) and event not in kinds:
                     continue  # of a later version
                 if event == "begin":
-                    _check_format(path, found)
-                kinds[event].model_validate(found)
+                    _check_format(path, content)
+                kinds[event].model_validate(content)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # also pydantic's errors
                 self.unreadable += bool(line)
             else:
-                yield found
+                yield content
 
 
 def _finite(text: str) -> float | None:
@@ -302,23 +303,24 @@ def _check_format(path: Path, begin: Line) -> None:
 
 def _attempts(record: Path, lines: Sequence[Line]) -> tuple[Attempt, ...]:
     """The attempts in the order in which they began. Lines belong to the latest attempt with their name."""
-    found: list[tuple[Line, list[Line]]] = []
+    attempts: list[tuple[Line, list[Line]]] = []
     for line in lines:
         if line["event"] == "begin":
-            found.append((line, []))
+            attempts.append((line, []))
         else:
-            next((own for begin, own in reversed(found) if begin["attempt"] == line["attempt"]), []).append(line)
-    if not found:
+            same_name = (further for begin, further in reversed(attempts) if begin["attempt"] == line["attempt"])
+            next(same_name, []).append(line)
+    if not attempts:
         raise UsageError(
             f"{record / RECORD_ATTEMPTS} is not the record of a run: no line records the beginning of an attempt",
             "give the folder of a run's checkpoints or logs",
         )
-    return tuple(_attempt(begin, own) for begin, own in found)
+    return tuple(_attempt(begin, further) for begin, further in attempts)
 
 
-def _attempt(begin: Line, own: Sequence[Line]) -> Attempt:
+def _attempt(begin: Line, further: Sequence[Line]) -> Attempt:
     events = ("advice", "done", "stop", "end")
-    advice, done, stops, ends = (tuple(line for line in own if line["event"] == name) for name in events)
+    advice, done, stops, ends = (tuple(line for line in further if line["event"] == name) for name in events)
     return Attempt(begin["attempt"], begin, advice, done[-1] if done else None, stops[-1] if stops else None, ends)
 
 

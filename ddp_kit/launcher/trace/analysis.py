@@ -1,6 +1,7 @@
 """Analyse a trace that `TrainerConfig(profile=...)` made: where the steps spent their time, and what to do about it.
 
 `read_trace` returns a `TraceSummary`; `lines` turns the summary into findings, one line of text each.
+Times are in seconds; shares are fractions of the recorded time, `wall`.
 """
 
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.launcher.trace.recording import (
+    CodeLocation,
     Event,
     Recording,
     Spans,
@@ -24,14 +26,6 @@ from ddp_kit.launcher.trace.recording import (
     recording_of,
     total,
 )
-from ddp_kit.launcher.trace.records import (
-    CodeLocation,
-    GpuTime,
-    MatrixProduct,
-    Operation,
-    Synchronisation,
-    TraceSummary,
-)
 
 # --- Host-device synchronisations -------------------------------------------------------------------------------------
 # Places where the host waits for the GPU or, in a run on the CPU, where it would wait if the run used a GPU.
@@ -40,6 +34,21 @@ from ddp_kit.launcher.trace.records import (
 # torch calls one of the first three after each blocking copy.
 _WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize$|cuCtxSynchronize$|cudaMemcpy$|hipMemcpyWithStream$")
 _OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """A place where the host waits for the GPU or, in a run on the CPU, where it would wait if the run used a GPU.
+
+    `operation` is the torch operator, or the CUDA function if there is no operator. `place` is None if no stacks were
+    recorded, and in threads that do not run Python.
+    """
+
+    operation: str
+    place: CodeLocation | None
+    calls: int
+    per_step: float | None
+    seconds: float
 
 
 def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchronisation, ...]:
@@ -53,11 +62,11 @@ def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchroni
         # An operator that copies and then waits counts as one synchronisation.
         once = inner if inner >= 0 else index
         spent[_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
-    found = [
+    results = [
         Synchronisation(name, place, len(times), len(times) / steps if steps else None, sum(times.values()))
         for (name, place), times in spent.items()
     ]
-    return tuple(sorted(found, key=lambda one: (-one.calls, -one.seconds)))
+    return tuple(sorted(results, key=lambda one: (-one.calls, -one.seconds)))
 
 
 def waits_of_the_host(recording: Recording) -> Iterator[tuple[int, Event]]:
@@ -92,13 +101,43 @@ def _counts_steps(recording: Recording, index: int) -> bool:
 
 def _name(recording: Recording, index: int) -> str:
     """The name of the outermost `aten::` operator that contains a call or, without one, the name of the call."""
-    own = recording.calls.events[index].name
+    name = recording.calls.events[index].name
     names = [recording.calls.events[outer].name for outer in recording.calls.operators(index)]
-    return [own, *(name for name in names if name.startswith("aten::"))][-1]
+    return [name, *(name for name in names if name.startswith("aten::"))][-1]
 
 
 # --- GPU time ---------------------------------------------------------------------------------------------------------
 # The time that a GPU spends on computing, communicating and copying, and its idle time by cause.
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Time breakdown of the busiest GPU, from its first to its last kernel.
+
+    `recorded` is the sum of `computing`, `communication_alone`, `copying` (a copy or memset ran, but no kernel) and the
+    idle times. `idle_synchronisation`: after the host waited for the GPU; `idle_data`: while the host waited for data;
+    `idle_host`: until the host launched the next kernel; `idle_queued`: although the next kernel was already launched.
+    """
+
+    recorded: float
+    computing: float
+    communication: float
+    communication_alone: float
+    copying: float
+    idle_synchronisation: float
+    idle_data: float
+    idle_host: float
+    idle_queued: float
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which neither a kernel nor a copy ran."""
+        return self.idle_synchronisation + self.idle_data + self.idle_host + self.idle_queued
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of communication overlapped with computation."""
+        return self.communication - self.communication_alone
 
 
 def gpu_time(recording: Recording) -> GpuTime | None:
@@ -214,6 +253,27 @@ class _Key:
     sizes: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class MatrixProduct:
+    """Matrix products or convolutions of one type and shape.
+
+    `kernel`: the slowest kernel; None on a CPU. `problem`: "" if the tensor cores are used at full speed, as far as is
+    known; otherwise "float32", "float64", "kernel" (the kernel does not use tensor cores, although they support the
+    type) or "alignment". `pad`: for "alignment", the dimensions to change, such as ("N", 50257, 50264).
+    """
+
+    operator: str
+    type: str
+    shapes: str
+    calls: int
+    seconds: float
+    share: float
+    modules: tuple[str, ...]
+    kernel: str | None
+    problem: str
+    pad: tuple[tuple[str, int, int], ...]
+
+
 def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixProduct, ...]:
     """Matrix products and convolutions by operator, type and shape, sorted by total time, longest first.
 
@@ -226,19 +286,19 @@ def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixP
         del innermost[outer]
     for index, key in innermost.items():
         groups[key].append(index)
-    found = [_product(recording, key, indices, kernels, tf32) for key, indices in groups.items()]
-    return tuple(sorted(found, key=lambda product: -product.seconds))
+    products = [_product(recording, key, indices, kernels, tf32) for key, indices in groups.items()]
+    return tuple(sorted(products, key=lambda product: -product.seconds))
 
 
 def _kernels(recording: Recording) -> dict[int, list[Event]]:
     """Map operator indices to the kernels that the operator launched, itself or through operators that it called."""
-    found = defaultdict(list)
+    kernels = defaultdict(list)
     for event in recording.gpu:
         launch = recording.launch(event)
         if event.kind == "kernel" and launch >= 0:
             for operator in recording.calls.operators(launch):
-                found[operator].append(event)
-    return found
+                kernels[operator].append(event)
+    return kernels
 
 
 def _product(
@@ -350,15 +410,30 @@ def _convolution(weight: list[int]) -> Shape:
 MOST = 10
 
 
+@dataclass(frozen=True)
+class Operation:
+    """One operation and its share of the recorded time.
+
+    On a GPU, `name` is a kernel, `operator` is the operator that launched it, and `seconds` is the kernel's time. On a
+    CPU, `name` is a torch operator, and `seconds` is its self time, without the operators that it calls.
+    """
+
+    name: str
+    operator: str | None
+    calls: int
+    seconds: float
+    share: float
+
+
 def operations(recording: Recording) -> tuple[Operation, ...]:
     """The most expensive operations: kernels and copies on a GPU, or operators by self time on a CPU."""
     spent = _on_gpu(recording) if recording.gpu else _on_cpu(recording)
     wall = recording.end - recording.start
-    found = [
+    results = [
         Operation(name, operator, len(times), sum(times), sum(times) / wall if wall else 0.0)
         for (name, operator), times in spent.items()
     ]
-    return tuple(sorted(found, key=lambda operation: -operation.seconds)[:MOST])
+    return tuple(sorted(results, key=lambda operation: -operation.seconds)[:MOST])
 
 
 def _on_gpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
@@ -383,13 +458,13 @@ def _operator(recording: Recording, event: Event, by_id: dict[object, str]) -> s
 
 
 def _on_cpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
-    own = {index: event.end - event.start for index, event in recording.host("cpu_op")}
+    self_times = {index: event.end - event.start for index, event in recording.host("cpu_op")}
     for index, event in recording.host("cpu_op"):
         outer = recording.calls.operator[index]
-        if outer in own:
-            own[outer] -= event.end - event.start
+        if outer in self_times:
+            self_times[outer] -= event.end - event.start
     spent: dict[tuple[str, str | None], list[float]] = defaultdict(list)
-    for index, seconds in own.items():
+    for index, seconds in self_times.items():
         spent[recording.calls.events[index].name, None].append(max(seconds, 0.0))
     return spent
 
@@ -406,12 +481,34 @@ Finding = tuple[float, str]
 """The weight of a finding (usually a share of the recorded time), and the text of the finding."""
 
 
+@dataclass(frozen=True)
+class TraceSummary:
+    """Summary of one trace. `steps`: the first and the last optimizer step in the trace, or None if not known.
+
+    `device`: "gpu" if the trace contains GPU events, otherwise "cpu". `waited_for_data`: seconds in which the main
+    thread waited for data. `outside`: seconds in which it neither waited for data nor ran a torch operator.
+    """
+
+    rank: int | None
+    steps: tuple[int, int] | None
+    device: str
+    device_name: str | None
+    wall: float
+    operations: tuple[Operation, ...]
+    gpu: GpuTime | None
+    waited_for_data: float
+    outside: float
+    synchronisations: tuple[Synchronisation, ...]
+    products: tuple[MatrixProduct, ...]
+    with_stacks: bool
+
+
 def lines(summary: TraceSummary) -> list[str]:
     """The findings, one line of text each, most important first; empty if there is nothing to report."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for part in (_gpu, _synchronisations, _products, _host, _operations):
-        found.extend(part(summary))
-    return [line for _, line in sorted(found, key=lambda finding: -finding[0])]
+        findings.extend(part(summary))
+    return [line for _, line in sorted(findings, key=lambda finding: -finding[0])]
 
 
 def _gpu(summary: TraceSummary) -> Iterator[Finding]:
@@ -480,14 +577,16 @@ def _synchronisation(one: Synchronisation, summary: TraceSummary) -> str:
 def _products(summary: TraceSummary) -> Iterator[Finding]:
     on = "" if summary.device == "gpu" else "on a GPU, "
     for problem, (what, remedy) in _PROBLEMS.items():
-        found = [one for one in summary.products if one.problem == problem and one.share > _PRODUCTS]
+        products = [one for one in summary.products if one.problem == problem and one.share > _PRODUCTS]
         if problem == "alignment":
-            by_modules = {frozenset(one.modules) or one.shapes: one for one in reversed(found)}  # forward and backward
+            # The forward and the backward product of a module are one finding.
+            by_modules = {frozenset(one.modules) or one.shapes: one for one in reversed(products)}
             for one in sorted(by_modules.values(), key=lambda one: -one.share)[:_MOST_EACH]:
-                yield one.share, f"{on}{_named(one)} {what}: pad {_padding(one)}"
-        elif found:
-            share = sum(one.share for one in found)
-            which = _named(found[0]) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+                padding = ", ".join(f"{name} from {size} to {padded}" for name, size, padded in one.pad)
+                yield one.share, f"{on}{_named(one)} {what}: pad {padding}"
+        elif products:
+            share = sum(one.share for one in products)
+            which = _named(products[0]) + (f" and {len(products) - 1} more" if len(products) > 1 else "")
             yield share, f"{on}{which} {what} ({share:.0%} of the time): {remedy}"
 
 
@@ -506,10 +605,6 @@ def _named(product: MatrixProduct) -> str:
     modules = f" of {', '.join(product.modules[:3])}" if product.modules else ""
     more = f" and {len(product.modules) - 3} more" if len(product.modules) > 3 else ""
     return f"{product.operator} {product.type} {product.shapes}{modules}{more}"
-
-
-def _padding(product: MatrixProduct) -> str:
-    return ", ".join(f"{name} from {size} to {padded}" for name, size, padded in product.pad)
 
 
 def _host(summary: TraceSummary) -> Iterator[Finding]:

@@ -3,97 +3,92 @@
 Format: docs/run-record.md. Every value is checked, because another program may have written the file.
 """
 
-import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from ddp_kit.errors import UsageError, kind_of
-from ddp_kit.launcher.trace.records import CodeLocation, LineMemory, MemorySummary
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-_FORMAT = 1
+from ddp_kit.errors import UsageError
+
 _MOST_BYTES = 1 << 20
 """Maximum size of a file; ddpkit writes a few kB."""
 _MOST_LINES = 100
 """Maximum number of lines read; ddpkit writes 20."""
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():  # control characters would reach the terminal
+        raise ValueError("not printable text")
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_printable)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+@dataclass(frozen=True)
+class LineMemory:
+    """GPU memory that one line of the user's code held at the peak. `count`: number of tensors.
+
+    `file` is empty for allocations without Python code on the stack.
+    """
+
+    file: _Text
+    line: _Count
+    function: _Text
+    bytes: _Count
+    count: _Count
+
+    @property
+    def place(self) -> str:
+        """The code that allocated the memory."""
+        if not self.file:
+            return "code outside Python, such as the backward pass"
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """The peak of a GPU's memory during the recorded steps.
+
+    `earlier`: bytes that were allocated before the recording. `complete`: False if allocations were dropped because
+    there were too many. `lines`: the lines of code with the most bytes.
+    """
+
+    format: Literal[1]
+    rank: _Count
+    steps: tuple[_Count, _Count]
+    bytes: _Count
+    earlier: _Count
+    lines: tuple[LineMemory, ...]
+    complete: bool = True
+
+    @property
+    def other(self) -> int:
+        """Bytes allocated by lines of code that are not in `lines`."""
+        return max(0, self.bytes - self.earlier - sum(line.bytes for line in self.lines))
+
+
 def read_memory(path: Path) -> MemorySummary:
     """Read one memory file. Raises `UsageError` if the file cannot be read or is not a valid memory file."""
-    found = _json(path)
-    try:
-        return _summary(found)
-    except _UnexpectedError as error:
-        raise _refused(path, f"is not a valid memory file: {error}") from None
-
-
-class _UnexpectedError(Exception):
-    """Raised for an invalid value in a memory file; the message names the value."""
-
-
-def _json(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+        summary = TypeAdapter(MemorySummary).validate_json(raw, strict=True)
+        return replace(summary, lines=summary.lines[:_MOST_LINES])
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror or error}") from None
-    if len(raw) > _MOST_BYTES:
-        raise _refused(path, f"is not a valid memory file, because it is larger than {_MOST_BYTES >> 20} MiB")
-    try:
-        return json.loads(raw.decode(errors="replace"))
-    except RecursionError:
-        raise _refused(path, "is JSON, but too deeply nested for a memory file") from None
+        problem = f"cannot be read: {error.strerror or error}"
+    except ValidationError as error:  # a kind of ValueError
+        first = error.errors()[0]
+        where = "".join(f"`{name}`: " for name in [".".join(map(str, first["loc"]))] if name)
+        problem = f"is not a valid memory file: {where}{first['msg']}"
     except ValueError as error:
-        raise _refused(path, f"is not JSON, or was not written completely: {error}") from None
-
-
-def _summary(found: Any) -> MemorySummary:
-    if not isinstance(found, dict):
-        raise _UnexpectedError(f"the file contains {kind_of(found)} instead of a JSON object")
-    if (form := _number(found, "format")) != _FORMAT:
-        raise _UnexpectedError(f"the file has format {form}, but this version of ddpkit reads format {_FORMAT}")
-    steps, lines = found.get("steps"), found.get("lines")
-    if not isinstance(steps, list) or len(steps) != 2 or not all(_is_count(each) for each in steps):
-        raise _UnexpectedError("`steps` is not a pair of numbers")
-    if not isinstance(lines, list):
-        raise _UnexpectedError("`lines` is not a list")
-    return MemorySummary(
-        rank=_number(found, "rank"),
-        steps=(steps[0], steps[1]),
-        bytes=_number(found, "bytes"),
-        earlier=_number(found, "earlier"),
-        complete=found.get("complete") is not False,
-        lines=tuple(_line(each) for each in lines[:_MOST_LINES]),
-    )
-
-
-def _line(found: Any) -> LineMemory:
-    if not isinstance(found, dict):
-        raise _UnexpectedError(f"an entry of `lines` is {kind_of(found)} instead of a JSON object")
-    file, function = _text(found, "file"), _text(found, "function")
-    place = CodeLocation(function, file, _number(found, "line")) if file else None
-    return LineMemory(place, _number(found, "bytes"), _number(found, "count"))
-
-
-def _text(found: dict[str, Any], name: str) -> str:
-    value = found.get(name)
-    if not isinstance(value, str) or not value.isprintable():  # control characters would reach the terminal
-        raise _UnexpectedError(f"`{name}` in an entry of `lines` is not printable text")
-    return value
-
-
-def _number(found: dict[str, Any], name: str) -> int:
-    value = found.get(name)
-    if not _is_count(value):
-        raise _UnexpectedError(f"`{name}` is not a non-negative integer")
-    return int(value)  # type: ignore[arg-type]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _refused(path: Path, what: str) -> UsageError:
-    return UsageError(
-        f"{path} {what}",
+        problem = f"is not a valid memory file: {error}"
+    raise UsageError(
+        f"{path} {problem}",
         'on a GPU, TrainerConfig(profile={"steps": [10, 12]}) writes one, such as profile/memory_rank0_steps10-12.json',
     )

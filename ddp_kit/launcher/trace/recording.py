@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_kit.errors import UsageError, kind_of
-from ddp_kit.launcher.trace.records import CodeLocation
 
 # --- Time spans -------------------------------------------------------------------------------------------------------
 
@@ -24,39 +23,39 @@ Spans = list[tuple[float, float]]
 
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:
     """The union of the given spans, which may overlap and be in any order."""
-    found: Spans = []
+    union: Spans = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            if end > found[-1][1]:
-                found[-1] = (found[-1][0], end)
+        if union and start <= union[-1][1]:
+            if end > union[-1][1]:
+                union[-1] = (union[-1][0], end)
         elif end > start:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def common(one: Spans, other: Spans) -> Spans:
     """The intersection of two lists of spans."""
-    found: Spans = []
+    intersection: Spans = []
     i = j = 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if start < end:
-            found.append((start, end))
+            intersection.append((start, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return intersection
 
 
 def gaps(spans: Spans, start: float, end: float) -> Spans:
     """The parts of the time from `start` to `end` that none of the spans covers."""
-    found: Spans = []
+    uncovered: Spans = []
     for begin, stop in [*spans, (end, end)]:
         if min(begin, end) > start:
-            found.append((start, min(begin, end)))
+            uncovered.append((start, min(begin, end)))
         start = max(start, stop)
-    return found
+    return uncovered
 
 
 def total(spans: Spans) -> float:
@@ -97,29 +96,6 @@ class TraceFile:
     events: list[Event]
 
 
-def load(path: Path) -> TraceFile:
-    """Read a trace, gzipped or not.
-
-    Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
-    """
-    with _no_garbage_collection():  # each collection would scan all objects, and free none
-        return _loaded(path)
-
-
-def _loaded(path: Path) -> TraceFile:
-    found = _json(path, _text(path))
-    listed = found.get("traceEvents") if isinstance(found, dict) else None
-    if not isinstance(listed, list):
-        what = f"its keys are {sorted(found)[:5]}" if isinstance(found, dict) else f"it contains {kind_of(found)}"
-        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: {what}")
-    origin = next((entry["ts"] for entry in listed if _is_event(entry)), 0)  # large timestamps lose digits
-    events = [_event(entry, origin) for entry in listed if _is_event(entry)]
-    if not events:
-        raise _not_a_trace(path, f"has no operators or kernels among its {len(listed)} entries")
-    facts = {name: value for name, value in found.items() if name != "traceEvents"}
-    return TraceFile(path, facts, events)
-
-
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
@@ -129,6 +105,26 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@_no_garbage_collection()  # each collection would scan all objects, and free none
+def load(path: Path) -> TraceFile:
+    """Read a trace, gzipped or not.
+
+    Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
+    """
+    content = _json(path, _text(path))
+    entries = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        what = f"its keys are {sorted(content)[:5]}" if isinstance(content, dict) else f"it contains {kind_of(content)}"
+        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: {what}")
+    count = len(entries)
+    entries = [entry for entry in entries if _is_event(entry)]
+    if not entries:
+        raise _not_a_trace(path, f"has no operators or kernels among its {count} entries")
+    origin = entries[0]["ts"]  # large timestamps lose digits
+    events = [_event(entry, origin) for entry in entries]
+    return TraceFile(path, {name: value for name, value in content.items() if name != "traceEvents"}, events)
 
 
 def _text(path: Path) -> str:
@@ -205,6 +201,23 @@ _MODULE = "nn.Module: "
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
+@dataclass(frozen=True)
+class CodeLocation:
+    """The location of a Python function in the source code.
+
+    `line`: the line on which the function begins, as torch.profiler records it; for a function that was already running
+    when recording began, the line being executed. `library`: "ddpkit", "torch" or "" for any other code.
+    """
+
+    function: str
+    file: str
+    line: int
+    library: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
 class CallTree:
     """Host events sorted by start time, nested in one call tree per thread.
 
@@ -255,9 +268,9 @@ class CallTree:
         that their events can be distinguished from events of the user's code.
         """
         for outer in self.callers(self._source(index)):
-            found = _place(self.events[outer])
-            if found is not None and found.library not in ("torch", "python"):
-                return found
+            place = _place(self.events[outer])
+            if place is not None and place.library not in ("torch", "python"):
+                return place
         return None
 
     def module(self, index: int) -> str | None:
@@ -285,12 +298,12 @@ class CallTree:
 
     def _forward_operators(self) -> dict[object, int]:
         """Forward operators by sequence number. If several have the same number, the last one is kept."""
-        found = {}
+        operators = {}
         for index, event in enumerate(self.events):
             number = event.args.get("Sequence number")
             if event.kind == "cpu_op" and number is not None and not event.args.get("Fwd thread id"):
-                found[number] = index
-        return found
+                operators[number] = index
+        return operators
 
 
 def in_folder(event: Event, folders: tuple[str, ...]) -> bool:
@@ -315,8 +328,8 @@ def _library(file: str) -> str:
         return "torch"
     if file.startswith("ddp_kit/"):
         return "ddpkit"
-    own = "/lib/python3" in file or file.split("/")[0].removesuffix(".py") in sys.stdlib_module_names
-    return "python" if own else ""
+    is_standard = "/lib/python3" in file or file.split("/")[0].removesuffix(".py") in sys.stdlib_module_names
+    return "python" if is_standard else ""
 
 
 def _inside_packages(file: str) -> str:
@@ -389,7 +402,7 @@ class Recording:
 def recording_of(trace: TraceFile) -> Recording:
     """Build a `Recording` from the events of a trace file."""
     calls = CallTree(trace.events)
-    marks = [(int(found[1]), event) for event in calls.events if (found := _STEP.match(event.name))]
+    marks = [(int(match[1]), event) for event in calls.events if (match := _STEP.match(event.name))]
     # Without step marks, the recording lasts from the first operator to the last: Python functions that were already
     # running appear to begin when the trace begins.
     bounds = [mark for _, mark in marks] or [e for e in calls.events if e.kind in ("cpu_op", "user_annotation")]

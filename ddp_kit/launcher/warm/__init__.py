@@ -3,7 +3,7 @@
     launcher                        server                          worker
     client.WarmServer()       --->  import torch
     .start()     ------Start----->  fork if possible          --->  setsid, streams, environment, threads
-                 <----Started-----                                  runs the script (script.run_as_main)
+                 <----Started-----                                  runs the script (worker.run_as_main)
                  <-----Ended------  wait status             <---    ends
 
 The launcher and the server communicate over a socketpair that the server inherits. When the launcher ends, the server

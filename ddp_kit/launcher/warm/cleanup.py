@@ -99,13 +99,13 @@ def children() -> list[Child]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # no children, as is usual at the end of a job; a search would take milliseconds
         return []
-    own, found = str(os.getpid()).encode(), []
+    pid, result = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             fields = _read(f"/proc/{entry.name}/stat").rpartition(b") ")[2].split()  # state, parent, group, session
-            if len(fields) > 3 and fields[1] == own:
-                found.append(Child(int(entry.name), int(fields[3])))
-    return found
+            if len(fields) > 3 and fields[1] == pid:
+                result.append(Child(int(entry.name), int(fields[3])))
+    return result
 
 
 def signal_children(which: Callable[[Child], bool], number: signal.Signals, leftovers: set[Path]) -> bool:
@@ -175,7 +175,7 @@ def _wait(remaining: Callable[[], list[Child]], seconds: float, reap: Callable[[
 
 def leftovers_of(pid: int) -> set[Path]:
     """The files that a process would leave behind if it were killed now: shared memory and socket folders."""
-    found = {Path(name) for name in _SHARED_MEMORY.findall(_read(f"/proc/{pid}/maps").decode(errors="replace"))}
+    paths = {Path(name) for name in _SHARED_MEMORY.findall(_read(f"/proc/{pid}/maps").decode(errors="replace"))}
     inodes = set()
     with suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -186,8 +186,8 @@ def leftovers_of(pid: int) -> set[Path]:
         if len(fields) == 8 and b"socket:[%b]" % fields[6] in inodes:
             folder = Path(os.fsdecode(fields[7])).parent
             if _SOCKET_FOLDER.search(str(folder)):
-                found.add(folder)
-    return found
+                paths.add(folder)
+    return paths
 
 
 def _remove(leftovers: Iterable[Path]) -> None:

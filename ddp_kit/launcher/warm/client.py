@@ -177,13 +177,13 @@ class WarmServer:
         if is_late or not (was_stopped and self._was_stopped):
             return
         self._was_stopped = False
-        found = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
+        what = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
         if self._was_continued:
-            self._print_message(f"{found} again: it is killed now, together with the workers")
+            self._print_message(f"{what} again: it is killed now, together with the workers")
             self._process.kill()
         else:
             self._was_continued = True
-            self._print_message(f"{found}: it is continued now (SIGCONT), but will be killed if this happens again")
+            self._print_message(f"{what}: it is continued now (SIGCONT), but will be killed if this happens again")
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_kit.env import CHECKPOINT_WRITER, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
-from ddp_kit.launcher.warm import script, worker
+from ddp_kit.launcher.warm import worker
 from ddp_kit.launcher.warm.cleanup import (
     Child,
     adopt_orphans,
@@ -42,7 +42,7 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
-from ddp_kit.launcher.warm.script import later_imports
+from ddp_kit.launcher.warm.scan import later_imports, reason_for_cold_start
 from ddp_kit.masking import masked
 
 # --- Signals from ranks -----------------------------------------------------------------------------------------------
@@ -72,10 +72,10 @@ class ParentSignals:
 
     def forward(self) -> None:
         """Forward the first signal from a worker to the launcher, and discard the signals after it."""
-        while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
-            if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
+        while (received := signal.sigtimedwait(_STOPPING, 0)) is not None:
+            if not self._has_forwarded and _is_descendant(received.si_pid) and os.getppid() == self._launcher:
                 self._has_forwarded = True
-                os.kill(self._launcher, found.si_signo)
+                os.kill(self._launcher, received.si_signo)
 
 
 def _is_descendant(pid: int) -> bool:
@@ -147,22 +147,14 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], pr
         inherited.restore()
         del server, channel, inherited, parent_signals  # so that the script starts without objects of the server
         try:
-            script.run_as_main(program)
+            worker.run_as_main(program)
         finally:
-            if _has_nanobind():
+            # triton has contained nanobind since version 3.9 (torch 2.15). At interpreter exit, nanobind prints all
+            # objects that were not garbage-collected. It would also print those that the server froze with `gc.freeze`,
+            # so they are unfrozen first. The last garbage collection then takes a second, as in plain Python.
+            version = getattr(sys.modules.get("triton"), "__version__", "")
+            if tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9):
                 gc.unfreeze()
-
-
-def _has_nanobind() -> bool:
-    """Whether nanobind is loaded. At interpreter exit, nanobind prints all objects that were not garbage-collected.
-
-    It would also print the objects that the server froze with `gc.freeze`, so a worker unfreezes these first. The last
-    garbage collection then takes a second, as in plain Python.
-
-    triton has contained nanobind since version 3.9 (torch 2.15).
-    """
-    version = getattr(sys.modules.get("triton"), "__version__", "")
-    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9)
 
 
 def _wake(*_: object) -> None:
@@ -226,9 +218,19 @@ class _Server:
             select.select(watched, [], [])
             self._receive()
             while self._waiting:
-                program = self._handle(self._waiting.popleft())
-                if program is not None:
-                    return program
+                message = self._waiting.popleft()
+                if isinstance(message, Start):
+                    program = self._start(message)
+                    if program is not None:
+                        return program
+                elif isinstance(message, Clear):
+                    self._clear(message.succeeded)
+                elif isinstance(message, MakeFolder):
+                    folder = ""
+                    with suppress(OSError):
+                        folder = tempfile.mkdtemp(prefix=message.prefix, dir=message.parent)
+                        self._folders.append(folder)
+                    self._send(FolderMade(folder))
 
     def _receive(self) -> None:
         """Report ended workers and read messages. A `Kill` is executed immediately, before earlier messages."""
@@ -244,34 +246,6 @@ class _Server:
             except ClosedError:
                 self._end()
 
-    def _preload_more(self, names: tuple[str, ...]) -> bool:
-        """Import more modules at the first start, before any worker runs. Returns whether there were new modules.
-
-        Failed imports are ignored; the workers then import the modules themselves.
-        """
-        if names == self._preloaded:
-            return False
-        self._preloaded = names
-        _preload_further(names)
-        self._modules = _top_level_modules()
-        return True
-
-    def _handle(self, message: Message) -> Program | None:
-        if isinstance(message, Start):
-            return self._start(message)
-        if isinstance(message, Clear):
-            self._clear(message.succeeded)
-        elif isinstance(message, MakeFolder):
-            self._make_folder(message)
-        return None
-
-    def _make_folder(self, message: MakeFolder) -> None:
-        folder = ""
-        with suppress(OSError):
-            folder = tempfile.mkdtemp(prefix=message.prefix, dir=message.parent)
-            self._folders.append(folder)
-        self._send(FolderMade(folder))
-
     # Starting ---------------------------------------------------------------------------------------------------------
 
     def _start(self, start: Start) -> Program | None:
@@ -280,7 +254,11 @@ class _Server:
         cold, warm = "", None
         if start.program is not None and self._warm:
             cold = self._reason_for_cold_start(start)
-            if not cold and self._preload_more(later_imports(start.program)):
+            modules = later_imports(start.program)
+            if not cold and modules != self._preloaded:  # at the first start, before any worker runs
+                self._preloaded = modules
+                _preload_further(modules)
+                self._modules = _top_level_modules()
                 cold = self._reason_for_cold_start(start)  # check again, because of the new imports
             warm = None if cold else start.program
         parent = os.getpid()
@@ -328,7 +306,7 @@ class _Server:
                 and start.env.get(name) != self._env.get(name)
             ):
                 return f"the worker's {name} differs from the launcher's, and imports read this variable"
-        return script.reason_for_cold_start(start.program, start.env, self._modules)
+        return reason_for_cold_start(start.program, start.env, self._modules)
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

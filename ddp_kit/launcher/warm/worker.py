@@ -1,27 +1,40 @@
-"""Set up a worker process: either a monitored fork that behaves like a new Python process, or another program."""
+"""A worker process, from the fork on: its set-up, its monitoring, and the run of the user's script.
+
+A worker is either a monitored fork that behaves like a new Python process, or another program.
+"""
 
 import _thread
 import atexit
+import builtins
 import ctypes
 import faulthandler
+import importlib.machinery
+import io
 import os
 import random
 import re
+import runpy
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing import current_process
+from pathlib import Path
 from threading import main_thread
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddp_kit.env import BLAS_THREADS, STACKS_SIGNAL, THREADS
-from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory
-from ddp_kit.launcher.warm import script
-from ddp_kit.launcher.warm.messages import Start
+from ddp_kit.env import BLAS_THREADS, LOCAL_RANK, NOTE_AT_START, READ_BY_TORCH, STACKS_SIGNAL, THREADS
+from ddp_kit.errors import DdpKitError
+from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory, note_exiting
+from ddp_kit.launcher import verdict
+from ddp_kit.launcher.warm.messages import Program, Start
+from ddp_kit.uncaught import folded_traceback, leave_note
 
 # --- Monitoring -------------------------------------------------------------------------------------------------------
 # What a forked worker does so that the launcher can monitor it while the script runs.
@@ -180,10 +193,18 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     for name in set(os.environ).difference(start.env):  # last, because some imports set variables
         del os.environ[name]
     os.environ.update(start.env)
-    _reseed()
-    _init_loguru()
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy.random" in sys.modules:
+        numpy.random.seed()
+    sys.modules["torch"].default_generator.seed()
+    current_process().authkey = os.urandom(32)
+    if "loguru" in sys.modules:  # the server imported it without its default handler
+        defaults = import_module("loguru._defaults")
+        if defaults.env("LOGURU_AUTOINIT", bool, True):
+            sys.modules["loguru"].logger.add(sys.stderr)
     main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 keeps the parent's id
-    script.set_title(start.program)
+    set_title(start.program)
     allow_inspection_by(launcher)
     os.register_at_fork(after_in_child=lambda: allow_inspection_by(launcher))  # DataLoader workers
     if start.stacks:
@@ -221,22 +242,111 @@ def _set_threads(env: Mapping[str, str]) -> None:
 
 def _leading_number(text: str) -> int:
     """The positive number at the beginning of a text, as OpenBLAS reads it, or 0 if there is none."""
-    found = re.match(r"\s*\+?(\d+)", text)
-    return int(found[1]) if found else 0
+    number = re.match(r"\s*\+?(\d+)", text)
+    return int(number[1]) if number else 0
 
 
-def _init_loguru() -> None:
-    """Add loguru's default handler, which the server disabled while it imported loguru."""
-    if "loguru" in sys.modules:
-        defaults = import_module("loguru._defaults")
-        if defaults.env("LOGURU_AUTOINIT", bool, True):
-            sys.modules["loguru"].logger.add(sys.stderr)
+def set_title(program: Program) -> None:
+    """Make `ps` show the program's command line, by overwriting this process's own command line in memory.
+
+    A last byte other than 0 tells the kernel that the command line was overwritten. Source: get_mm_cmdline in Linux's
+    fs/proc/base.c.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
+    room = end - start
+    if start and room > 2:
+        command_line = b" ".join(map(os.fsencode, program.command_line))[: room - 2]
+        ctypes.memmove(start, command_line.ljust(room - 1, b"\0") + b".", room)
 
 
-def _reseed() -> None:
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        numpy.random.seed()
-    sys.modules["torch"].default_generator.seed()
-    current_process().authkey = os.urandom(32)
+# --- Run of the script ------------------------------------------------------------------------------------------------
+# In a forked process, as `python -u script.py` would.
+
+
+# Files of the frames that call the script: the `python -c` code of client.py, server.py, and this file.
+_BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
+_NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
+
+
+def run_as_main(program: Program) -> None:
+    """Run `program` as the main program of this process.
+
+    Returns or raises as the program does. The caller must not catch exceptions, so that the interpreter prints them,
+    finalises, and sets the exit code as for `python program`.
+    """
+    sys.orig_argv[:] = program.command_line
+    before = _read_by_torch()
+    try:
+        main = ModuleType("__main__")
+        vars(main).update(__builtins__=builtins, __annotations__={})
+        # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+        sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, str(Path.cwd() if program.module else Path(program.name).resolve().parent))
+        if program.module:
+            runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        else:
+            path = os.path.join(os.getcwd(), program.name)  # noqa: PTH118, PTH109  # not normalised, as in Python
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+            exec(code, vars(main))  # noqa: S102
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt | DdpKitError):  # a DdpKitError's hook writes a note
+            _leave_note(error.with_traceback(_own_frames(error.__traceback__)))
+        sys.excepthook = partial(_show, sys.excepthook)
+        raise
+    finally:
+        with suppress(Exception):  # whatever state the script leaves behind
+            _report_ineffective_variables(before)
+
+
+def _read_by_torch() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_TORCH)}
+
+
+def _report_ineffective_variables(before: Mapping[str, str]) -> None:
+    """Print one line on each node about the variables that the script has set too late in a way that the scan missed.
+
+    `before`: the variables that torch reads when it is imported, before the script ran.
+    """
+    late = {name: value for name, value in _read_by_torch().items() if value != before.get(name)}
+    if late and os.environ.get(LOCAL_RANK) == "0":
+        threads = str(sys.modules["torch"].get_num_threads())
+        names = [name for name in sorted(late) if name != THREADS or late[name] != threads]
+        if names:
+            sys.stderr.write(
+                f"ddpkit: the script set {', '.join(names)} too late: torch was imported before this process was "
+                "forked. Set such variables before the launch, or use --cold if the script sets them before it imports "
+                "torch\n"
+            )
+
+
+def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    """Call the script's excepthook with the traceback that `python program` would give it."""
+    frames = _own_frames(trace)
+    hook(kind, error.with_traceback(frames), frames)
+    note_exiting()
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback from the script's first frame on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _BELOW_THE_SCRIPT:
+        trace = trace.tb_next
+    return trace
+
+
+def _leave_note(error: BaseException) -> None:
+    lines = traceback.format_exception_only(error)  # may start with the location of a syntax error and end with notes
+    text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip()
+    text = verdict.message_of(text) or text.partition("\n")[0]  # the original message, if a DataLoader worker raised it
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_import = all(code.co_name == "<module>" or code.co_filename.startswith("<frozen ") for code in codes)
+    # An import error or a syntax error at module level cannot be fixed by a restart.
+    at_start = isinstance(error, ImportError | SyntaxError) and is_import
+    leave_note(text, {NOTE_AT_START: at_start}, folded_traceback(error, error.__traceback__))

@@ -1,41 +1,22 @@
-"""Run the user's script in a forked process, after a scan of its source that decides whether a fork is possible."""
+"""Decide whether a program can run in a fork of the warm server, by a scan of its source.
+
+The scan finds the modules that the script will import, and the variables that it sets too late. It follows the user's
+own modules in the order in which Python imports them, up to the first import of torch. It does not follow installed
+packages.
+"""
 
 import ast
-import builtins
-import ctypes
-import importlib.machinery
-import io
 import os
 import re
-import runpy
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
 
-from ddp_kit.env import (
-    ALLOCATOR,
-    ALLOCATOR_OLDER,
-    IMPORT_TIME_VARIABLES,
-    LOCAL_RANK,
-    NOTE_AT_START,
-    READ_BY_TORCH,
-    THREADS,
-)
-from ddp_kit.errors import DdpKitError
-from ddp_kit.heartbeat import note_exiting
-from ddp_kit.launcher import verdict
+from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
-from ddp_kit.uncaught import folded_traceback, leave_note
-
-# --- Source scan ------------------------------------------------------------------------------------------------------
-# Which modules the script will import, and which variables it sets too late. The scan follows the user's own modules in
-# the order in which Python imports them, up to the first import of torch. It does not follow installed packages.
-
 
 _SETTING = re.compile(
     r"environ(\['\w+'\] = ('[^'\\]*'$)?| \|= .*|\.update\(.*|\.setdefault\('\w+'(, '[^'\\]*'\))?)", re.MULTILINE
@@ -70,8 +51,8 @@ class _Scan:
 
     def __init__(self, program: Program) -> None:
         folder = Path.cwd() if program.module else Path(program.name).resolve().parent
-        own = [each for each in sys.path if each and not any(part in each for part in _INSTALLED)]
-        self._folders = list(dict.fromkeys([folder, *map(Path, own)]))
+        user_paths = [path for path in sys.path if path and not any(part in path for part in _INSTALLED)]
+        self._folders = list(dict.fromkeys([folder, *map(Path, user_paths)]))
         self._seen = {"ddp_kit"}
         self.settings: list[_Setting] = []
         with suppress(RecursionError, MemoryError):  # deeply nested code or imports: keep what has been found
@@ -206,15 +187,6 @@ def _later_imports(text: str) -> tuple[str, ...]:
     return ("torch._dynamo",) if _OPTIMIZER.search(text) else ()
 
 
-# --- Run the script ---------------------------------------------------------------------------------------------------
-# In a forked process, as `python -u script.py` would.
-
-
-# Files of the frames that call the script: the `python -c` code of client.py, server.py, and this file.
-_BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
-_NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
-
-
 def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
     """Why this program needs a new interpreter, or an empty string if it can run in a fork of the warm server.
 
@@ -239,124 +211,3 @@ def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: f
             if Path(origin) not in (path, path / "__init__.py"):
                 return f"{path.name} in {folder} has the name of a module that torch imports"
     return ""
-
-
-def set_title(program: Program) -> None:
-    """Make `ps` show the program's command line, by overwriting this process's own command line in memory.
-
-    A last byte other than 0 tells the kernel that the command line was overwritten. Source: get_mm_cmdline in Linux's
-    fs/proc/base.c.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
-    room = end - start
-    if start and room > 2:
-        command_line = b" ".join(map(os.fsencode, program.command_line))[: room - 2]
-        ctypes.memmove(start, command_line.ljust(room - 1, b"\0") + b".", room)
-
-
-def run_as_main(program: Program) -> None:
-    """Run `program` as the main program of this process.
-
-    Returns or raises as the program does. The caller must not catch exceptions, so that the interpreter prints them,
-    finalises, and sets the exit code as for `python program`.
-    """
-    sys.orig_argv[:] = program.command_line
-    before = _read_by_torch()
-    try:
-        if program.module:
-            _run_module(program)
-        else:
-            _run_script(program)
-    except SystemExit:
-        raise
-    except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt | DdpKitError):  # a DdpKitError's hook writes a note
-            _leave_note(error.with_traceback(_own_frames(error.__traceback__)))
-        sys.excepthook = partial(_show, sys.excepthook)
-        raise
-    finally:
-        with suppress(Exception):  # whatever state the script leaves behind
-            _report_ineffective_variables(before)
-
-
-def _read_by_torch() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_TORCH)}
-
-
-def _report_ineffective_variables(before: Mapping[str, str]) -> None:
-    """Print one line on each node about the variables that the script has set too late in a way that the scan missed.
-
-    `before`: the variables that torch reads when it is imported, before the script ran.
-    """
-    late = {name: value for name, value in _read_by_torch().items() if value != before.get(name)}
-    if late and os.environ.get(LOCAL_RANK) == "0":
-        threads = str(sys.modules["torch"].get_num_threads())
-        names = [name for name in sorted(late) if name != THREADS or late[name] != threads]
-        if names:
-            sys.stderr.write(
-                f"ddpkit: the script set {', '.join(names)} too late: torch was imported before this process was "
-                "forked. Set such variables before the launch, or use --cold if the script sets them before it imports "
-                "torch\n"
-            )
-
-
-def _run_script(program: Program) -> None:
-    main = _new_main()
-    path = os.path.join(os.getcwd(), program.name)  # noqa: PTH118, PTH109  # not normalised, as in Python
-    sys.argv[:] = [program.name, *program.arguments]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, str(Path(program.name).resolve().parent))
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
-    exec(_compiled(path), vars(main))  # noqa: S102
-
-
-def _compiled(path: str) -> CodeType:
-    with io.open_code(path) as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
-
-
-def _run_module(program: Program) -> None:
-    _new_main()
-    sys.argv[:] = ["-m", *program.arguments]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, str(Path.cwd()))
-    runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
-
-
-def _new_main() -> ModuleType:
-    main = ModuleType("__main__")
-    vars(main).update(__builtins__=builtins, __annotations__={})
-    # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    return main
-
-
-def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
-    """Call the script's excepthook with the traceback that `python program` would give it."""
-    own = _own_frames(trace)
-    hook(kind, error.with_traceback(own), own)
-    note_exiting()
-
-
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback from the script's first frame on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _BELOW_THE_SCRIPT:
-        trace = trace.tb_next
-    return trace
-
-
-def _at_start(error: BaseException) -> bool:
-    """Whether the script failed with an import error or a syntax error at module level. A restart cannot fix that."""
-    if not isinstance(error, ImportError | SyntaxError):
-        return False
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return all(code.co_name == "<module>" or code.co_filename.startswith("<frozen ") for code in codes)
-
-
-def _leave_note(error: BaseException) -> None:
-    lines = traceback.format_exception_only(error)  # may start with the location of a syntax error and end with notes
-    text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip()
-    text = verdict.message_of(text) or text.partition("\n")[0]  # the original message, if a DataLoader worker raised it
-    leave_note(text, {NOTE_AT_START: _at_start(error)}, folded_traceback(error, error.__traceback__))

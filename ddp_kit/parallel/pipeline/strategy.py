@@ -1,0 +1,658 @@
+"""The pipeline strategy: every rank of a pipeline holds and runs one stage of the model.
+
+Every rank of a pipeline reads the same samples and runs the user's own loss function and forward pass, in which the
+blocks of other stages are replaced by placeholders. Each pass of an optimizer step processes one micro-batch; a
+schedule of torch.distributed.pipelining determines the order of the passes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World, host_group, random_states_kept, seed_pass
+from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.parallel.fsdp import FsdpUnits, check_dtypes, equal_batches, fit_whole_on_all_ranks, shard_unit
+from ddp_kit.parallel.pipeline.buffers import PipelineBuffers
+from ddp_kit.parallel.pipeline.model import (
+    Activation,
+    Chain,
+    Holders,
+    StageBoundary,
+    StageModel,
+    chain_of,
+    holders_before_first_pass,
+    leaves_of,
+    sharded_parameters,
+)
+from ddp_kit.parallel.pipeline.stage import Stage
+from ddp_kit.parallel.shards import Shards
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of
+from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
+from ddp_kit.parallel.tensor_plan import tensor_plan
+from ddp_kit.pieces import Piece
+from ddp_kit.torch_internals import is_extra_state, memory_of
+
+T = TypeVar("T")
+
+_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
+
+class _StageRoot(nn.Module):
+    """The root FSDP module of a stage's blocks. It lets FSDP gather a block while the previous block computes."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+class PipelineStrategy(Strategy):
+    """Pipeline parallelism over `pipeline` ranks. Can be combined with tensor parallelism, FSDP and replication.
+
+        in the first step, run one pass alone, and then free the weights outside of the blocks, except those that this
+            rank used
+        run the other passes, and all passes of later steps, in the order of the schedule
+        sum gradients over the ranks that hold the same weights
+
+    All ranks with the same `replicate` and `shard` coordinates train on the same samples. FSDP shards the blocks, and
+    reduces their gradients. Weights outside of the blocks, and weights that several blocks share, are not sharded,
+    because the stages that use them are known only after the first pass.
+
+    Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; the first argument of
+    each block is the output of the previous block, or the first item of that output if it is a tuple; the loss function
+    calls the model once.
+
+    Code outside of the blocks runs on every stage that reaches it, and code before the first block runs on all stages,
+    so it should be cheap, as embeddings are. Weights outside of the blocks may be tied, and may be used by several
+    stages; if they are frozen, all stages keep them. Weights that a rank does not hold are NaN on that rank, and take
+    no memory.
+
+    Random numbers: code outside of the blocks draws the same numbers on each stage that runs it, whatever the order of
+    the schedule. Blocks of different stages draw different numbers.
+
+    Not supported, and not detected: an attribute that a block sets for the loss function to read, such as the auxiliary
+    loss of a mixture of experts; an optimizer that computes statistics over all weights, because it sees only the
+    weights of one rank.
+    """
+
+    shards = True
+    divides_weights = True
+
+    def __init__(self, world: World, config: ParallelConfig, options: Options = NO_OPTIONS) -> None:
+        super().__init__(world, config, options)
+        self.sizes = sizes = sizes_of(config, world.world_size)
+        # This rank's coordinates. The first one is the index of its stage.
+        self._stage_index, self._replica, self._shard, self._tensor = sizes.coordinates(world.rank)
+        self.data_ranks, self.data_rank = sizes.data, self._replica * sizes.shard + self._shard
+        self.contributes = self._stage_index == sizes.pipeline - 1 and self._tensor == 0
+        self.replicas = tuple(
+            [sizes.rank(stage, replica, shard, tensor) for replica in range(sizes.replicate)]
+            for stage, shard, tensor in product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))
+        )
+        self.optimizer_replicas = self.replicas
+        self.equal_passes = sizes.shard > 1
+        self.replaces_parameters = sizes.shard > 1 or sizes.tensor > 1
+        # The model:
+        self._chain: Chain
+        self._stage_model: StageModel
+        self._mesh: DeviceMesh
+        self._root: _StageRoot | None = None  # if FSDP shards the blocks
+        self._units: FsdpUnits | None = None  # likewise: this stage's blocks
+        # Parameters:
+        self._holders: Holders = {}  # the first stage that holds a parameter writes it to a checkpoint
+        self._outer: list[nn.Parameter] = []  # trained weights whose users the first pass finds
+        self._known: set[nn.Parameter] = set()  # the weights in `_outer` whose users are known
+        self._shards = Shards({}, {})
+        self._whole: dict[Tensor, nn.Parameter] = {}  # the optimizer's parameter -> the model's parameter
+        self._sharded: set[nn.Parameter] = set()  # parameters sharded over `shard`
+        self._split: set[nn.Parameter] = set()  # parameters split over `tensor`
+        self._optimizer: Optimizer | None = None
+        self.buffers: PipelineBuffers
+        # Communication:
+        self.stage: Stage
+        self._replica_group: dist.ProcessGroup  # the ranks that hold one whole model between them
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        """Stages -> the ranks that hold the same weights, if only these stages hold these weights; None: one rank."""
+        # Passes:
+        self.learned = False
+        """Whether the first pass has found the users of weights and buffers."""
+        self._pass: tuple[int, Activation | None] | None = None  # number and input of the current pass of a step
+        self._has_passes = False  # in the current step
+        self._step_seed = 0
+        self._calls_alone = 0  # forward passes outside of optimizer steps, since the last step
+
+    # --- Setup --------------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        self._check_settings()
+        chain_of(model, self.config)
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
+        if norms:
+            raise ConfigError(
+                f"a pipeline cannot train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
+                "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
+            )
+        embeddings = nn.Embedding | nn.EmbeddingBag
+        sparse = [name for name, module in model.named_modules() if isinstance(module, embeddings) and module.sparse]
+        if sparse:
+            raise ConfigError(
+                f"a pipeline does not support modules with sparse gradients: {some(sparse)}",
+                "remove sparse=True, or use parallel='ddp'",
+            )
+
+    def _check_settings(self) -> None:
+        config, sizes = self.config, self.sizes
+        for name in ("find_unused_parameters", "compression"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"remove {name}"
+                )
+        if sizes.pipeline == 1:
+            raise ConfigError(
+                "parallel.strategy is 'pipeline', but parallel.pipeline is 1", "set pipeline to the number of stages"
+            )
+        if sizes.shard > 1 and config.fsdp_units != "auto":
+            raise ConfigError(
+                f"parallel.fsdp_units = {config.fsdp_units} is not supported with a pipeline, in which each block is a "
+                "unit",
+                "remove fsdp_units",
+            )
+        if config.share_gpus and self.world.device.type == "cuda":
+            raise ConfigError(
+                "parallel.share_gpus is not supported with a pipeline: gloo cannot send tensors that are on a GPU",
+                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
+            )
+
+    def setup(self, model: nn.Module) -> None:
+        self.model = model
+        self._chain = chain = chain_of(model, self.config)
+        if self.replaces_parameters:
+            sizes = {name: getattr(self.sizes, name) for name in ("pipeline", "replicate", "shard", "tensor")}
+            self._mesh = init_device_mesh(self.world.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+        self._distribute(model)  # may replace parameters
+        self._stage_model = StageModel(model, chain, self._stage_index)
+        self._holders, self._outer = holders_before_first_pass(model, chain)
+        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        pieces = {
+            parameter: piece for parameter in model.parameters() if (piece := piece_of_dtensor(parameter)) is not None
+        }
+        self._shards = Shards(pieces, {parameter: name for name, parameter in model.named_parameters()})
+        self._whole = {shard: whole for whole, shard in self._shards.of.items()}
+        self._sharded = {parameter for parameter in pieces if is_divided(parameter, "shard")}
+        self._split = {parameter for parameter in pieces if is_divided(parameter, "tensor")}
+        self.buffers = PipelineBuffers(model, chain, self.sizes, self.world)
+        self._make_groups()
+
+    def _distribute(self, model: nn.Module) -> None:
+        """Move and divide the model block by block, so that no rank ever holds all of it on its device."""
+        chain, config = self._chain, self.config
+        blocks, stage_blocks = chain.blocks(model), chain.stages[self._stage_index]
+        holders, _ = holders_before_first_pass(model, chain)
+        shared = {parameter for parameter, stages in holders.items() if len(stages) > 1}
+        unsharded = {*model.parameters()} - sharded_parameters(model, chain).keys()
+        plan = tensor_plan(model, config) if self.sizes.tensor > 1 else {}
+        for number, (name, block) in enumerate(zip(chain.names, blocks, strict=True)):
+            self._put_on_device([parameter for parameter in block.parameters() if parameter not in shared], holders)
+            if number in stage_blocks and plan:
+                split_layers(model, {*block.modules()}, plan, self._mesh["tensor"])
+            if number in stage_blocks and self.sizes.shard > 1:
+                check_dtypes(name, block, "remove parallel.shard", unsharded)
+                shard_unit(name, block, self._mesh, "remove parallel.shard", ignored_params=unsharded)
+        self._put_on_device([parameter for parameter in model.parameters() if parameter in shared], holders)
+        if plan:
+            inside = {module for block in blocks for module in block.modules()}
+            split_layers(model, {*model.modules()} - inside, plan, self._mesh["tensor"])
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.world.device)
+        broadcast(model.buffers())
+        if self.sizes.shard > 1:
+            sharded = [parameter for parameter in model.parameters() if is_divided(parameter, "shard")]
+            trained = [parameter for parameter in sharded if parameter.requires_grad]
+            reshard = config.reshard_after_forward
+            gathered = fit_whole_on_all_ranks(sharded, self.world) if reshard == "auto" else not reshard
+            units: list[Any] = [blocks[number] for number in stage_blocks]
+            self._root = _StageRoot(units)
+            shard_unit("", self._root, self._mesh, "", ignored_params=unsharded)
+            self._units = FsdpUnits(
+                units,
+                whole_gradients=fit_whole_on_all_ranks(trained, self.world),
+                replicated=self.sizes.replicate > 1,
+                gathered=gathered,
+            )
+
+    @torch.no_grad()
+    def _put_on_device(self, parameters: Sequence[nn.Parameter], holders: Holders) -> None:
+        """Copy rank 0's values to all devices, and free the parameters that this rank does not hold."""
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.world.device)
+        broadcast([parameter.detach() for parameter in parameters])
+        for parameter in parameters:
+            if self._stage_index not in holders[parameter]:
+                _free(parameter)
+
+    def _make_groups(self) -> None:
+        """Create the process groups, and this rank's stage, which uses one of them."""
+        sizes = self.sizes
+        pipelines = [
+            [sizes.rank(stage, *coordinates) for stage in range(sizes.pipeline)]
+            for coordinates in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))
+        ]
+        group = self._replica_group = _new_group(pipelines)
+        host_group = _new_group(pipelines, backend="gloo")
+        self.stage = Stage(group, host_group, self.world.device)
+        if self.replaces_parameters:
+            parts = [*product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))]
+            replicas = [
+                [sizes.rank(stage, replica, shard, tensor) for stage, shard, tensor in parts]
+                for replica in range(sizes.replicate)
+            ]
+            self._replica_group = _new_group(replicas)
+        for stage in range(sizes.pipeline):
+            self._make_groups_of_holders((stage,))
+        # NCCL creates the communicator of a group in the group's first call, in which all of its ranks must take part.
+        # The first sends and receives are between neighbours only, so with three or more stages they would hang.
+        dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
+
+    def _make_groups_of_holders(self, stages: tuple[int, ...]) -> None:
+        """Create groups of the ranks that hold the same unsharded weights, for weights on exactly these stages."""
+        if stages in self._groups:
+            return
+        data_ranks = [*product(stages, range(self.sizes.replicate), range(self.sizes.shard))]
+        holders = [[self.sizes.rank(*rank, tensor) for rank in data_ranks] for tensor in range(self.sizes.tensor)]
+        self._groups[stages] = _new_group(holders) if len(data_ranks) > 1 else None
+
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        if self.replaces_parameters:
+            self._shards.give_to(optimizer)
+        self._optimizer = optimizer
+        self._drop_optimizer_state()
+
+    def _optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter that the optimizer holds in place of a parameter of the model."""
+        return self._shards.of.get(parameter, parameter)
+
+    def _model_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The model's parameters that correspond to the parameters that an optimizer holds."""
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self._whole.get(parameter, parameter) for parameter in updated]
+
+    def _drop_optimizer_state(self) -> None:
+        """Drop the optimizer state of weights that this rank does not hold."""
+        for parameter, stages in self._holders.items():
+            if self._optimizer is not None and self._stage_index not in stages:
+                self._optimizer.state.pop(self._optimizer_parameter(parameter), None)
+
+    def local_parameters(self) -> list[Tensor]:
+        tensors = [
+            (self._optimizer_parameter(parameter).detach(), stages) for parameter, stages in self._holders.items()
+        ]
+        return [tensor if self._stage_index in stages else tensor.new_zeros(1) for tensor, stages in tensors]
+
+    # --- Optimizer step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.sync_buffers()
+        self.buffers.begin_passes()
+        # Between passes, all ranks of a pipeline have the same generator state, so all of them draw the same number.
+        self._step_seed = int(torch.randint(2**31, (), device="cpu", generator=torch.default_generator))
+        self._calls_alone = 0
+        self._has_passes = False
+
+    def sync_buffers(self) -> None:
+        self.buffers.sync()
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
+        if self._units is not None:
+            self._units.before_backward(last=last)
+        return super().accumulating(last=last)
+
+    @contextmanager
+    def training_pass(self, number: int, received: Activation | None) -> Iterator[None]:
+        """The context of a step's forward pass, in which `call` raises `StageBoundary` on stages other than the last.
+
+        `number`: the number of the pass in the step. `received`: the input of this rank's stage.
+        """
+        self._pass = number, received
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _reshard(self) -> None:
+        """Free the gathered weights of this stage, because they become outdated when the shards change."""
+        if self._units is not None:
+            self._units.reshard()
+
+    def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        if self._pass is None:
+            return self._call_alone(function, batch)
+        number, received = self._pass
+        self._has_passes = True
+        try:
+            value = self._run_stage(function, batch, received, (self._step_seed, number))
+        except LossError:
+            if not self.learned:  # in the first pass the ranks agree on errors, so the next stage must not wait
+                self.stage.send_failure()
+            raise
+        if isinstance(value, Activation):
+            raise StageBoundary(value)
+        if not self.learned:  # check the first loss before the ranks agree on its errors
+            leaves = leaves_of(getattr(value, "loss", value))
+            self._check_foreign(parameter for parameter in self.parameters if parameter in leaves)
+        return value
+
+    def _call_alone(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        """Run a forward pass outside of an optimizer step."""
+        self._calls_alone += 1
+        seed = self._step_seed, -self._calls_alone  # drawing a new seed here would change later steps
+        value = self._run_stage(function, batch, self.stage.receive(), seed)
+        if not isinstance(value, Activation):
+            return value
+        self.stage.send(replace(value, tensor=value.tensor.detach()))
+        return None
+
+    def _run_stage(
+        self,
+        function: Callable[[nn.Module, T], Any],
+        batch: T,
+        received: Activation | None,
+        seed: tuple[int, int],
+    ) -> Any:
+        """Call `function(model, batch)` on this stage; see `StageModel.call`."""
+        before_blocks = partial(seed_pass, self.world, *seed, self._stage_index)
+        call = partial(self._stage_model.call, function, batch, received, before_blocks)
+        with random_states_kept(self.world):  # stages draw different amounts, which must not affect those of the data
+            seed_pass(self.world, *seed)
+            return call() if self._root is None else self._root(call)
+
+    # --- Users of weights outside of the blocks -----------------------------------------------------------------------
+
+    def learn(self, used: set[Tensor], changed: set[str]) -> None:
+        """Find out which stages use each weight that is outside of the blocks, and which change each buffer.
+
+        `used`: weights that the first pass used on this rank. `changed`: the names of buffers that it changed.
+        A collective.
+        """
+        names = [*shared_buffers(self.model)]
+        row = [parameter in used for parameter in self._outer] + [name in changed for name in names]
+        table = torch.zeros(self.sizes.pipeline, len(row), dtype=torch.int32)
+        table[self._stage_index] = torch.tensor(row, dtype=torch.int32)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=host_group(self.world))
+        users = [[stage for stage, uses in enumerate(column) if uses] for column in table.T.tolist()]
+        self.learned = True
+        for parameter, stages in zip(self._outer, users, strict=False):
+            if parameter not in self._known:
+                self._keep_on(parameter, tuple(stages) or (0,))
+        self._drop_optimizer_state()
+        self.buffers.learn(dict(zip(names, users[len(self._outer) :], strict=True)))
+        for holders in sorted({self._holders[parameter] for parameter in self.parameters}):
+            self._make_groups_of_holders(holders)
+
+    def _keep_on(self, parameter: nn.Parameter, stages: tuple[int, ...]) -> None:
+        """From now on, keep a weight that belongs to no block only on the ranks of these stages."""
+        self._holders[parameter] = stages
+        self._known.add(parameter)
+        if self._stage_index not in stages:
+            _free(parameter)
+            _free(self._optimizer_parameter(parameter))
+
+    # --- Gradients ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish_reduction(self) -> None:
+        """Sum gradients over the ranks that hold the same weights."""
+        self.stage.wait_for_headers()
+        self._reshard()
+        self.buffers.check_passes()
+        self._check_foreign(parameter for parameter in self.parameters if parameter.grad is not None)
+        names = self.parameter_names()
+        without_gradient: list[str] = []
+        by_holders: dict[tuple[int, ...], list[Tensor]] = {}
+        for parameter in self.parameters:
+            if self._stage_index not in self._holders[parameter]:
+                continue
+            if parameter.grad is None:
+                without_gradient += [names[id(parameter)]] if self._has_passes else []
+                gradient = torch.zeros_like(self._optimizer_parameter(parameter))
+            else:
+                gradient = reduced_part(parameter.grad, parameter)
+            self._optimizer_parameter(parameter).grad = gradient
+            if parameter not in self._sharded:  # FSDP has reduced the others
+                by_holders.setdefault(self._holders[parameter], []).append(gradient)
+        for stages in sorted(by_holders):  # the same order on all ranks, because groups overlap
+            if (group := self._groups[stages]) is not None:
+                for bucket in self._buckets(by_holders[stages]):
+                    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                    dist.all_reduce(flat, group=group)
+                    sums = torch.split(flat, [gradient.numel() for gradient in bucket])
+                    for gradient, total in zip(bucket, sums, strict=True):
+                        gradient.copy_(total.view_as(gradient))
+        if without_gradient:
+            raise LossError(
+                f"{some(without_gradient)} got no gradient in a step, but a pipeline needs the gradients of all "
+                "trained parameters",
+                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
+            )
+
+    def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the gradients in buckets. Each bucket has one dtype and a size of about `bucket_mb` MiB."""
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            bucket: list[Tensor] = []
+            for gradient in gradients:
+                if gradient.dtype == dtype:
+                    bucket.append(gradient)
+                    if sum(tensor.nbytes for tensor in bucket) >= self.config.bucket_mb * 2**20:
+                        yield bucket
+                        bucket = []
+            if bucket:
+                yield bucket
+
+    def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
+        """Raise `LossError` for weights that this rank has used but does not hold."""
+        names = self.parameter_names()
+        foreign = [names[id(parameter)] for parameter in used if self._stage_index not in self._holders[parameter]]
+        if foreign:
+            raise LossError(
+                f"rank {self._stage_index} of the pipeline used {some(foreign)}, which it does not hold: besides the "
+                "weights of its own blocks, a rank holds only those that it used in the first pass of the run",
+                "use weights only inside the model's blocks, and the same weights in every pass; or use "
+                "parallel='fsdp', where every rank can use all weights",
+            )
+
+    @property
+    def updated_parameters(self) -> list[nn.Parameter]:
+        return [self._optimizer_parameter(parameter) for parameter in self.parameters]
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the gradients of a replica; each value counts once, however many ranks hold it."""
+        gradients = [
+            gradient
+            for parameter in self.parameters
+            if (gradient := self._optimizer_parameter(parameter).grad) is not None and self._is_first_holder(parameter)
+        ]
+        exact = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        square = nn.utils.get_total_norm(gradients).to(self.world.device, exact).square()
+        dist.all_reduce(square, group=self._replica_group)
+        return square.sqrt()
+
+    def grad_norms(self) -> Tensor:
+        counted = torch.tensor([self._is_first_holder(parameter) for parameter in self.parameters])
+        squares = super().grad_norms().square() * counted.to(self.world.device)
+        dist.all_reduce(squares, group=self._replica_group)
+        return squares.sqrt()
+
+    def _is_first_holder(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the first one in its replica that holds this part of the parameter."""
+        return (
+            self._holders[parameter][0] == self._stage_index
+            and (self._shard == 0 or parameter in self._sharded)
+            and (self._tensor == 0 or parameter in self._split)
+        )
+
+    # --- Evaluation and prediction ------------------------------------------------------------------------------------
+
+    def evaluation(self, batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T]) -> Iterator[tuple[int, T]]:
+        # Run a collective: a rank may end an evaluation alone only if it counts no collectives (trainer/evaluation.py).
+        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
+        try:
+            yield from equal_batches(batches, filler_batch, self.world) if self.equal_passes else batches
+        finally:
+            self._reshard()
+
+    # --- State --------------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        state = self.model.state_dict(keep_vars=True)
+        pieces: dict[int, Piece] = {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) not in pieces:
+                if isinstance(value, nn.Parameter):
+                    pieces[id(value)] = self._piece(value)
+                elif (stage := self.buffers.stage_of(name)) is not None:
+                    pieces[id(value)] = self._piece_on(value, value.shape, (stage,))
+            state[name] = pieces.get(id(value), value.detach())  # tied weights are stored once
+        return state
+
+    def _piece(self, parameter: nn.Parameter) -> Piece:
+        """The part of a parameter that this rank holds; an empty piece of the same dtype if it holds none."""
+        part = piece_of_dtensor(parameter)
+        if part is None or self._stage_index not in self._holders[parameter]:
+            return self._piece_on(local_part(parameter).detach(), parameter.shape, self._holders[parameter])
+        return replace(part, owned=self._replica == 0 and self._is_first_holder(parameter))
+
+    def _piece_on(self, value: Tensor, shape: Sequence[int], stages: tuple[int, ...]) -> Piece:
+        """A piece with the whole tensor on the ranks of these stages; an empty piece on other ranks."""
+        if self._stage_index not in stages:
+            value = value.new_empty((0, *shape[1:]) if len(shape) else ())
+        owned = self._stage_index == stages[0] and (self._replica, self._shard, self._tensor) == (0, 0, 0)
+        return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
+
+    def parameter_names(self) -> dict[int, str]:
+        return super().parameter_names() | self._shards.names
+
+    def piece_of(self, parameter: Tensor) -> Piece | None:
+        whole = self._whole.get(parameter, parameter)
+        return self._piece(whole) if whole in self._holders else None  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        tensors = {
+            name: value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor) and not is_extra_state(name)
+        }
+        for name, value in state.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                is_here = self._stage_index in self._holders[tensor]
+            else:
+                is_here = self.buffers.stage_of(name) in (None, self._stage_index)
+            if is_here:
+                part = piece_of_dtensor(tensor)
+                saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
+                local_part(tensor).copy_(saved)
+        others = {name: value for name, value in state.items() if name not in tensors}
+        self.model.load_state_dict(others, strict=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The division into stages and, for each weight outside of the blocks, the stages that use it."""
+        if not self.learned:
+            return {}
+        names = self.parameter_names()
+        users = {names[id(parameter)]: list(self._holders[parameter]) for parameter in self._outer}
+        return {"pipeline": {"stages": [*map(len, self._chain.stages)], "users": users}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state.get("pipeline") or {}
+        if self.learned or saved.get("stages") != [*map(len, self._chain.stages)]:
+            return
+        names = self.parameter_names()
+        for parameter in self._outer:
+            users = saved["users"].get(names[id(parameter)])
+            if users is not None:
+                if not users or not set(users) <= set(range(self.sizes.pipeline)):
+                    raise ValueError("each weight must be assigned to one or more existing ranks of the pipeline")
+                self._keep_on(parameter, tuple(users))
+        self._drop_optimizer_state()
+
+    def optimizer_form(self, optimizer: Optimizer) -> Any:
+        forms: dict[str, Any] = {}
+        for number, parameter in enumerate(self._model_parameters(optimizer)):
+            updated = self._optimizer_parameter(parameter)
+            values = optimizer.state.get(updated)
+            if isinstance(values, dict) and self._is_first_holder(parameter) and self._replica == 0:
+                forms[str(number)] = {name: _form(value, updated, parameter) for name, value in values.items()}
+        return forms
+
+    def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:
+        assert self._optimizer is not None, "`setup_optimizer` was called"
+        parameters = self._model_parameters(self._optimizer)
+        all_forms = {int(number): form for of_rank in forms if of_rank for number, form in of_rank.items()}
+        return {
+            number: {
+                name: self._state_piece(parameters[number], state, name, number, value) for name, value in form.items()
+            }
+            for number, form in sorted(all_forms.items())
+        }
+
+    def _state_piece(self, parameter: nn.Parameter, state: dict[int, Any], name: str, number: int, form: Any) -> Any:
+        """The part on this rank of a value of an optimizer's state. `form`: the result of `_form`."""
+        if "value" in form:
+            return form["value"]
+        stages = self._holders[parameter]
+        if self._stage_index in stages:
+            value = state[number][name]
+            return value if isinstance(value, Piece) else self._piece_on(value, form["shape"], stages)
+        device = self.world.device if form["on_device"] else torch.device("cpu")
+        value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
+        return self._piece_on(value, form["shape"], stages)
+
+    def local_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+        assert self._optimizer is not None, "`setup_optimizer` was called"
+        parameters = self._model_parameters(self._optimizer)
+        return {
+            number: values for number, values in state.items() if self._stage_index in self._holders[parameters[number]]
+        }
+
+
+def _form(value: Any, updated: Tensor, parameter: Tensor) -> dict[str, Any]:
+    """Describe a value of the optimizer state, for ranks that do not have it.
+
+    `updated`: this rank's part of `parameter`.
+    """
+    if not isinstance(value, Tensor):
+        return {"value": value}
+    dtype = str(value.dtype).removeprefix("torch.")
+    shape = parameter.shape if value.shape == updated.shape else value.shape
+    return {"dtype": dtype, "shape": list(shape), "on_device": not value.is_cpu}
+
+
+def _new_group(groups_of_ranks: list[list[int]], backend: str | None = None) -> Any:
+    """Create several groups without common ranks. Returns the one with this rank; None if there is none."""
+    group, _ = dist.new_subgroups_by_enumeration(groups_of_ranks, backend=backend)  # type: ignore[no-untyped-call]
+    return group
+
+
+@torch.no_grad()
+def _free(parameter: nn.Parameter) -> None:
+    """Free a parameter's memory. The parameter keeps its shape, and its values become NaN to reveal accidental use."""
+    part = memory_of(parameter)
+    kind = torch.nan if part.is_floating_point() else 0
+    part.data = torch.full((), kind, dtype=part.dtype, device=part.device).expand(part.shape)
