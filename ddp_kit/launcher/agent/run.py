@@ -26,9 +26,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError, advice_for
 from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import torch_versions
+from ddp_kit.launcher.agent import torchrun
 from ddp_kit.launcher.agent.inbox import Commands, Inbox, StoppedError, is_local
-from ddp_kit.launcher.agent.logs import logs_specs
 from ddp_kit.launcher.agent.loop import Agent, RunResult
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.job import Node
@@ -48,7 +47,7 @@ def nproc_per_node(processes: str | None) -> str | None:
     if processes is None or processes.lstrip("-").isdecimal():
         return processes
     try:
-        return str(torch_versions.local_world_size(processes))
+        return str(torchrun.local_world_size(processes))
     except ValueError as error:
         raise UsageError(
             f"--nproc-per-node {processes} is not available: {error}", "use a number, or auto, cpu, gpu or xpu"
@@ -58,7 +57,7 @@ def nproc_per_node(processes: str | None) -> str | None:
 def check(plan: Plan) -> None:
     """Raise `UsageError` if `run` would reject the plan. This creates neither a folder nor a socket."""
     if plan.rendezvous.served_by_ddpkit:
-        logs_specs(plan.logs, os.devnull)
+        torchrun.logs_specs(plan.logs, os.devnull)
     else:
         _torch_config(plan, os.devnull)
     _check_event_handler(plan.event_log_handler)
@@ -88,7 +87,7 @@ def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> Run
 
 
 def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
-    specs, inbox = logs_specs(plan.logs, folder), Inbox()
+    specs, inbox = torchrun.logs_specs(plan.logs, folder), Inbox()
     _handle_signals(plan.signals_to_handle, inbox, print_message)
     try:
         link = _link(plan, inbox, print_message)
@@ -213,7 +212,7 @@ def _torch_config(plan: Plan, folder: str) -> LaunchConfig:
     settings.node_rank = 0  # not used by these backends; a notice has been printed
     try:
         with private_files():  # torch creates the folder of --log-dir here
-            return torch_versions.launch_config(settings)
+            return torchrun.launch_config(settings)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise UsageError(
             f"torch rejects this command line: {error}", advice_for(error, "see `ddpkit launch --help`")

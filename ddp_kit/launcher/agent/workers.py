@@ -25,11 +25,10 @@ from ddp_kit.env import (
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
-from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import torch_versions
+from ddp_kit.launcher import diagnosis, verdict
+from ddp_kit.launcher.agent import torchrun
 from ddp_kit.launcher.agent.hangs import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
-from ddp_kit.launcher.agent.logs import RoundLogs
 from ddp_kit.launcher.agent.stacks import can_be_inspected, has_handler
 from ddp_kit.launcher.devices.cpus import oom_kills
 from ddp_kit.launcher.job import RankAssignment
@@ -87,7 +86,7 @@ class Workers:
         self._plan, self._warm, self._inbox = plan, warm, inbox
         self._print_message, self._on_failure = print_message, on_failure
         self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.workers))}
-        self._logs = RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
+        self._logs = torchrun.RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
         path = next((each for each in self.error_files.values() if each != os.devnull), None)
         self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
@@ -238,7 +237,7 @@ class Workers:
             return self._plan.workers[local_rank].cpus
         try:
             first = local_rank * (self._plan.spec.gpus_per_process or 1)
-            return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
+            return tuple(sorted(torchrun.numa_cpus(first, self._plan.numa_binding)))
         except Exception as error:  # torch raises different errors, depending on what is missing
             raise UsageError(
                 f"--numa-binding is not available on this machine: {error}", "remove the flag, or install numactl"
@@ -315,7 +314,7 @@ class Workers:
         if not self._exit_code(local_rank):
             return False
         message, _ = read_error_file(self.error_files[local_rank]) or ("", {})
-        return verdict.is_timeout(message or self._output.tail(local_rank))
+        return diagnosis.is_timeout(message or self._output.tail(local_rank))
 
     def _kill_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
@@ -365,14 +364,14 @@ class Workers:
         noted, fields = read_error_file(path) or ("", {})
         noted = noted.strip()
         trace = output.trace or str(fields.get("py_callstack", "")).rstrip()
-        message = noted.partition("\n")[0] or verdict.message_of(trace)
+        message = noted.partition("\n")[0] or diagnosis.message_of(trace)
         trace = trace or (noted if "\n" in noted else "")
         if getattr(self._processes[local_rank], "lost", False):  # because the warm server died
             message = _SERVER_LOST
-        terminated, timed_out = local_rank in self._terminated, verdict.is_timeout(noted or message)
+        terminated, timed_out = local_rank in self._terminated, diagnosis.is_timeout(noted or message)
         secondary = (
             bool(fields.get(NOTE_SECONDARY))
-            or verdict.is_secondary(noted or message)
+            or diagnosis.is_secondary(noted or message)
             or (timed_out and hung is not None)
         )
         if terminated and code == -signal.SIGTERM and message and not secondary:
@@ -388,8 +387,8 @@ class Workers:
             message=masked(message, os.environ),
             trace=masked(trace, os.environ),
             step=read_heartbeat(path).step,
-            hint=masked(verdict.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
-            at_start=bool(fields.get(NOTE_AT_START)) or verdict.failed_at_start(trace),
+            hint=masked(diagnosis.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
+            at_start=bool(fields.get(NOTE_AT_START)) or diagnosis.failed_at_start(trace),
             terminated=terminated,
             secondary=secondary,
             printed=bool(fields.get(NOTE_PRINTED)),
@@ -500,8 +499,8 @@ class Workers:
         has_cause = any(rank not in self._terminated for rank in failed)
         self._final_output = self._output.end(
             failed,
-            suppress_trace=lambda trace: has_cause or verdict.is_secondary(trace) or verdict.is_interrupt(trace),
-            is_secondary=lambda trace: verdict.is_secondary(trace) or verdict.is_interrupt(trace),
+            suppress_trace=lambda trace: has_cause or diagnosis.is_secondary(trace) or diagnosis.is_interrupt(trace),
+            is_secondary=lambda trace: diagnosis.is_secondary(trace) or diagnosis.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             interrupted=lambda: self._inbox.signals > 1,
         )

@@ -1,19 +1,78 @@
-"""Destinations of each worker's output: torch's log settings and file names, and ddpkit's streams."""
+"""What the launcher takes from torchrun: its settings, and its choice of log files.
 
+All uses of torch APIs in the launcher that are private or differ between versions are here; check them when torch
+changes. The code checks for features, not version numbers. It was checked against the sources of torch 2.10 to 2.15;
+docs/versions.md lists the differences that users can see.
+"""
+
+import argparse
+import inspect
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from string import Template
+from typing import Any
 
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.launcher.api import LaunchConfig
+from torch.numa import binding
 
 from ddp_kit.env import OUTPUT_LOG
 from ddp_kit.errors import LaunchError, UsageError, advice_for
 from ddp_kit.launcher.output import Output, Route, Streams, private_files
 from ddp_kit.launcher.plan import Logs, Plan
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def torchrun_defaults() -> dict[str, Any]:
+    """The default settings of the installed torchrun, for the flags that it has."""
+    return vars(torchrun_parser().parse_args(["script.py"]))
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser of the installed torchrun. Raises `UsageError` if it rejects the value of a PET_ variable."""
+    try:
+        return run.get_args_parser()
+    except ValueError as error:
+        raise UsageError(f"a PET_ variable has an invalid value: {error}", "boolean variables must be 0 or 1") from None
+
+
+def local_world_size(nproc_per_node: str) -> int:
+    """The number of processes for --nproc-per-node auto, cpu, gpu or xpu on this machine.
+
+    Raises `ValueError` if torch does not know the word, or if this machine has no such device.
+    """
+    return int(run.determine_local_world_size(nproc_per_node))
+
+
+def launch_config(settings: argparse.Namespace) -> LaunchConfig:
+    """torchrun's own `LaunchConfig` for these settings. Invalid settings raise different types of exceptions.
+
+    Settings that only a torch newer than ddpkit knows have their defaults.
+    """
+    complete = argparse.Namespace(**{**torchrun_defaults(), **vars(settings)})
+    config: LaunchConfig = run.config_from_args(complete)[0]
+    return config
+
+
+def numa_cpus(local_rank: int, numa_binding: str) -> set[int]:
+    """The logical CPUs that --numa-binding assigns to a local rank. Source: torch.numa.binding of torch 2.10 to 2.15.
+
+    torch 2.14 renamed the argument `gpu_index` of its function to `device_index`.
+    """
+    find = binding._get_validated_logical_cpus_to_bind_to
+    index = "device_index" if "device_index" in inspect.signature(find).parameters else "gpu_index"
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(numa_binding))
+    return set(find(**{index: local_rank}, numa_options=options))
+
+
+# --- Log files --------------------------------------------------------------------------------------------------------
+# torch's log settings, or a plug-in's, choose the files of each worker. ddpkit's streams write to these files.
 
 
 def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
@@ -23,7 +82,7 @@ def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
     """
     try:
         with private_files():  # the constructor creates a folder
-            return _kind(logs.logs_specs)(
+            return _logs_specs_class(logs.logs_specs)(
                 log_dir=folder,
                 redirects=Std.from_str(logs.redirects),
                 tee=Std.from_str(logs.tee),
@@ -35,12 +94,12 @@ def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
         ) from None
 
 
-def _kind(name: str | None) -> type[LogsSpecs]:
+def _logs_specs_class(name: str | None) -> type[LogsSpecs]:
     if name is None:
         return DefaultLogsSpecs
     for plugin in entry_points(group="torchrun.logs_specs", name=name):
-        kind: type[LogsSpecs] = plugin.load()
-        return kind
+        loaded: type[LogsSpecs] = plugin.load()
+        return loaded
     raise ValueError(f"no installed package has the entry point torchrun.logs_specs[{name}]")
 
 
