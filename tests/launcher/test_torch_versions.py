@@ -7,13 +7,13 @@ import socket
 from typing import Any
 
 import pytest
-from torch.distributed import run
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
 from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import cli, plan, spec
-from ddp_kit.launcher.agent import torchrun
+from ddp_kit.launcher.agent import torchrun as our_torchrun
 from ddp_kit.launcher.agent.torchrun import streams
 from ddp_kit.launcher.devices.cpus import Cpus
 
@@ -79,14 +79,14 @@ def test_the_host_can_be_part_of_the_prefix_of_lines() -> None:
 
 
 def test_the_defaults_are_those_of_the_installed_torchrun() -> None:
-    assert torchrun.torchrun_defaults() == vars(run.get_args_parser().parse_args(["script.py"]))
-    assert torchrun.torchrun_defaults().keys() <= planned().torchrun.keys()
+    assert our_torchrun.torchrun_defaults() == vars(torchrun.get_args_parser().parse_args(["script.py"]))
+    assert our_torchrun.torchrun_defaults().keys() <= planned().torchrun.keys()
 
 
 def test_torch_is_asked_for_the_cores_of_a_gpu_in_its_own_words() -> None:
     """Where there is no such GPU, or nothing is known of it, torch says so; it has no word on its arguments."""
     try:
-        found = torchrun.numa_cpus(0, "node")
+        found = our_torchrun.numa_cpus(0, "node")
     except TypeError:
         raise
     except Exception as error:
@@ -104,7 +104,7 @@ CHOSEN_BY_THE_LAUNCHER = {"nproc_per_node": "1", "master_port": 29500}
 
 
 def torchrun_actions() -> dict[str, argparse.Action]:
-    return {action.dest: action for action in run.get_args_parser()._actions if action.dest != "help"}
+    return {action.dest: action for action in torchrun.get_args_parser()._actions if action.dest != "help"}
 
 
 def settings_of(words: list[str]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_variable_of_a_flag_is_read_as_by_the_installed_torchrun(name: str, monk
 
 
 def test_unknown_flag_is_left_to_the_parser_of_a_later_torch() -> None:
-    later = run.get_args_parser()
+    later = torchrun.get_args_parser()
     later.add_argument("--new-flag", "--new_flag", type=int, default=1)
     words = ["--nproc=2", "--new_fl", "5", "train.py", "--new-flag"]
     assert spec.parse(words, {}, lambda: later).torchrun["new_flag"] == 5
@@ -194,9 +194,9 @@ def test_parser_of_torch_is_used_only_if_torch_is_newer_than_the_listed_flags(
 
 
 def test_settings_of_a_later_torch_have_their_defaults_for_its_own_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser, given = run.get_args_parser(), []
+    parser, given = torchrun.get_args_parser(), []
     parser.add_argument("--new-flag", default="new")
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
     monkeypatch.setattr(torchrun, "config_from_args", lambda settings: [given.append(settings)])
-    torchrun.launch_config(argparse.Namespace(role="ours"))
+    our_torchrun.launch_config(argparse.Namespace(role="ours"))
     assert (given[0].role, given[0].new_flag) == ("ours", "new")

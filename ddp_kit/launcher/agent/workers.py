@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Workers:
         self._output, self.error_files = self._logs.output, self._logs.error_files
         path = next((each for each in self.error_files.values() if each != os.devnull), None)
         self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
-        self._round_file = None if self._folder is None else RoundFile(self._folder)
+        self._round_file: RoundFile | None = None
         self._record_keeper: RecordKeeper | None = None
         self._host = socket.gethostname() if plan.rendezvous.limits.max_nodes > 1 else ""  # in failures
         self.hang_monitor = HangMonitor(
@@ -124,112 +124,63 @@ class Workers:
 
         Raises `LaunchError` if a worker cannot be started, and `UsageError` if --numa-binding is not available.
         """
-        self._note_shutdown_timeout()
-        self._keep_record()
-        if self._warm is None:
-            for rank in self._envs:
-                self._processes[rank] = self._start_here(rank)
-                self._running.add(rank)  # so that it is killed if a later worker cannot start
-        else:
-            self._processes = self._start_warm(self._warm)
-        self._running = set(self._processes)
-        self._logs.start()
-        if self._round_file is not None:
-            self._round_file.write(self._record())
-
-    def _record(self) -> RoundRecord:
-        assignment = self.assignment
-        return RoundRecord(
-            run_id=self._plan.rendezvous.run_id,
-            script=self._plan.script,
-            host=socket.gethostname(),
-            node_rank=assignment.group_rank,
-            nodes=assignment.group_world_size,
-            world_size=assignment.world_size,
-            restarts=assignment.restarts,
-            began=time.time(),
-            workers=tuple(self._worker_record(local_rank, pid) for local_rank, pid in self.pids.items()),
-            arguments=tuple(masked_words(self._plan.script_arguments, os.environ)),
-        )
-
-    def _worker_record(self, local_rank: int, pid: int) -> WorkerRecord:
-        path, gpus = self.error_files[local_rank], self._plan.workers[local_rank].gpus
-        return WorkerRecord(
-            rank=self.assignment.first_rank + local_rank,
-            local_rank=local_rank,
-            pid=pid,
-            error_file="" if path == os.devnull else str(Path(path).absolute()),
-            gpus=tuple(gpu.uuid for gpu in gpus),
-        )
-
-    def _note_shutdown_timeout(self) -> None:
-        """Write the shutdown timeout to a file that the workers can read.
-
-        An environment variable is not used, because the environment must be the same as under torchrun.
-        """
         if self._folder is not None:
-            noted = self._folder / GRACE_FILE
-            noted.touch(mode=0o600)
-            noted.write_text(str(self._plan.shutdown_timeout))
-
-    def _keep_record(self) -> None:
-        """Start the thread that adds samples of this machine's state to the run record once a Trainer creates it."""
-        if self._folder is not None:
+            # Not an environment variable, because the environment must be the same as under torchrun.
+            shutdown_timeout = self._folder / GRACE_FILE
+            shutdown_timeout.touch(mode=0o600)
+            shutdown_timeout.write_text(str(self._plan.shutdown_timeout))
             kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
             self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
             self._record_keeper.start()
+        if self._warm is None:
+            self._start_children()
+        else:
+            self._start_warm(self._warm)
+        self._running = set(self._processes)
+        self._logs.start()
+        if self._folder is not None:
+            self._round_file = RoundFile(self._folder)
+            self._round_file.write(self._round_record())
 
-    def record_end(self, outcome: Outcome) -> None:
-        """Add to the run record, if there is one, how this attempt ended on this node."""
-        if self._record_keeper is not None:
-            steps = [step for path in self.error_files.values() if (step := read_heartbeat(path).step) is not None]
-            self._record_keeper.end(
-                attempt_id(self._envs[0]), max(steps, default=None), verdict.record(outcome), self.hang_monitor.stacks
+    def _start_children(self) -> None:
+        """Start the workers as children of this process, on systems other than Linux, where there is no warm server."""
+        for rank, env in self._envs.items():
+            command, (out, err) = self._plan.command_line(rank), self._output.descriptors(rank)
+            try:
+                self._processes[rank] = subprocess.Popen(
+                    command, env=env, stdout=out, stderr=err, start_new_session=True
+                )
+            except OSError as error:
+                raise _cannot_start(command[0], error.strerror or str(error)) from None
+            self._running.add(rank)  # so that it is killed if a later worker cannot start
+
+    def _start_warm(self, warm: WarmServer) -> None:
+        """Let the warm server start the workers. A stop signal may end the wait for it; there are then no workers."""
+        processes = {
+            rank: warm.start(
+                self._plan.command_line(rank),
+                self._envs[rank],
+                self._plan.program(rank),
+                self._output.descriptors(rank),
+                self._cores(rank),
+                self.hang_monitor.count_interval,
+                "" if can_be_inspected(warm.pid) else self.hang_monitor.stacks_file(rank),
             )
-
-    def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
-        processes = {rank: self._request_start(warm, rank) for rank in self._envs}
-        if not self._wait_for_answers(processes.values(), warm):
-            return {}
+            for rank in self._envs
+        }
+        while not all(process.answered for process in processes.values()):
+            wait_readable([warm], _SIGNAL_CHECK_SECONDS)
+            warm.pump()
+            # Once a worker has started, the first signal is for the workers.
+            signals = 2 if any(process.answered for process in processes.values()) else 1
+            if self._inbox.signals >= signals:
+                return  # the agent's loop acts on the signal and ends the server with its workers
         for rank, process in processes.items():
             if process.error:
                 raise _cannot_start(self._plan.command_line(rank)[0], process.error)
         for reason in sorted({process.cold for process in processes.values() if process.cold}):
             self._print_message(f"starting cold: {reason}")
-        return {**processes}
-
-    def _request_start(self, warm: WarmServer, local_rank: int) -> Process:
-        return warm.start(
-            self._plan.command_line(local_rank),
-            self._envs[local_rank],
-            self._plan.program(local_rank),
-            self._output.descriptors(local_rank),
-            self._cores(local_rank),
-            self.hang_monitor.count_interval,
-            "" if can_be_inspected(warm.pid) else self.hang_monitor.stacks_file(local_rank),
-        )
-
-    def _wait_for_answers(self, processes: Collection[Process], warm: WarmServer) -> bool:
-        """Wait until the warm server has started all workers. Return False if a stop signal ends the wait.
-
-        Once a worker has started, only a second signal ends the wait, because the first one is for the workers.
-        """
-        for process in processes:
-            while not process.answered:
-                wait_readable([warm], _SIGNAL_CHECK_SECONDS)
-                warm.pump()
-                signals = 2 if any(each.answered for each in processes) else 1
-                if self._inbox.signals >= signals:
-                    return False  # the agent's loop acts on the signal and ends the server with its workers
-        return True
-
-    def _start_here(self, local_rank: int) -> "subprocess.Popen[bytes]":
-        """Start a worker as a child of this process, on systems other than Linux, where there is no warm server."""
-        command, (out, err) = self._plan.command_line(local_rank), self._output.descriptors(local_rank)
-        try:
-            return subprocess.Popen(command, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
-        except OSError as error:
-            raise _cannot_start(command[0], error.strerror or str(error)) from None
+        self._processes.update(processes)
 
     def _cores(self, local_rank: int) -> tuple[int, ...]:
         """The cores that --numa-binding selects, or else the cores near the worker's GPU."""
@@ -242,6 +193,34 @@ class Workers:
             raise UsageError(
                 f"--numa-binding is not available on this machine: {error}", "remove the flag, or install numactl"
             ) from None
+
+    def _round_record(self) -> RoundRecord:
+        assignment, workers = self.assignment, []
+        for local_rank, pid in self.pids.items():
+            path, gpus = self.error_files[local_rank], self._plan.workers[local_rank].gpus
+            error_file = "" if path == os.devnull else str(Path(path).absolute())
+            rank, uuids = assignment.first_rank + local_rank, tuple(gpu.uuid for gpu in gpus)
+            workers.append(WorkerRecord(rank, local_rank, pid, error_file, uuids))
+        return RoundRecord(
+            run_id=self._plan.rendezvous.run_id,
+            script=self._plan.script,
+            host=socket.gethostname(),
+            node_rank=assignment.group_rank,
+            nodes=assignment.group_world_size,
+            world_size=assignment.world_size,
+            restarts=assignment.restarts,
+            began=time.time(),
+            workers=tuple(workers),
+            arguments=tuple(masked_words(self._plan.script_arguments, os.environ)),
+        )
+
+    def record_end(self, outcome: Outcome) -> None:
+        """Add to the run record, if there is one, how this attempt ended on this node."""
+        if self._record_keeper is not None:
+            steps = [step for path in self.error_files.values() if (step := read_heartbeat(path).step) is not None]
+            self._record_keeper.end(
+                attempt_id(self._envs[0]), max(steps, default=None), verdict.record(outcome), self.hang_monitor.stacks
+            )
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -294,7 +273,7 @@ class Workers:
     def _exiting(self) -> dict[int, float]:
         """The running workers that have printed an uncaught exception, and the times at which they did."""
         heartbeats = {rank: read_heartbeat(self.error_files[rank]) for rank in self._running}
-        return {rank: each.changed_at / 1e9 for rank, each in heartbeats.items() if each.phase is Phase.EXITING}
+        return {rank: beat.changed_at / 1e9 for rank, beat in heartbeats.items() if beat.phase is Phase.EXITING}
 
     def _pids_running(self) -> dict[int, int]:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
