@@ -108,7 +108,7 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
     If the innermost frame is in ddpkit, the frames that lead to it are shown, because the error is probably in ddpkit.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    found: list[str] = []
+    shown: list[str] = []
     run: list[list[str]] = []  # consecutive library frames, each with its source lines
     for line in [*lines, ""]:
         frame = _FRAME.match(line)
@@ -119,12 +119,12 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
         else:
             last = _FRAME.match(run[-1][0]) if run else None
             if last is not None and frame is None and str(Path(__file__).parent) in last["file"]:
-                found += [text for each in run for text in each]
+                shown += [text for frame_lines in run for text in frame_lines]
             elif run:
-                found.append(f"  [{len(run)} frame{'s' * (len(run) > 1)} of ddpkit and torch]")
+                shown.append(f"  [{len(run)} frame{'s' * (len(run) > 1)} of ddpkit and torch]")
             run = []
-            found.append(line)
-    return "\n".join(found[:-1]) + "\n"
+            shown.append(line)
+    return "\n".join(shown[:-1]) + "\n"
 
 
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:

@@ -74,14 +74,15 @@ def open_terminal_or_pipe(console: int) -> tuple[int, int]:
     """Open a pipe, or a pseudo-terminal if the console is a terminal; return the launcher's end and the worker's."""
     if os.isatty(console):
         with suppress(OSError):  # no pseudo-terminal is available
-            ours, theirs = pty.openpty()
-            tty.setraw(theirs)  # the console translates line ends, so this terminal must not
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, _WINDOW_SIZE))
-            return ours, theirs
-    ours, theirs = os.pipe()
+            read_end, write_end = pty.openpty()
+            tty.setraw(write_end)  # the console translates line ends, so this terminal must not
+            fcntl.ioctl(write_end, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, _WINDOW_SIZE))
+            return read_end, write_end
+    read_end, write_end = os.pipe()
     with suppress(OSError):
-        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # a large pipe, so that a slow console does not block workers
-    return ours, theirs
+        # A large pipe, so that a slow console does not block workers.
+        fcntl.fcntl(read_end, _SET_PIPE_SIZE, _PIPE_BYTES)
+    return read_end, write_end
 
 
 # --- torch's warnings -------------------------------------------------------------------------------------------------
@@ -249,15 +250,16 @@ class Output:
         return descriptors[0], descriptors[1]
 
     def _intercept(self, worker: Streams, route: Route, console: int) -> int:
-        ours, theirs = open_terminal_or_pipe(console)
+        read_end, write_end = open_terminal_or_pipe(console)
         if route.file and route.file not in self._copies:
             self._copies[route.file] = open_log(route.file)
         label = f"[rank {worker.rank}] " if route.label is None else route.label
         if self._colour and route.label is None and os.isatty(console):
             label = f"\x1b[{_COLOURS[worker.rank % len(_COLOURS)]}m{label}\x1b[0m"
         copy = self._copies.get(route.file, -1)
-        self._sources.append(_Source(worker.local_rank, ours, console, copy, label.encode(), route.label is not None))
-        return theirs
+        labelled = route.label is not None
+        self._sources.append(_Source(worker.local_rank, read_end, console, copy, label.encode(), labelled))
+        return write_end
 
     def descriptors(self, local_rank: int) -> tuple[int, int]:
         """The descriptors for a worker's stdout and stderr."""
@@ -361,8 +363,8 @@ class Output:
     def _release(self, source: _Source) -> None:
         """Show a traceback that was held back."""
         self._continued.discard(source.local_rank)
-        held, source.held = source.held, b""
-        self._show(source, held)
+        traceback, source.held = source.held, b""
+        self._show(source, traceback)
         self._consoles.latest_trace = source.local_rank
 
     def _show(self, source: _Source, text: bytes) -> None:

@@ -127,7 +127,8 @@ def first_failure(failures: tuple[Failure, ...]) -> Failure:
     If several ranks have the same error, return the failure of the rank that printed the error.
     """
     first = min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
-    same = [each for each in failures if each.printed_here and each.message == first.message and not each.secondary]
+    printed = [failure for failure in failures if failure.printed_here and not failure.secondary]
+    same = [failure for failure in printed if failure.message == first.message]
     return min(same, key=lambda failure: failure.after, default=first)
 
 

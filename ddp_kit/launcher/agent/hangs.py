@@ -99,8 +99,8 @@ class HangRule:
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
         self._last_check = now
-        known = self._ranks
-        self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in heartbeats.items()}
+        before = self._ranks
+        self._ranks = {rank: self._after(before.get(rank), heartbeat, passed) for rank, heartbeat in heartbeats.items()}
         self._stopped = self._stopped + passed if stopped else 0.0
         idle, limit = min(rank.idle for rank in self._ranks.values()), self.limit
         if stopped:
@@ -125,27 +125,27 @@ class HangRule:
 
         If not, a higher limit applies, because start-up and saving may be slow.
         """
-        every = [rank.heartbeat for rank in self._ranks.values()]
+        heartbeats = [rank.heartbeat for rank in self._ranks.values()]
         settled = all(map(self._has_settled, self._ranks.values()))
-        return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
+        return settled and all(beat.phase is not Phase.CHECKPOINT for beat in heartbeats)
 
     def _has_settled(self, rank: _Rank) -> bool:
         if rank.heartbeat.step is None:
             return self._any_script and rank.collectives >= _FIRST_COLLECTIVES
         return rank.heartbeat.steps >= _FIRST_STEPS
 
-    def _after(self, known: _Rank | None, found: Heartbeat, passed: float) -> _Rank:
-        if known is None:
-            return _Rank(found, collectives=found.collectives)
-        after = _Rank(found, collectives=found.collectives or known.collectives)
-        if known.heartbeat.python_at == found.python_at:
-            after.in_native_code = known.in_native_code + passed
-        if known.heartbeat.counted_at == found.counted_at:
-            after.uncounted = known.uncounted + passed
-        if known.heartbeat == found:
-            after.idle = known.idle + passed
-        elif self._in_trainer(known.heartbeat):  # pauses in user code do not show how long the Trainer takes
-            self._pause = max(self._pause, known.idle)
+    def _after(self, before: _Rank | None, heartbeat: Heartbeat, passed: float) -> _Rank:
+        if before is None:
+            return _Rank(heartbeat, collectives=heartbeat.collectives)
+        after = _Rank(heartbeat, collectives=heartbeat.collectives or before.collectives)
+        if before.heartbeat.python_at == heartbeat.python_at:
+            after.in_native_code = before.in_native_code + passed
+        if before.heartbeat.counted_at == heartbeat.counted_at:
+            after.uncounted = before.uncounted + passed
+        if before.heartbeat == heartbeat:
+            after.idle = before.idle + passed
+        elif self._in_trainer(before.heartbeat):  # pauses in user code do not show how long the Trainer takes
+            self._pause = max(self._pause, before.idle)
         return after
 
     def _progress_expected(self) -> bool:
@@ -154,9 +154,11 @@ class HangRule:
         True if a rank is running Trainer code, if some ranks have started more collectives than others, or if all
         ranks are stuck in native code.
         """
-        every = [rank.heartbeat for rank in self._ranks.values()]
-        apart = self._any_script and len({each.collectives for each in every}) > 1
-        return apart or any(map(self._in_trainer, every)) or all(map(self._is_in_native_code, self._ranks.values()))
+        heartbeats = [rank.heartbeat for rank in self._ranks.values()]
+        apart = self._any_script and len({beat.collectives for beat in heartbeats}) > 1
+        if apart or any(map(self._in_trainer, heartbeats)):
+            return True
+        return all(map(self._is_in_native_code, self._ranks.values()))
 
     def _is_in_native_code(self, rank: _Rank) -> bool:
         """Whether the rank's main thread has executed no Python code for as long as the limit.
@@ -180,10 +182,10 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
     """
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
-        stack, own = stacks.get(rank, Stack()), heartbeats[rank]
-        step = -1 if own.step is None else own.step
-        within = (own.phase - Phase.CALLBACKS) % len(Phase)  # the end of a step is recorded before its callbacks
-        counts = own.collectives, step, own.all_collectives, within
+        stack, beat = stacks.get(rank, Stack()), heartbeats[rank]
+        step = -1 if beat.step is None else beat.step
+        within = (beat.phase - Phase.CALLBACKS) % len(Phase)  # the end of a step is recorded before its callbacks
+        counts = beat.collectives, step, beat.all_collectives, within
         return (not stack.stopped, bool(stack.waits_for_ranks), *counts, rank)
 
     return min(heartbeats, key=order)
@@ -332,14 +334,14 @@ class HangMonitor:
     def _message(self, heartbeats: Mapping[int, Heartbeat], read_at: int, no_progress: NoProgress, waits: bool) -> str:
         message = f"no progress for more than {no_progress.limit:.3g} s"
         # A rank that holds the interpreter lock has stopped counting, and may have started more collectives since.
-        is_current = all(read_at - each.counted_at < no_progress.limit / 2 * 1e9 for each in heartbeats.values())
-        counts = sorted({each.collectives for each in heartbeats.values()}) if is_current else []
+        is_current = all(read_at - beat.counted_at < no_progress.limit / 2 * 1e9 for beat in heartbeats.values())
+        counts = sorted({beat.collectives for beat in heartbeats.values()}) if is_current else []
         if waits and self._several_nodes:
             return f"{message}; the cause may be on another node"
         if waits:
             ended = len(heartbeats) < len(self._ranks)
             return f"{message}; {'other ranks have ended' if ended else 'all ranks are waiting for each other'}"
-        if len(counts) > 1 and all(each.step is None for each in heartbeats.values()):
+        if len(counts) > 1 and all(beat.step is None for beat in heartbeats.values()):
             return (
                 f"{message}; this rank has started {counts[0]} collectives, but other ranks have started {counts[-1]}"
             )

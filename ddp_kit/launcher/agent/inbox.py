@@ -127,10 +127,10 @@ class Inbox:
         `wait` then waits for the next item. Call `take` until it returns None before waiting for the earlier ones.
         """
         self._clear_wake_ups()
-        found = next((item for item in self._items if isinstance(item, StopSignal)), None)
-        if found is not None:
-            self._items.remove(found)
-        return found
+        stop = next((item for item in self._items if isinstance(item, StopSignal)), None)
+        if stop is not None:
+            self._items.remove(stop)
+        return stop
 
     def _clear_wake_ups(self) -> None:
         with suppress(BlockingIOError):

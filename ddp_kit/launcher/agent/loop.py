@@ -106,7 +106,7 @@ class EventRecords:
             "group_world_size": assignment.group_world_size if assignment is not None else None,
             "entry_point": Path(plan.command[0]).name,
         }
-        found = {
+        metadata = {
             "run_id": plan.rendezvous.run_id,
             "global_rank": None,
             "group_rank": assignment.group_rank if assignment is not None else None,
@@ -121,7 +121,7 @@ class EventRecords:
             "duration_ms": None,
         }
         if local_rank is not None and assignment is not None and self._workers is not None:
-            found |= {
+            metadata |= {
                 "global_rank": assignment.first_rank + local_rank,
                 "worker_id": str(self._workers.pids[local_rank]),
             }
@@ -132,7 +132,7 @@ class EventRecords:
                 "exit_code": [failure and failure.exitcode],
                 "worker_pid": [failure and failure.pid],
             }
-        return found | {"metadata": json.dumps(inner)}
+        return metadata | {"metadata": json.dumps(inner)}
 
 
 # --- Timer server -----------------------------------------------------------------------------------------------------

@@ -417,11 +417,11 @@ class MultiNodeLink:
                     raise  # no other node can host the rendezvous
         store: Any = self._reach()
         try:
-            found = store.get(_JOB).decode()
+            job = store.get(_JOB).decode()
         except DistError:
-            found = ""
-        if found != run_id:
-            taken = f"belongs to job {found!r}" if found else "does not belong to a ddpkit job"
+            job = ""
+        if job != run_id:
+            taken = f"belongs to job {job!r}" if job else "does not belong to a ddpkit job"
             raise LaunchError(
                 f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
                 f"{self._holder()}",

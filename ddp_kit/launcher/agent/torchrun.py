@@ -132,7 +132,7 @@ class RoundLogs:
                 (dest.tee_stdouts, dest.filtered_stdout, plan.logs.duplicate_stdout_filters),
                 (dest.tee_stderrs, dest.filtered_stderr, plan.logs.duplicate_stderr_filters),
             )
-            self._filtered = [_Filtered(plan.role, *each) for each in shown if each[2]]
+            self._filtered = [_Filtered(plan.role, files, path, words) for files, path, words in shown if words]
         except OSError as error:
             raise LaunchError(
                 f"the log folder {specs.root_log_dir} cannot be used: {error.strerror or error}",
@@ -142,13 +142,13 @@ class RoundLogs:
     def start(self) -> None:
         """Start reading the output. Call this only after every worker has inherited its streams."""
         self.output.start()
-        for each in self._filtered:
-            each.start()
+        for file in self._filtered:
+            file.start()
 
     def end(self) -> None:
         """Stop collecting filtered lines. Call this only once the workers' files are complete."""
-        for each in self._filtered:
-            each.end()
+        for file in self._filtered:
+            file.end()
 
 
 class _Filtered:
@@ -169,23 +169,23 @@ class _Filtered:
 
 def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> list[Streams]:
     """The streams of the workers, according to torch's log settings. `ranks`: local rank -> rank."""
-    found = []
+    streams_of_workers = []
     for local_rank, rank in ranks.items():
         macros = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
         template = logs.log_line_prefix_template
         label = None if template is None else Template(template).safe_substitute(macros)
-        kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
-        torchs = f"[{role}{local_rank}]:"
-        out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torchs, kept)
-        err = _route(local_rank, dest.stderrs, dest.tee_stderrs, label, torchs, kept)
-        found.append(Streams(local_rank, rank, out, err))
-    return found
+        copy = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
+        torch_label = f"[{role}{local_rank}]:"
+        out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torch_label, copy)
+        err = _route(local_rank, dest.stderrs, dest.tee_stderrs, label, torch_label, copy)
+        streams_of_workers.append(Streams(local_rank, rank, out, err))
+    return streams_of_workers
 
 
 def _route(
-    local_rank: int, files: dict[int, str], shown: dict[int, str], label: str | None, torchs: str, kept: str
+    local_rank: int, files: dict[int, str], shown: dict[int, str], label: str | None, torch_label: str, copy: str
 ) -> Route:
     file = files[local_rank]
     if not file:
-        return Route(True, kept, label)
-    return Route(local_rank in shown and file != os.devnull, file, label or torchs)
+        return Route(True, copy, label)
+    return Route(local_rank in shown and file != os.devnull, file, label or torch_label)

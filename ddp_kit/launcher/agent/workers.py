@@ -88,7 +88,7 @@ class Workers:
         self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.workers))}
         self._logs = torchrun.RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
-        path = next((each for each in self.error_files.values() if each != os.devnull), None)
+        path = next((file for file in self.error_files.values() if file != os.devnull), None)
         self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
         self._round_file: RoundFile | None = None
         self._record_keeper: RecordKeeper | None = None
@@ -129,8 +129,8 @@ class Workers:
             shutdown_timeout = self._folder / GRACE_FILE
             shutdown_timeout.touch(mode=0o600)
             shutdown_timeout.write_text(str(self._plan.shutdown_timeout))
-            kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
-            self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
+            default_folder = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
+            self._record_keeper = RecordKeeper(self._folder, default_folder, self.assignment.group_rank)
             self._record_keeper.start()
         if self._warm is None:
             self._start_children()
@@ -340,17 +340,17 @@ class Workers:
         if hung is not None and hung.local_rank == local_rank:
             return hung
         path, output = self.error_files[local_rank], self.final_output(local_rank)
-        noted, fields = read_error_file(path) or ("", {})
-        noted = noted.strip()
+        written, fields = read_error_file(path) or ("", {})
+        written = written.strip()
         trace = output.trace or str(fields.get("py_callstack", "")).rstrip()
-        message = noted.partition("\n")[0] or diagnosis.message_of(trace)
-        trace = trace or (noted if "\n" in noted else "")
+        message = written.partition("\n")[0] or diagnosis.message_of(trace)
+        trace = trace or (written if "\n" in written else "")
         if getattr(self._processes[local_rank], "lost", False):  # because the warm server died
             message = _SERVER_LOST
-        terminated, timed_out = local_rank in self._terminated, diagnosis.is_timeout(noted or message)
+        terminated, timed_out = local_rank in self._terminated, diagnosis.is_timeout(written or message)
         secondary = (
             bool(fields.get(NOTE_SECONDARY))
-            or diagnosis.is_secondary(noted or message)
+            or diagnosis.is_secondary(written or message)
             or (timed_out and hung is not None)
         )
         if terminated and code == -signal.SIGTERM and message and not secondary:
