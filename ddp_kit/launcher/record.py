@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Self
 import psutil
 
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_NOTE, ROUND_FILE
-from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage_reader
+from ddp_kit.launcher.devices.gpus import gpu_usage_reader
 from ddp_kit.launcher.output import open_log
 
 # --- Current round ----------------------------------------------------------------------------------------------------
@@ -154,31 +154,28 @@ class RecordKeeper:
             self._find()
         path = self._folder / f"samples-{self._node}.jsonl"
         psutil.cpu_percent()  # the next call measures from here
-        with gpu_usage_reader() as gauges:
+        with gpu_usage_reader() as read_gpus:
             while not self._ending.wait(_SECONDS):
-                _add(path, _sample_of(gauges()))
-
-
-def _sample_of(gauges: Iterable[GpuUsage]) -> dict[str, Any]:
-    memory = psutil.virtual_memory()
-    return {
-        "time": time.time(),
-        "cpu": psutil.cpu_percent() / 100,
-        "memory": memory.total - memory.available,
-        "memory_total": memory.total,
-        "gpus": [_gpu(each) for each in gauges],
-    }
-
-
-def _gpu(gauge: GpuUsage) -> dict[str, Any]:
-    return {
-        "index": gauge.index,
-        "load": None if gauge.load is None else gauge.load / 100,
-        "memory": gauge.memory_used,
-        "memory_total": gauge.memory_total,
-        "power": gauge.power,
-        "temperature": gauge.temperature,
-    }
+                memory = psutil.virtual_memory()
+                gpus = [
+                    {
+                        "index": gpu.index,
+                        "load": None if gpu.load is None else gpu.load / 100,
+                        "memory": gpu.memory_used,
+                        "memory_total": gpu.memory_total,
+                        "power": gpu.power,
+                        "temperature": gpu.temperature,
+                    }
+                    for gpu in read_gpus()
+                ]
+                sample = {
+                    "time": time.time(),
+                    "cpu": psutil.cpu_percent() / 100,
+                    "memory": memory.total - memory.available,
+                    "memory_total": memory.total,
+                    "gpus": gpus,
+                }
+                _add(path, sample)
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:

@@ -125,14 +125,14 @@ class HangRule:
 
         If not, a higher limit applies, because start-up and saving may be slow.
         """
-        heartbeats = [rank.heartbeat for rank in self._ranks.values()]
-        settled = all(map(self._has_settled, self._ranks.values()))
-        return settled and all(beat.phase is not Phase.CHECKPOINT for beat in heartbeats)
-
-    def _has_settled(self, rank: _Rank) -> bool:
-        if rank.heartbeat.step is None:
-            return self._any_script and rank.collectives >= _FIRST_COLLECTIVES
-        return rank.heartbeat.steps >= _FIRST_STEPS
+        for rank in self._ranks.values():
+            has_trainer = rank.heartbeat.step is not None
+            has_begun = self._any_script and rank.collectives >= _FIRST_COLLECTIVES
+            if not (rank.heartbeat.steps >= _FIRST_STEPS if has_trainer else has_begun):
+                return False
+            if rank.heartbeat.phase is Phase.CHECKPOINT:
+                return False
+        return True
 
     def _after(self, before: _Rank | None, heartbeat: Heartbeat, passed: float) -> _Rank:
         if before is None:
@@ -194,11 +194,6 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
 def all_wait_for_ranks(stacks: Collection[Stack]) -> bool:
     """Whether all these processes are only waiting for other ranks. The cause of the hang is then elsewhere."""
     return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
-
-
-def may_take_long(heartbeat: Heartbeat) -> bool:
-    """Whether a rank is running the user's code, which may take so long that other ranks have to wait for it."""
-    return heartbeat.phase.in_user_code or heartbeat.phase is Phase.CALLBACKS
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:
@@ -276,7 +271,8 @@ class HangMonitor:
             self._rule.reset()
             return None
         stacks = self._read_stacks(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, no_progress.limit / 2)))
-        if self._interrupted() or any(map(_has_ended, pids.values())) or self._read_heartbeats(pids) != heartbeats:
+        has_ended = any(state(pid) in ("", "Z", "X") for pid in pids.values())
+        if self._interrupted() or has_ended or self._read_heartbeats(pids) != heartbeats:
             return None
         if is_debugged(stacks.values()):
             self._rule.reset()
@@ -286,7 +282,9 @@ class HangMonitor:
             self._left_to_other_nodes = True
             return None
         local_rank = culprit(heartbeats, stacks)
-        if not self._has_user_limit and may_take_long(heartbeats[local_rank]) and not stacks[local_rank].stopped:
+        phase = heartbeats[local_rank].phase
+        in_user_code = phase.in_user_code or phase is Phase.CALLBACKS  # which may take any amount of time
+        if not self._has_user_limit and in_user_code and not stacks[local_rank].stopped:
             self._rule.reset()
             return None
         message = self._message(heartbeats, read_at, no_progress, waits)
@@ -360,9 +358,14 @@ class HangMonitor:
         stack, heartbeat = stacks[local_rank], heartbeats[local_rank]
         how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
         message = f"{message}; {stack.doing(heartbeat.phase)}{how}{'' if stack.frames else _NO_STACK}"
+        process = f"rank {self._ranks[local_rank]} (pid {stack.pid})"
+        if stack.loader is not None:
+            process = f"a DataLoader worker (pid {stack.loader.pid}) of {process}"
+        lines = (stack.loader or stack).as_trace()
+        trace = f"Stack of {process}, most recent call last:\n{lines}" if lines else ""
         self.failure = replace(
             self._failure(local_rank, stack.pid, heartbeat.step, message, hint),
-            trace=masked(_trace(self._ranks[local_rank], stack), os.environ),
+            trace=masked(trace, os.environ),
             others=self._locations({rank: stacks[rank] for rank in stacks if rank != local_rank}, heartbeats),
             secondary=waits,
         )
@@ -410,10 +413,6 @@ class HangMonitor:
                     file.write(text)
 
 
-def _has_ended(pid: int) -> bool:
-    return state(pid) in ("", "Z", "X")
-
-
 def _is_ending(pid: int) -> bool:
     """Wait up to a second for a process to end, and return whether it did.
 
@@ -429,12 +428,3 @@ def _is_ending(pid: int) -> bool:
         return bool(poll.poll(_ENDING_SECONDS * 1000))
     finally:
         os.close(end)
-
-
-def _trace(rank: int, stack: Stack) -> str:
-    shown = stack if stack.loader is None else stack.loader
-    who = f"rank {rank} (pid {stack.pid})"
-    if stack.loader is not None:
-        who = f"a DataLoader worker (pid {shown.pid}) of {who}"
-    lines = shown.as_trace()
-    return f"Stack of {who}, most recent call last:\n{lines}" if lines else ""

@@ -275,7 +275,10 @@ class Agent:
             self._print_reason(order.why)
         assignment = order.assignment
         self._store = self._serve(assignment)
-        self._keep_logs(assignment)
+        folder = self._attempt_folder
+        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
+            # This round has the same restart count as the previous one, whose logs torch would delete.
+            folder.rename(f"{folder}.round_{assignment.round - 1}")
         self._timers = serve(self._plan.rendezvous.run_id, self._events.timer)
         self._workers = Workers(
             self._plan,
@@ -309,15 +312,6 @@ class Agent:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-
-    def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count.
-
-        torch would otherwise delete them.
-        """
-        folder = self._attempt_folder
-        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
-            folder.rename(f"{folder}.round_{assignment.round - 1}")
 
     @property
     def _attempt_folder(self) -> Path | None:

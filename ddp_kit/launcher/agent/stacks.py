@@ -20,6 +20,7 @@ from ddp_kit.env import STACKS_SIGNAL
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.warm.cleanup import is_stopped
 
+_LIBC = ctypes.CDLL(None)
 _TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _MAX_FRAMES = 20
@@ -169,7 +170,12 @@ def _with_own_stacks(
 ) -> dict[int, Stack]:
     """Fill in empty stacks: processes that have a handler for STACKS_SIGNAL are asked to write their own stacks."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
-    asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
+    asked: dict[int, Stack] = {}
+    for name, stack in unseen.items():
+        with suppress(OSError, AttributeError):  # a C library without tgkill
+            # To the main thread, whose stack `_read_own_stack` looks for.
+            if has_handler(stack.pid, STACKS_SIGNAL) and not _LIBC.tgkill(stack.pid, stack.pid, STACKS_SIGNAL):
+                asked[name] = stack
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     answered: dict[int, Stack] = {}
     while len(answered) < len(asked) and time.monotonic() < deadline and not interrupted():
@@ -179,13 +185,6 @@ def _with_own_stacks(
             if frames:
                 answered[name] = replace(stack, frames=frames, text=f"process {stack.pid}\n{text}")
     return {**stacks, **answered}
-
-
-def _request_own_stack(pid: int) -> bool:
-    """Send STACKS_SIGNAL to the main thread of a process, if it has a handler; return whether the signal was sent."""
-    with suppress(OSError, AttributeError):  # a C library without tgkill
-        return has_handler(pid, STACKS_SIGNAL) and bool(ctypes.CDLL(None).tgkill(pid, pid, STACKS_SIGNAL) == 0)
-    return False
 
 
 def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
@@ -235,19 +234,15 @@ def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool])
     """Add to `stack` the DataLoader worker that the process waits for, if it is stopped or runs dataset code."""
     if not stack.waits_for_data:
         return stack
-    children = _children(stack.pid)
+    children: list[int] = []
+    with suppress(OSError):
+        children += map(int, Path(f"/proc/{stack.pid}/task/{stack.pid}/children").read_text().split())
     seen = _dumps(spy, children, [], _TIMEOUT_SECONDS, interrupted)
     workers = [_stack(pid, seen.get(pid)) for pid in children]
     busy = [worker for worker in workers if any(frame.file.endswith(_DATASET_FETCH) for frame in worker.frames)]
     others = "".join(f"\n{worker.text}" for worker in workers if worker.text)
     stuck = next((worker for worker in [*busy, *workers] if worker in busy or worker.stopped), None)
     return replace(stack, text=stack.text + others, loader=stuck)
-
-
-def _children(pid: int) -> list[int]:
-    with suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 def _dumps(
