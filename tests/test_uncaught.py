@@ -159,6 +159,7 @@ def test_a_note_of_a_mistake_is_shown(tmp_path: Path) -> None:
         ('{"message": {"extraInfo": {"timestamp": 7}}}', ("", {"timestamp": 7})),
         ('{"message": "no"}', ("no", {})),
         ('{"message": "no", "timestamp": "soon"}', None),
+        ('{"message": {"message": "no", "extraInfo": {"timestamp": "soon"}}}', None),
         ('{"message": {"message": "no"}}', None),
         ('{"message": ["no"]}', None),
         ('{"text": "no"}', None),
