@@ -13,7 +13,7 @@ import torch
 from launching import seconds, started
 from torch import Tensor
 
-from ddp_kit import LaunchError, UsageError, function_launch, function_worker, launch
+from ddp_kit import LaunchError, UsageError, function_launch, launch
 
 SCRIPT = """
 import os, sys, threading
@@ -146,7 +146,7 @@ def test_a_result_that_cannot_be_copied_and_an_exception_that_cannot_be_are_said
         folder.mkdir()
         (folder / function_launch.CALL).write_bytes(cloudpickle.dumps((function, ())))
         with pytest.raises(SystemExit):
-            function_worker.main(str(folder), sys.path)
+            function_launch.call_in_rank(str(folder), sys.path)
         with pytest.raises(LaunchError, match=said):
             function_launch._outcome(folder, 1)
 

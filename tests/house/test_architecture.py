@@ -19,7 +19,7 @@ FLOOR = {
     "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "masking": 0, "config": 0,
     "checkpoint.format": 0, "checkpoint.weight_files": 0,
     "torch_internals": 1, "log": 1, "records": 1, "structures": 1, "pieces": 1, "state_values": 1, "function_launch": 1,
-    "progress": 2, "float8": 2, "function_worker": 2, "timing": 2,
+    "progress": 2, "float8": 2, "timing": 2,
     "distributed": 3,
     "data": 4, "precision": 4, "parallel": 4, "compilation": 4, "metrics": 4, "callbacks": 4,
     "profile": 4,
@@ -183,7 +183,7 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Two to find the hooks of an optimizer's step, which torch has no function to list.
     # Two to find the buffers that are in the state_dict, in each step.
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
-    "torch_internals": 32,
+    "torch_internals": 29,
     "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }
