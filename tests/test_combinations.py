@@ -28,7 +28,6 @@ VALUES: dict[str, Any] = {
     "parallel.fsdp_units": ("blocks.*",),
     "parallel.pipeline": 2,
     "parallel.shard": 2,
-    "parallel.static_graph": True,
     "parallel.strategy": "zero1",
     "parallel.tensor": 2,
     "reference_batch_size": 8,
@@ -99,26 +98,32 @@ def test_rule_about_updates_or_closures_refuses_the_setting(rule: Rule) -> None:
         (
             {"parallel": {"strategy": "fsdp", "find_unused_parameters": True}},
             "parallel.find_unused_parameters = True is not supported with parallel.strategy = 'fsdp', which needs each "
-            "trained parameter in each step: leave out find_unused_parameters, or use parallel='ddp'",
+            "trained parameter in each step: remove find_unused_parameters, or use parallel='ddp'",
         ),
         (
             {"parallel": {"pipeline": 2, "compression": "bf16"}},
-            "parallel.compression = 'bf16' is not supported with parallel.strategy = 'pipeline': leave out "
+            "parallel.compression = 'bf16' is not supported with parallel.strategy = 'pipeline': remove "
             "compression, or use parallel='ddp'",
         ),
         (
             {"parallel": {"pipeline": 2, "shard": 2, "fsdp_units": ["blocks.*"]}},
             "parallel.fsdp_units = ('blocks.*',) is not supported with parallel.pipeline = 2, in which each block is a "
-            "unit: leave out parallel.fsdp_units",
+            "unit: remove parallel.fsdp_units",
         ),
         (
             {"parallel": {"strategy": "pipeline"}},
             "parallel.strategy = 'pipeline' needs parallel.pipeline, the number of stages: set parallel.pipeline",
         ),
         (
+            {"parallel": "fsdp", "micro_batch_size": "auto"},
+            "micro_batch_size = 'auto' is not supported with parallel.strategy = 'fsdp', because it tries sizes until "
+            "one does not fit, and if one rank runs out of memory, the other ranks hang in the collectives of the "
+            "pass: set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
+        ),
+        (
             {"micro_batch_size": "auto", "accumulation_steps": 2},
             "accumulation_steps = 2 is not supported with micro_batch_size = 'auto', which also chooses the "
-            "accumulation steps: leave out accumulation_steps",
+            "accumulation steps: remove accumulation_steps",
         ),
         (
             {"learning_rate_scaling": "sqrt"},
@@ -141,5 +146,5 @@ def test_config_with_several_combinations_lists_all_of_them() -> None:
         "compile = 'model' is not supported with parallel.pipeline = 2, which runs only a part of the model on each "
         "rank: use compile='blocks'",
         'max_seconds = 60.0 needs checkpoint.dir, where the run saves at the time limit: set checkpoint={"dir": "run"}',
-        "fp8_layers = ('up',) needs precision = 'fp8', but precision = 'fp32': leave out fp8_layers",
+        "fp8_layers = ('up',) needs precision = 'fp8', but precision = 'fp32': remove fp8_layers",
     )

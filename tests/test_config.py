@@ -137,7 +137,7 @@ def test_config_from_random_values_is_accepted_or_lists_problems(values: dict[st
                 for said in (
                     "set both or neither",
                     "set only one of them",
-                    "leave out",
+                    "remove",
                     "needs checkpoint.dir",
                 )
             ):

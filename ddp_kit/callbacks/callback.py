@@ -83,7 +83,7 @@ class Callback:
     """The metrics that this callback reads from evaluations. The sanity check of `fit` fails if any is missing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save in a checkpoint: numbers, strings and tensors, in any nested containers."""
+        """The state to save in a checkpoint: numbers, text, arrays and tensors, in nested dicts, lists and tuples."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

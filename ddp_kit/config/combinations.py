@@ -44,7 +44,7 @@ EXCLUDES = (
         "accumulation_steps",
         "micro_batch_size = auto",
         "which also chooses the accumulation steps",
-        "leave out accumulation_steps",
+        "remove accumulation_steps",
     ),
     # Placement
     Rule(
@@ -59,19 +59,26 @@ EXCLUDES = (
         "which splits the layers that fp8 converts",
         "use precision='bf16', or use parallel.shard instead of parallel.tensor",
     ),
-    Rule("memory.offload", "parallel.pipeline", "", "leave out memory.offload"),
-    Rule("parallel.fsdp_units", "parallel.pipeline", "in which each block is a unit", "leave out parallel.fsdp_units"),
+    Rule("memory.offload", "parallel.pipeline", "", "remove memory.offload"),
+    Rule("parallel.fsdp_units", "parallel.pipeline", "in which each block is a unit", "remove parallel.fsdp_units"),
     Rule(
         "parallel.find_unused_parameters",
         _SHARDED,
         "which needs each trained parameter in each step",
-        "leave out find_unused_parameters, or use parallel='ddp'",
+        "remove find_unused_parameters, or use parallel='ddp'",
     ),
-    Rule("parallel.compression", _SHARDED, "", "leave out compression, or use parallel='ddp'"),
+    Rule("parallel.compression", _SHARDED, "", "remove compression, or use parallel='ddp'"),
+    Rule(
+        "micro_batch_size = auto",
+        _SHARDED,
+        "because it tries sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in "
+        "the collectives of the pass",
+        "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
+    ),
     # Several updates
     Rule("precision = fp16", UPDATES, "which would share one loss scale", "use precision='bf16'"),
     Rule("micro_batch_size = auto", UPDATES, "", "set micro_batch_size to a number"),
-    Rule("memory.offload", UPDATES, "", "leave out memory.offload"),
+    Rule("memory.offload", UPDATES, "", "remove memory.offload"),
     # A closure
     Rule("precision = fp16", CLOSURE, _EVALUATIONS, _OTHERWISE),
     Rule("non_finite_gradients = skip", CLOSURE, _EVALUATIONS, _OTHERWISE),
@@ -86,9 +93,9 @@ NEEDS = (
     Rule("checkpoint.best_mode", "checkpoint.best_metric", "", "set both or neither"),
     Rule("learning_rate_scaling", "reference_batch_size", "", "set both or neither"),
     Rule("reference_batch_size", "learning_rate_scaling", "", "set both or neither"),
-    Rule("fp8_layers", "precision = fp8", "", "leave out fp8_layers"),
-    Rule("bf16_buffers", "precision = bf16-true", "", "leave out bf16_buffers"),
-    Rule("bf16_inputs", "precision = bf16-true", "", "leave out bf16_inputs"),
+    Rule("fp8_layers", "precision = fp8", "", "remove fp8_layers"),
+    Rule("bf16_buffers", "precision = bf16-true", "", "remove bf16_buffers"),
+    Rule("bf16_inputs", "precision = bf16-true", "", "remove bf16_inputs"),
     Rule(
         "memory.offload = all",
         "parallel.shard",

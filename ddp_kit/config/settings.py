@@ -389,7 +389,7 @@ class ParallelConfig(_Settings):
             raise ValueError(f"strategy = {self.strategy!r} contradicts the other settings, which need {needed!r}")
         if self.device_map is not None and self.strategy != "device_map":
             raise ValueError(
-                f"device_map contradicts the other settings, which need strategy = {self.strategy!r}: leave out either "
+                f"device_map contradicts the other settings, which need strategy = {self.strategy!r}: remove either "
                 "device_map or those settings"
             )
         return self

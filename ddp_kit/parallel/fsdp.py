@@ -298,14 +298,6 @@ class FsdpStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        for name in ("find_unused_parameters", "compression"):
-            if getattr(self.config, name):
-                raise ConfigError(
-                    f"parallel.{name} is a setting of DDP, but parallel.strategy is {self.config.strategy!r}",
-                    f"leave out {name}"
-                    + (" (FSDP needs each trained parameter in each step)" if name == "find_unused_parameters" else "")
-                    + ", or use parallel='ddp'",
-                )
         if self.config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
                 "parallel.share_gpus is not supported with FSDP or tensor parallelism: gloo does not support their "

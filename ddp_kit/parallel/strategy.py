@@ -309,13 +309,6 @@ class Strategy(ABC):
                 "micro_batch_size='auto' is not supported with SyncBatchNorm, which runs a collective in every pass",
                 "set micro_batch_size to a number",
             )
-        if self.options.recoverable and self.divides_weights:
-            raise ConfigError(
-                f"micro_batch_size='auto' is not supported with parallel.strategy = {self.config.strategy!r}: it tries "
-                "sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in the "
-                "collectives of the pass",
-                "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
-            )
 
     def setup(self, model: nn.Module) -> None:
         """Move the model to its devices, with the same values on all ranks. Called again after `abandon_step`."""

@@ -4,17 +4,12 @@ import ast
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ddp_kit import ConfigError
-from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel import Options, Strategy
-from ddp_kit.parallel.fsdp import FsdpStrategy, UnitOrder
-from ddp_kit.parallel.pipeline.strategy import PipelineStrategy
+from ddp_kit.parallel.fsdp import UnitOrder
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -280,27 +275,6 @@ def test_ranks_without_units_wait_for_each_other_in_the_first_pass_only(monkeypa
         with order.in_pass(kind):
             pass
     assert waited == ["the end of the pass in training pass 1", "the end of the pass in evaluation pass 2"]
-
-
-@pytest.mark.parametrize("name", ["find_unused_parameters"])
-def test_a_setting_of_ddp_is_to_be_left_out(name: str) -> None:
-    config = ParallelConfig(strategy="fsdp", **{name: True})
-    strategy = FsdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), config)
-    with pytest.raises(ConfigError, match=f"parallel.{name} is a setting of DDP") as raised:
-        strategy.check(torch.nn.Linear(2, 2))
-    assert f"leave out {name}" in raised.value.hint
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings"), [(FsdpStrategy, {"strategy": "fsdp"}), (PipelineStrategy, {"pipeline": 2})]
-)
-def test_auto_micro_batch_size_is_refused_where_passes_need_other_ranks(
-    strategy: type[Strategy], settings: dict[str, Any]
-) -> None:
-    world = World(0, 2, 0, 2, 0, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="the other ranks hang in the collectives of the pass") as raised:
-        strategy(world, ParallelConfig(**settings), Options(recoverable=True)).check(torch.nn.Linear(2, 2))
-    assert "set micro_batch_size to a number; `ddpkit plan" in raised.value.hint
 
 
 PENALTY = """

@@ -137,9 +137,6 @@ def test_stages_with_names_begin_at_these_modules() -> None:
         (Model(), {"pipeline": 3, "pipeline_stages": ("blocks.2", "blocks.1")}, "not in the order"),
         (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
-        (Model(), {"compression": "bf16"}, "a setting of DDP"),
-        (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*remove fsdp_units"),
     ],
 )
 def test_pipeline_of_an_unsupported_model_or_setting_raises_an_error(

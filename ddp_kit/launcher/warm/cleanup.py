@@ -146,8 +146,10 @@ def end_cleaners(reap: Callable[[], None]) -> None:
 
     Called after all other children have ended. `reap`: a function that waits for ended children.
     """
-    _wait(lambda: [child for child in children() if child.is_cleaner], _CLEANERS_SECONDS, reap)
     leftovers: set[Path] = set()
+    for child in children():  # while their sockets are open: a helper that is killed during its exit has none
+        leftovers |= leftovers_of(child.pid)
+    _wait(lambda: [child for child in children() if child.is_cleaner], _CLEANERS_SECONDS, reap)
     for child in children():
         leftovers |= leftovers_of(child.pid)
         with suppress(OSError):

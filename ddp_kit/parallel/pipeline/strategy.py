@@ -137,7 +137,11 @@ class PipelineStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        self._check_settings()
+        if self.config.share_gpus and self.world.device.type == "cuda":
+            raise ConfigError(
+                "parallel.share_gpus is not supported with a pipeline: gloo cannot send tensors that are on a GPU",
+                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
+            )
         chain_of(model, self.config)
         norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
         if norms:
@@ -151,29 +155,6 @@ class PipelineStrategy(Strategy):
             raise ConfigError(
                 f"a pipeline does not support modules with sparse gradients: {some(sparse)}",
                 "remove sparse=True, or use parallel='ddp'",
-            )
-
-    def _check_settings(self) -> None:
-        config, sizes = self.config, self.sizes
-        for name in ("find_unused_parameters", "compression"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"parallel.{name} is a setting of DDP, but parallel.strategy is 'pipeline'", f"remove {name}"
-                )
-        if sizes.pipeline == 1:
-            raise ConfigError(
-                "parallel.strategy is 'pipeline', but parallel.pipeline is 1", "set pipeline to the number of stages"
-            )
-        if sizes.shard > 1 and config.fsdp_units != "auto":
-            raise ConfigError(
-                f"parallel.fsdp_units = {config.fsdp_units} is not supported with a pipeline, in which each block is a "
-                "unit",
-                "remove fsdp_units",
-            )
-        if config.share_gpus and self.world.device.type == "cuda":
-            raise ConfigError(
-                "parallel.share_gpus is not supported with a pipeline: gloo cannot send tensors that are on a GPU",
-                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
 
     def setup(self, model: nn.Module) -> None:
