@@ -27,7 +27,6 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
-from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.precision import Precision
 from ddp_kit.structures import repeated_blocks, with_copied_containers
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
@@ -296,6 +295,8 @@ def state_to_come(optimizer: Optimizer) -> int:
 
 def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
     """The dimension along which tensor parallelism splits each parameter, or the reason why it is unknown."""
+    from ddp_kit.parallel.tensor import split_dimensions  # imported here, because it imports DTensors
+
     try:
         return split_dimensions(model, parallel), ""
     except ConfigError as error:

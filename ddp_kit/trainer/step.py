@@ -112,9 +112,9 @@ class OptimizerStep:
             self._clock.mark(COMMUNICATION)
         self.confirm_passes()
         context.heartbeat.mark(Phase.OPTIMIZER)
-        context.precision.unscale(context.device_optimizer)
-        if (correction := loss.correction()) is not None:
+        if (correction := loss.correction()) is not None:  # before unscale(), which finds a correction that is NaN
             scale_gradients(strategy.updated_parameters, correction)
+        context.precision.unscale(context.device_optimizer)
         if context.on_gradients is not None:
             self._call_on_gradients(context.on_gradients)
         if config.max_grad_norm is not None or measure_norm or self._skips:
