@@ -490,7 +490,7 @@ class Trainer:
         if self._plan_request is not None:
             config, memory = self.config, self._plan_request.memory
         model, _ = self._measured(data)
-        plan = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
+        _, plan, _ = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
         self._run.peak_memory.compare_with(plan)
         return plan
 
