@@ -118,9 +118,9 @@ class Precision:
                 )
             follow.update(named)
         return {
-            name: each
-            for name, each in found.items()
-            if name not in follow and (each.is_floating_point() or each.is_complex())
+            name: buffer
+            for name, buffer in found.items()
+            if name not in follow and (buffer.is_floating_point() or buffer.is_complex())
         }
 
     def check_batch(self, batch: object) -> None:

@@ -239,7 +239,7 @@ def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> Memor
     if not devices:
         return None
     fullest = max(devices, key=lambda each: each.peak)
-    prefixes = tuple(f"{each}/" for each in libraries)
+    prefixes = tuple(f"{folder}/" for folder in libraries)
     sizes: Counter[tuple[str, int, str]] = Counter()
     counts: Counter[tuple[str, int, str]] = Counter()
     for size, frames in fullest.alive_at_peak():

@@ -245,8 +245,7 @@ class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
 
 def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
     """The full output of `ddpkit plan`."""
-    plan = planned(model, config, asked.ranks, asked.memory, asked.per_node)
-    config, lines = _with_auto(model, config, asked.ranks, asked.memory, asked.per_node)
+    config, plan, lines = planned(model, config, asked.ranks, asked.memory, asked.per_node)
     values = sum(row.numel for row in model.rows)
     auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
     title = (
@@ -258,12 +257,22 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 def planned(
     model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
-) -> MemoryPlan:
+) -> tuple[TrainerConfig, MemoryPlan, list[str]]:
     """Calculate the memory plan of a configuration. `per_node`: the number of ranks on each node.
 
-    For ``parallel="auto"``, this is the plan of the placement that "auto" chooses for `device_memory`.
+    Returns also the configuration, in which ``parallel="auto"`` is replaced by the candidate that it chooses for
+    `device_memory`, or by the last one if none fits; and lines that describe this choice.
     """
-    chosen, _ = _with_auto(model, config, ranks, device_memory, per_node)
+    chosen, lines = config, []
+    if config.parallel.strategy == AUTO and device_memory is not None:
+        # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
+        rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
+        whole = ModelMemory(tuple(rows), model.buffers)
+        fits, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
+        last = fits or refused[-1]
+        lines = [f"parallel='auto': {fits or 'no placement fits'}"]
+        lines += [f"  does not fit: {candidate}" for candidate in refused]
+        chosen = config.model_copy(update={"parallel": last.parallel, "memory": last.memory})
     plan = plan_memory(
         model,
         chosen.parallel,
@@ -276,29 +285,8 @@ def planned(
     )
     if config.parallel.strategy == "device_map":
         problem = "device_map: the plan is for the whole model on one device"
-        return replace(plan, problems=(*plan.problems, problem))
-    return plan
-
-
-def _with_auto(
-    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
-) -> tuple[TrainerConfig, list[str]]:
-    """Replace ``parallel="auto"`` with the candidate that it chooses, or with the last candidate if none fits.
-
-    Returns the configuration, and lines that describe the choice. Other configurations are returned unchanged.
-    """
-    if config.parallel.strategy != AUTO or device_memory is None:
-        return config, []
-    # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
-    rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
-    whole = ModelMemory(tuple(rows), model.buffers)
-    chosen, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
-    last = chosen or refused[-1]
-    lines = [
-        f"parallel='auto': {chosen or 'no placement fits'}",
-        *(f"  does not fit: {candidate}" for candidate in refused),
-    ]
-    return config.model_copy(update={"parallel": last.parallel, "memory": last.memory}), lines
+        plan = replace(plan, problems=(*plan.problems, problem))
+    return chosen, plan, lines
 
 
 def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, per_node: int, title: str = "") -> str:
@@ -337,7 +325,7 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
     """Raise `ConfigError` if weights and gradients exceed the memory of the GPU that the model will be moved to."""
     memory = _memory_to_fit(strategy)
     if memory is not None and not strategy.replaces_parameters:
-        trained = sum(bytes_of(each) for each in model.parameters() if each.requires_grad)
+        trained = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
         check_exact_fits(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
 
 
@@ -351,9 +339,11 @@ def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, devic
     memory = _memory_to_fit(strategy)
     if memory is None:
         return None
-    held = [each for group in device_optimizer.param_groups for each in group["params"] if each.requires_grad]
+    held = [
+        parameter for group in device_optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
     trained = held if strategy.replaces_parameters else strategy.parameters
-    weights, gradients = (sum(map(bytes_of, each)) for each in (strategy.local_parameters(), trained))
+    weights, gradients = (sum(map(bytes_of, tensors)) for tensors in (strategy.local_parameters(), trained))
     if strategy.parameters_on_host:
         weights = gradients = 0
     weights += sum(map(bytes_of, model.buffers()))

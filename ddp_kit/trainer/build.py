@@ -34,7 +34,6 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.memory.choose import check_fits, check_weights_fit, first_that_fits
 from ddp_kit.memory.measure import PeakMemory, config_to_plan
-from ddp_kit.metrics import MetricObject
 from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.offload import OffloadedOptimizer
@@ -128,6 +127,8 @@ class Optimizers:
     """See `TrainerContext.device_optimizer`."""
     schedulers: dict[str, LRScheduler]
     """By update name; the scheduler of a single optimizer has the name ""."""
+    scheduler_intervals: list[tuple[LRScheduler | None, int]]
+    """The scheduler of each update, or the only one, with the number of steps after which it is stepped."""
     plateaus: tuple[Callback, ...]
     """Callbacks that step the ReduceLROnPlateau schedulers."""
 
@@ -137,19 +138,14 @@ class Run:
     """What the loop of a Trainer calls."""
 
     context: TrainerContext
-    plan_request: PlanRequest | None
-    model_description: str
-    flops: ModelFlops
-    updates: Sequence[Update]
-    metrics: Mapping[str, MetricFunction | MetricObject]
+    arguments: CheckedArguments
+    model: PlacedModel
     callbacks: tuple[Callback, ...]
-    batch_plan: BatchPlan
     position: Position
     state: RunState
     clock: StepClock
     optimizer_step: OptimizerStep
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
-    """Schedulers with the number of steps after which each is stepped."""
     decay_watch: DecayWatch
     record: RunRecord
     log_points: LogPoints
@@ -198,10 +194,8 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     step = joint_step(context, clock, updates, schedulers) if updates else optimizer_step_for(context, clock)
     record = RunRecord(config, world, model.description)
     log_points = LogPoints(context, clock, call_callbacks, record.advise, model.flops.utilisation)
-    random, best = (
-        RandomPart(world, settings.seed, strategy.data_rank, position),
-        BestPart(settings.checkpoint, position),
-    )
+    random = RandomPart(world, settings.seed, strategy.data_rank, position)
+    best = BestPart(settings.checkpoint, position)
     saved_parts = (
         # First, so that nothing else is loaded if a callback rejects its state.
         CallbacksPart(world, callbacks, pieces=strategy.divides_weights),
@@ -222,19 +216,14 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     )
     run = Run(
         context=context,
-        plan_request=arguments.plan_request,
-        model_description=model.description,
-        flops=model.flops,
-        updates=updates,
-        metrics=arguments.metrics,
+        arguments=arguments,
+        model=model,
         callbacks=callbacks,
-        batch_plan=placement.batch_plan,
         position=position,
         state=state,
         clock=clock,
         optimizer_step=step,
-        scheduler_intervals=[(schedulers.get(update.name), update.every) for update in updates]
-        or [(context.scheduler, 1)],
+        scheduler_intervals=optimizers.scheduler_intervals,
         decay_watch=DecayWatch(schedulers),
         record=record,
         log_points=log_points,
@@ -325,8 +314,13 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
         device_optimizer = OffloadedOptimizer(optimizer, in_place=strategy.parameters_on_host)
     schedulers: dict[str, LRScheduler] = {}
     plateaus: list[Callback] = []
-    rows = [(update.name, update.optimizer, update.scheduler, update.scheduler_every) for update in arguments.updates]
-    for name, stepped, scheduler, interval in rows or [("", optimizer, arguments.scheduler, arguments.scheduler_every)]:
+    intervals: list[tuple[LRScheduler | None, int]] = []
+    rows = [
+        (update.name, update.optimizer, update.scheduler, update.scheduler_every, update.every)
+        for update in arguments.updates
+    ]
+    alone = ("", optimizer, arguments.scheduler, arguments.scheduler_every, 1)
+    for name, stepped, scheduler, interval, every in rows or [alone]:
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
             scale_learning_rate(stepped, rule, model.placement.batch_plan.global_batch, reference, scheduler)
         made = scheduler_for(stepped, scheduler, interval)
@@ -334,6 +328,7 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
             plateau = Plateau(made, arguments.plateau_metric, settings.checkpoint, settings.warmup_steps)
             plateaus, made = [plateau, *plateaus], None
         made = warmed_up(stepped, made, settings.warmup_steps, interval)
+        intervals.append((made, every))
         if made is not None:
             schedulers[name] = made
     if arguments.plateau_metric is not None and not plateaus:
@@ -341,7 +336,7 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
             f"plateau_metric is {arguments.plateau_metric!r}, but there is no ReduceLROnPlateau",
             "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
         )
-    return Optimizers(optimizer, device_optimizer, schedulers, tuple(plateaus))
+    return Optimizers(optimizer, device_optimizer, schedulers, intervals, tuple(plateaus))
 
 
 def changes_gradients(callback: Callback) -> bool:

@@ -269,7 +269,9 @@ class DecayWatch:
     def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
         periodic = EveryEpoch, CyclicLR, CosineAnnealingWarmRestarts
         self._watched = {
-            name: each for name, each in schedulers.items() if not any(isinstance(one, periodic) for one in _all(each))
+            name: scheduler
+            for name, scheduler in schedulers.items()
+            if not any(isinstance(one, periodic) for one in _all(scheduler))
         }
         self._highest = {name: max(_rates(each), default=0.0) for name, each in self._watched.items()}
         self._epochs = 0

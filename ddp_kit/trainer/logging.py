@@ -147,7 +147,7 @@ def advice(
 
 def slowest_rank(times: Sequence[StepTimes]) -> tuple[int, float]:
     """The slowest rank, by `StepTimes.own`, and its time divided by the median of the other ranks' times."""
-    own = [each.own for each in times]
+    own = [rank_times.own for rank_times in times]
     rank = own.index(max(own))
     others = own[:rank] + own[rank + 1 :]
     usual = median(others) if others else own[rank]
@@ -281,7 +281,7 @@ class Interval:
     def _fold(self) -> None:
         if not self._sums:
             return
-        sums = torch.stack([each.reshape(()) for each in self._sums]).double()
+        sums = torch.stack([total.reshape(()) for total in self._sums]).double()
         if any(isinstance(weight, Tensor) for weight in self._weights):
             weights = torch.stack([_on_device(exact_weight(weight), sums.device) for weight in self._weights])
         else:
@@ -543,7 +543,7 @@ class LogPoints:
             times=own,
             slowest_rank=slowest,
             slowest_factor=factor,
-            rank_seconds=tuple(each.own for each in values.times),
+            rank_seconds=tuple(times.own for times in values.times),
             rank_memory=values.memory,
             mfu=mfu,
         )

@@ -96,7 +96,7 @@ TABLE: tuple[PeakRates, ...] = (
 def peak_rates(device_name: str) -> Mapping[str, float]:
     """The peak FLOP/s of a device by data type; empty for devices that are not in the table, such as MIG slices."""
     name = device_name.removeprefix("NVIDIA ")
-    found = next((each.teraflops for each in TABLE if re.fullmatch(each.name, name)), {})
+    found = next((rates.teraflops for rates in TABLE if re.fullmatch(rates.name, name)), {})
     return {kind: rate * 1e12 for kind, rate in found.items()}
 
 

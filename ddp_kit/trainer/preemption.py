@@ -236,7 +236,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
     """Save all other Trainers that have trained, at their current steps. A collective."""
     alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
     seen = [json.loads(text) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
-    for number in [number for number in alive if all(number in each for each in seen)]:
+    for number in [number for number in alive if all(number in others for others in seen)]:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:

@@ -50,8 +50,8 @@ def described_model(model: nn.Module) -> str:
     every = list(model.parameters())
     total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
     share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
-    kinds = sorted({str(each.dtype).removeprefix("torch.") for each in every})
-    size = sum(each.numel() * each.element_size() for each in every)
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in every})
+    size = sum(parameter.numel() * parameter.element_size() for parameter in every)
     return f"{type(model).__name__}: {_count(total)} parameters{share}, {size_text(size)} in {' and '.join(kinds)}"
 
 
@@ -127,7 +127,7 @@ def conclude(
         parts.append(f"{_duration(each)} each: {spent}")
     used = [(steps * row.step_seconds, row.mfu) for steps, row in _lengths(rows, began) if row.mfu is not None]
     if used:
-        parts.append(f"MFU {sum(each * mfu for each, mfu in used) / sum(each for each, _ in used):.1%}")
+        parts.append(f"MFU {sum(share * mfu for share, mfu in used) / sum(share for share, _ in used):.1%}")
     if seconds - trained > _WORTH_SAYING * seconds:
         parts.append(f"{_duration(seconds - trained)} for evaluations, checkpoints and callbacks")
     values = {"loss": result.loss} | {f"eval {name}": value for name, value in result.metrics.items()}

@@ -116,7 +116,7 @@ def checked_model(model: object) -> None:
 def _no_module(model: object) -> tuple[str, str]:
     """The message and the hint for a model that is not a Module."""
     name = kind_of(model)
-    if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
+    if isinstance(model, Mapping) and model and all(isinstance(value, torch.Tensor) for value in model.values()):
         return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
     children = [*(model.values() if isinstance(model, Mapping) else model)] if isinstance(model, Iterable) else []
     if children and all(isinstance(each, nn.Module) for each in children):

@@ -151,14 +151,14 @@ class Trainer:
         )
         run = build(arguments, weak_method(self._call_callbacks), weak_method(self._call_on_gradients))
         self._run, self._context = run, run.context
-        self.config, self.world, self.batch_plan = config, run.context.world, run.batch_plan
+        self.config, self.world, self.batch_plan = config, run.context.world, run.model.placement.batch_plan
         self.model, self.optimizer, self.scheduler = run.context.model, run.context.optimizer, run.context.scheduler
         self._total_steps = run.context.config.max_steps
         self._feeds = feed_builder(run.context, run.clock, self.batch_plan)
         self._garbage = DeferredGarbageCollection()
-        if run.plan_request is not None:  # the script sees the ranks to plan for; there is only this process
-            ranks, per_node = run.plan_request.ranks, run.plan_request.per_node
-            self.world = replace(self.world, world_size=ranks, local_world_size=per_node)
+        self._plan_request = request = run.arguments.plan_request
+        if request is not None:  # the script sees the ranks to plan for; there is only this process
+            self.world = replace(self.world, world_size=request.ranks, local_world_size=request.per_node)
 
     @property
     def step(self) -> int:
@@ -255,7 +255,7 @@ class Trainer:
         total = self.total_steps
         began, began_at = self.step, time.perf_counter()
         planned_bytes = run.peak_memory.planned
-        config, model = self._context.config, run.model_description
+        config, model = self._context.config, run.model.description
         announce(self.world, self.batch_plan, config, began, total, feed.division, model, planned_bytes)
         run.state.stopping = False
         self._call_callbacks("on_fit_start")
@@ -326,7 +326,7 @@ class Trainer:
                 be written.
             LossError: If the losses or the weights are not finite, unless `non_finite_gradients="skip"`.
         """
-        if self._run.plan_request is not None:
+        if self._plan_request is not None:
             return
         self._wait_for_all("save()")
         with self._context.heartbeat.during(Phase.CHECKPOINT):
@@ -343,7 +343,7 @@ class Trainer:
         Raises:
             CheckpointError: If the checkpoint is damaged or from a different run.
         """
-        if self._run.plan_request is not None:
+        if self._plan_request is not None:
             return
         self._wait_for_all("resume()")
         self._run.checkpoints.load(absolute(path))
@@ -391,8 +391,8 @@ class Trainer:
             DataError: For unusable data, and if the ranks differ in data or settings.
             LossError: For an unusable loss or metric.
         """
-        if self._run.plan_request is not None:  # under `ddpkit plan` the model has no values
-            return dict.fromkeys(("loss", *self._run.metrics), math.nan)
+        if self._plan_request is not None:  # under `ddpkit plan` the model has no values
+            return dict.fromkeys(("loss", *self._run.arguments.metrics), math.nan)
         self._check_ranks_agree("evaluate()", eval_data=data)
         notify = self._run.evaluator.watches(data) if notify_callbacks is None else notify_callbacks
         found = self._run.evaluator.run(
@@ -448,7 +448,7 @@ class Trainer:
             DataError: For unusable data, and if the ranks differ.
             LossError: For an unusable loss.
         """
-        if self._run.updates:
+        if self._run.arguments.updates:
             raise ConfigError(
                 "find_learning_rate supports only one optimizer", "call it on a Trainer without updates=[...]"
             )
@@ -487,10 +487,10 @@ class Trainer:
                 "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
             )
         config, memory = self._context.config, device_memory(self.world.device)
-        if self._run.plan_request is not None:
-            config, memory = self.config, self._run.plan_request.memory
+        if self._plan_request is not None:
+            config, memory = self.config, self._plan_request.memory
         model, _ = self._measured(data)
-        plan = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
+        _, plan, _ = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
         self._run.peak_memory.compare_with(plan)
         return plan
 
@@ -508,15 +508,15 @@ class Trainer:
                 feed.next()
                 _, batch = unpacked(size, feed.batch())
             except RuntimeError as error:
-                if self._run.plan_request is None:
+                if self._plan_request is None:
                     raise
                 problem = f"the data cannot be read if the model has no values: {first_line(error)}"
             context, config = self._context, self._context.config
-            if self._run.plan_request is not None:
+            if self._plan_request is not None:
                 config = config.model_copy(update={"parallel": self.config.parallel})
-            on_gpu = self._run.plan_request is not None or self.world.device.type == "cuda"
+            on_gpu = self._plan_request is not None or self.world.device.type == "cuda"
             training = TrainingPass(
-                [update.loss_fn for update in self._run.updates] or [context.loss_fn],
+                [update.loss_fn for update in self._run.arguments.updates] or [context.loss_fn],
                 batch,
                 context.precision,
                 config,
@@ -524,7 +524,7 @@ class Trainer:
                 prefetched=config.data.prefetch_batches if on_gpu else 0,
                 problem=problem,
             )
-            optimizers = [(update.optimizer, update.optimizer) for update in self._run.updates]
+            optimizers = [(update.optimizer, update.optimizer) for update in self._run.arguments.updates]
             model = measured(
                 context.model,
                 optimizers or [(context.optimizer, context.device_optimizer)],
@@ -535,9 +535,9 @@ class Trainer:
 
     def _print_plan_instead(self, train_data: Data) -> None:
         """Under `ddpkit plan`, print the plan and end the script instead of training."""
-        if self._run.plan_request is not None:
+        if self._plan_request is not None:
             model, size = self._measured(train_data)
-            sys.stdout.write(f"{described(model, self.config, self._run.plan_request, size)}\n")
+            sys.stdout.write(f"{described(model, self.config, self._plan_request, size)}\n")
             raise PlanPrinted(0)
 
     # --- the loop -----------------------------------------------------------------------------------------------
@@ -629,7 +629,7 @@ class Trainer:
         while True:
             run.clock.start()
             run.log_points.note_rates()
-            batch = run.flops.watched(feed.batch, share)
+            batch = run.model.flops.watched(feed.batch, share)
             try:
                 run.optimizer_step.run(share, batch, run.log_points.interval, measure_norm=logged)
             except OutOfMemory as failed:
@@ -661,9 +661,11 @@ class Trainer:
     def _count_flops(self) -> None:
         """Count the FLOPs of the model, once, if `config.mfu` is set and a batch was recorded."""
         run = self._run
-        if run.flops.ready:
+        if run.model.flops.ready:
             began = time.perf_counter()
-            run.flops.count(self._context, once_per_step=not isinstance(run.optimizer_step, JointStep | ClosureStep))
+            run.model.flops.count(
+                self._context, once_per_step=not isinstance(run.optimizer_step, JointStep | ClosureStep)
+            )
             run.log_points.interval.started += time.perf_counter() - began  # this is not training
 
     def _feed(self, train_data: Data) -> Feed:
@@ -756,7 +758,7 @@ class Trainer:
 
     def _check_ranks_agree(self, call: str, **data: object) -> None:
         """Raise an error if the ranks differ in data, settings or state, because they would diverge or wait forever."""
-        if self._run.plan_request is not None:
+        if self._plan_request is not None:
             raise ConfigError(
                 f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
                 "skip this call: the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
@@ -764,7 +766,7 @@ class Trainer:
         if self.world.world_size == 1:
             return
         self._wait_for_all(call)
-        facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._run.metrics)
+        facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._run.arguments.metrics)
         consistency.check_agreement(self.world, facts)
         if self.step == 0 or "train_data" in data:
             context, strategy = self._context, self._context.strategy
