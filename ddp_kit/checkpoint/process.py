@@ -26,6 +26,7 @@ from ddp_kit.checkpoint.format import (
     INDEX,
     MANIFEST,
     REMOVED,
+    REPLACED,
     WRITING,
     FileRecord,
     Hasher,
@@ -463,15 +464,17 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     if not place.exists():
         system.rename(unfinished, place)
         return
-    # The run has resumed from an earlier step and saves this step again. Exchange the two folders, so that a complete
-    # checkpoint exists under this name at any time.
+    # This step has a checkpoint already: it is saved again after an evaluation, or by a second `save()`. Exchange the
+    # two folders, so that a complete checkpoint exists under this name at any time.
     try:
         system.exchange(unfinished, place)
         before = unfinished
-    except OSError:
-        before = _removed(place)
-        system.rename(place, before)
+    except OSError:  # some file systems, such as NFS, cannot
+        replaced = place.with_name(f"{REPLACED}{place.name}-{secrets.token_hex(4)}")
+        system.rename(place, replaced)  # `checkpoints` finds it under this name too
         system.rename(unfinished, place)
+        before = _removed(place)
+        system.rename(replaced, before)
     system.remove(before)
 
 
