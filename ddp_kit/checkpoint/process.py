@@ -218,8 +218,9 @@ def fsync_folder(folder: Path, system: System) -> None:
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
 # Writers communicate only through the folder, because they may be on different nodes, do not import torch, and finish
-# a save even if their job was killed. A writer that holds no lock and has left no record has died or never started.
-# Writer 0 then gives up and removes the folder. The others never create it: without it, they have nothing to do.
+# a save even if their training process was killed; if the job ends, `ddpkit launch` waits a few seconds for them. A
+# writer that holds no lock and has left no record has died or never started. Writer 0 then gives up and removes the
+# folder. The others never create it: without it, they have nothing to do.
 
 
 _SHARE_POLL_SECONDS = 0.01
