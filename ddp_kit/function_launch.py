@@ -5,6 +5,7 @@
         pass it to a launcher                      the one that is already waiting, or a new one
         show the launcher's output, forward Ctrl-C
         return rank 0's result, or raise the exception of the rank that failed first
+    in each rank, `call_in_rank`: unpickle the function, call it, and write its result or exception
 
 In an interactive session, the launcher for the next call is started as soon as a call ends, and waits with torch
 already imported. It exits when this process exits, because its standard input is a pipe from this process.
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,9 +32,9 @@ from typing import Any, TypeVar, cast
 
 import cloudpickle
 
-from ddp_kit.env import IMPORT_TIME_VARIABLES, RANK, RUN_FOLDER_PREFIX, START_TIME_VARIABLES
+from ddp_kit.env import IMPORT_TIME_VARIABLES, RANK, RUN_FOLDER_PREFIX, START_TIME_VARIABLES, rank_for_messages
 from ddp_kit.errors import LaunchError, UsageError, kind_of
-from ddp_kit.uncaught import show_without_traceback
+from ddp_kit.uncaught import folded_traceback, leave_note, show_without_traceback
 
 R = TypeVar("R")
 
@@ -40,8 +42,8 @@ CALL, RESULT, ERROR = "call.pickle", "result.pickle", "error.pickle"
 """Files in the folder of a call, which only this user can access."""
 
 _MAIN = """\
-from ddp_kit.function_worker import main
-main({folder!r}, {path!r})
+from ddp_kit.function_launch import call_in_rank
+call_in_rank({folder!r}, {path!r})
 """
 
 
@@ -85,7 +87,7 @@ def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None
         try:
             code = launcher.run([*flags, str(script)])
         finally:
-            if _is_interactive():
+            if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # a prompt or a notebook: another call may follow
                 _prepare(imported)
         return cast(R, _outcome(folder, code))
 
@@ -155,19 +157,19 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
     These functions are globals too, and are yielded last.
     """
-    found: dict[str, FunctionType] = {}
+    functions: dict[str, FunctionType] = {}
     waiting, seen = [function], set[str]()
     while waiting:
-        one = waiting.pop()
-        for name in sorted(_names(one.__code__) & one.__globals__.keys() - seen):
+        user = waiting.pop()
+        for name in sorted(_names(user.__code__) & user.__globals__.keys() - seen):
             seen.add(name)
-            value = one.__globals__[name]
+            value = user.__globals__[name]
             if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
-                found[name] = value
+                functions[name] = value
                 waiting.append(value)
             else:
                 yield name, value
-    yield from found.items()
+    yield from functions.items()
 
 
 def _names(code: CodeType) -> set[str]:
@@ -177,13 +179,13 @@ def _names(code: CodeType) -> set[str]:
 
 def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the modules that define the globals of a function; the next launcher imports them in advance."""
-    found = {"ddp_kit.function_worker"}
+    modules = {"ddp_kit.function_launch"}
     if isinstance(function, FunctionType):
         for _, value in _globals(function):
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
             if isinstance(name, str) and name in sys.modules and name != "__main__":
-                found.add(name)
-    return tuple(sorted(found))
+                modules.add(name)
+    return tuple(sorted(modules))
 
 
 # --- The launcher -----------------------------------------------------------------------------------------------------
@@ -306,21 +308,15 @@ def _prepare(modules: tuple[str, ...]) -> None:
     global _next
     if _next is None:
         _next = _Launcher(_Surroundings.now(modules))
+        atexit.register(_close)
 
 
 def _close() -> None:
     global _next
+    atexit.unregister(_close)
     if _next is not None:
         _next.discard()
         _next = None
-
-
-atexit.register(_close)
-
-
-def _is_interactive() -> bool:
-    """Whether Python runs in a notebook or at an interactive prompt, so that another call may follow."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 # --- The outcome ------------------------------------------------------------------------------------------------------
@@ -345,3 +341,58 @@ def _outcome(folder: Path, code: int) -> Any:
         error, text = pickle.loads((folder / ERROR).read_bytes())  # noqa: S301
         raise error from _TracebackOfRankError(text)
     raise LaunchError(f"the processes ended with exit code {code}", "see the output above for the cause")
+
+
+# --- In each rank -----------------------------------------------------------------------------------------------------
+
+
+def call_in_rank(folder: str, path: Sequence[str]) -> None:
+    """Run the pickled call in `folder` on this rank, and write its result or exception to the same folder.
+
+    `path`: sys.path of the calling process. If the call raises an exception, this process exits with code 1.
+    """
+    files = Path(folder)
+    sys.path[:] = path
+    try:
+        function, args = pickle.loads((files / CALL).read_bytes())  # noqa: S301  # from the process that started us
+        result = function(*args)
+        if rank_for_messages() == 0:
+            _write(files / RESULT, _pickled_result(result))
+    except Exception as error:
+        of_function = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = folded_traceback(error.with_traceback(of_function), of_function)
+        _write(files / ERROR, _pickled_error(error, text))
+        leave_note(traceback.format_exception_only(error)[-1].strip(), {})  # the caller shows the traceback
+        sys.exit(1)
+
+
+def _pickled_result(result: object) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise LaunchError(
+            f"the function's return value cannot be sent back: {error}",
+            "return numbers, strings, tensors on the CPU, or lists and dicts of these",
+        ) from None
+
+
+def _pickled_error(error: Exception, text: str) -> bytes:
+    """The pickled exception and traceback text; an exception that cannot be pickled becomes a `LaunchError`."""
+    with suppress(Exception):
+        content = bytes(cloudpickle.dumps((error.with_traceback(None), text)))
+        pickle.loads(content)  # noqa: S301  # some exceptions can be pickled but not unpickled
+        return content
+    return bytes(
+        cloudpickle.dumps(
+            (LaunchError(f"{type(error).__name__}: {error}", "see the traceback of the failed rank"), text)
+        )
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Create the file atomically, unless it exists, so that only the first error is kept if several ranks fail."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    with suppress(FileExistsError):
+        os.link(part, path)
+    part.unlink()

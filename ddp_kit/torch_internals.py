@@ -111,15 +111,15 @@ def memory_of(tensor: Any) -> Tensor:
     Setting `data` of the returned tensor also changes the DTensor. In torch 2.13, this is not true of `to_local`, which
     returns a new tensor with the same memory if the DTensor is a parameter.
     """
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
-def gather_ranges(whole: Tensor, own: Tensor) -> None:
-    """All-gather the ranks' `own` tensors, in rank order, into the 1-D tensor `whole`. A collective."""
+def gather_ranges(whole: Tensor, part: Tensor) -> None:
+    """All-gather the `part` of each rank, in rank order, into the 1-D tensor `whole`. A collective."""
     # torch 2.13 renamed the function and deprecated the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, own)
+    gather(whole, part)
 
 
 # --- Multi-tensor kernels ---------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ class DdpReducer:
     def reduced(self, loss: Tensor) -> Tensor:
         """The same loss, but with a backward pass that also reduces the gradients."""
         self._wrapper._pre_forward()
-        found: Tensor = self._wrapper._post_forward(loss)
-        return found
+        reducing: Tensor = self._wrapper._post_forward(loss)
+        return reducing
 
     def reduce_zeros(self, order: Sequence[int] | None = None) -> None:
         """Contribute zeros to the reduction, on a rank without samples.
@@ -215,7 +215,12 @@ class DdpReducer:
             parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
         loss = torch.zeros((), device=self._parameters[0].device)  # parameters may be on several devices
         for parameter in parameters:
-            loss = loss + _zero(parameter, sparse=parameter in self._sparse).to(loss.device)
+            if parameter in self._sparse:  # DDP needs a sparse gradient then
+                first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                zero = nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
+            else:
+                zero = _UndefinedGradient.apply(parameter)  # type: ignore[no-untyped-call]
+            loss = loss + zero.to(loss.device)
         self.reduced(loss).backward()  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
@@ -256,27 +261,18 @@ class _UndefinedGradient(torch.autograd.Function):
         return None
 
 
-def _zero(parameter: nn.Parameter, *, sparse: bool) -> Tensor:
-    """A zero that depends on a parameter. `sparse`: with a sparse gradient, which DDP needs then."""
-    if sparse:
-        first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-        return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
-    zero: Tensor = _UndefinedGradient.apply(parameter)  # type: ignore[no-untyped-call]
-    return zero
-
-
 # --- GPU allocator ----------------------------------------------------------------------------------------------------
 # Written against the source of torch 2.13 only.
 
 
-def record_allocations(most: int) -> None:
-    """Record the last `most` allocations and frees of GPU memory, with Python stacks.
+def record_allocations(entries: int) -> None:
+    """Record the last `entries` allocations and frees of GPU memory, with Python stacks.
 
-    If `most` is 0, stop recording, and discard what has been recorded.
+    If `entries` is 0, stop recording, and discard what has been recorded.
     """
     record = torch.cuda.memory._record_memory_history
-    if most:
-        record("all", context="alloc", stacks="python", max_entries=most)
+    if entries:
+        record("all", context="alloc", stacks="python", max_entries=entries)
     else:
         record(None)
 
@@ -299,13 +295,13 @@ def version_of(tensor: Tensor) -> int:
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers that are in the model's state_dict, each once, in the order of `model.buffers()`."""
-    found = {
+    buffers = {
         buffer: None
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    return [*found]
+    return [*buffers]
 
 
 def is_extra_state(name: str) -> bool:
@@ -321,13 +317,13 @@ def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
     count, because they accept no other names or shapes.
     """
     usual = {_loader_of(kind) for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)}
-    own = [
+    modules = [
         f"{name}." if name else ""
         for name, module in model.named_modules(remove_duplicate=False)
         if _loader_of(type(module)) not in usual or module._load_state_dict_pre_hooks
     ]
-    whole = type(model).load_state_dict is not nn.Module.load_state_dict
-    prefixes = ("",) if whole else tuple(own)
+    overridden = type(model).load_state_dict is not nn.Module.load_state_dict
+    prefixes = ("",) if overridden else tuple(modules)
     return lambda name: name.startswith(prefixes)
 
 
@@ -368,12 +364,12 @@ class FakeTensors:
         """
         floats = dtype if tensor.is_floating_point() else None
         with self._mode, torch.no_grad():
-            made = torch.empty_strided(
+            fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=floats or tensor.dtype, device=device or tensor.device
             )
             if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
 
     def computing(self) -> AbstractContextManager[object]:
         """A context in which operations, even on real tensors, compute only shapes and dtypes, and no values."""
@@ -456,7 +452,7 @@ def _has_no_products(operation: Any) -> bool:
 
 def _convolution_backward(
     gradient: Tensor,
-    given: Tensor,
+    inputs: Tensor,
     weight: Tensor,
     *settings: Any,
     out_val: object = None,  # noqa: ARG001
@@ -465,9 +461,9 @@ def _convolution_backward(
 
     torch's own formula wrongly multiplies the FLOPs of the weight's gradient by the number of groups.
     """
-    *_, transposed, _output_padding, _groups, wanted = settings
-    places = (given if transposed else gradient).shape[2:]
-    return 2 * given.shape[0] * prod(places) * weight.numel() * int(sum(wanted[:2]))
+    *_, transposed, _output_padding, _groups, requested = settings
+    positions = (inputs if transposed else gradient).shape[2:]
+    return 2 * inputs.shape[0] * prod(positions) * weight.numel() * int(sum(requested[:2]))
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -484,8 +480,8 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._formulas = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward}
         self._weights = WeakIdKeyDictionary()
-        for each in weights:
-            self._weights[each.untyped_storage()] = True
+        for weight in weights:
+            self._weights[weight.untyped_storage()] = True
         self.flops: Counter[torch.dtype] = Counter()
         """The number of FLOPs, by the dtype of the first factor."""
         self.goes_backward = False
@@ -496,65 +492,63 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = self._formulas.get(getattr(func, "overloadpacket", None))
         if formula is None:
             return self._without_formula(func, args, kwargs)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not (self.goes_backward and torch.is_grad_enabled()):
-            flops = formula(*args, **kwargs, out_val=found)
+            flops = formula(*args, **kwargs, out_val=result)
             # The backward pass of a fused attention kernel recomputes one of its five products.
-            again = func.overloadpacket.__name__.endswith("attention_backward")
-            self.flops[args[0].dtype] += flops * 4 // 5 if again else flops
-        return found
+            recomputes = func.overloadpacket.__name__.endswith("attention_backward")
+            self.flops[args[0].dtype] += flops * 4 // 5 if recomputes else flops
+        return result
 
     def _without_formula(self, func: Any, args: Any, kwargs: Any) -> Any:
         space = getattr(func, "namespace", "")
         if space == "prim":  # a query, such as a tensor's device; an exception would end the process
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        weights = [each for each in tensors if each.layout == torch.strided and each.untyped_storage() in self._weights]
+        strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
+        weights = [tensor for tensor in strided if tensor.untyped_storage() in self._weights]
         if tensors and space not in ("aten", "prims"):
             raise NotCountedError(str(func))
         with self:
-            found = func.decompose(*args, **kwargs)  # in inference mode, composite operations arrive undecomposed
-        if found is not NotImplemented:
-            return found
-        if any(each.ndim > 1 for each in weights) and not _has_no_products(func.overloadpacket):
+            result = func.decompose(*args, **kwargs)  # in inference mode, composite operations arrive undecomposed
+        if result is not NotImplemented:
+            return result
+        if any(weight.ndim > 1 for weight in weights) and not _has_no_products(func.overloadpacket):
             raise NotCountedError(str(func))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if weights and len(weights) == len(tensors):
-            for leaf in pytree.tree_leaves(found):
+            for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                     self._weights[leaf.untyped_storage()] = True
-        return found
+        return result
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures the bytes of live tensors that were created in this context, including fake tensors.
 
-    `given`: tensors whose memory does not count. `now`: bytes that are alive; `peak`: their maximum so far.
+    `existing`: tensors whose memory does not count. `now`: bytes that are alive; `peak`: their maximum so far.
     """
 
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = WeakIdKeyDictionary()
-        for tensor in given:
+        for tensor in existing:
             self._seen[tensor.untyped_storage()] = True
         self.now = 0
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(found):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._note(leaf.untyped_storage())
-        return found
-
-    def _note(self, storage: Any) -> None:
-        if storage in self._seen:
-            return
-        self._seen[storage] = True
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._freed, size)
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+                continue
+            storage = leaf.untyped_storage()
+            if storage not in self._seen:
+                self._seen[storage] = True
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return result
 
     def _freed(self, size: int) -> None:
         self.now -= size

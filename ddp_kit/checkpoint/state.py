@@ -75,7 +75,7 @@ def mismatch_error(path: Path, what: str) -> CheckpointError:
 
 # --- Saved parts ------------------------------------------------------------------------------------------------------
 # What a checkpoint stores of a run, and how it is loaded. To add a part, write a subclass of `SavedPart` and add it to
-# `Trainer._saved_parts`; `Checkpoints` (manager.py) saves and loads all parts.
+# `trainer/build.py`; `Checkpoints` (manager.py) saves and loads all parts.
 
 
 _NAME_STATE = 2  # the length of a callback's entry: [class name, state]

@@ -27,7 +27,6 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
-from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.precision import Precision
 from ddp_kit.structures import repeated_blocks, with_copied_containers
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
@@ -101,7 +100,8 @@ def measured(
         problems.append(f"activations: {training.problem}")
     else:
         try:
-            passed = _largest_pass(model, [*blocks.values()], training)
+            passes = [_pass(model, [*blocks.values()], training, loss_fn) for loss_fn in training.loss_fns]
+            passed = max(passes, key=lambda one: one.peak)
         except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
             problems.append(f"activations: the loss function cannot run on tensors without values: {first_line(error)}")
     splits, problem = _splits(model, parallel)
@@ -171,12 +171,6 @@ def _without_memory(
             f"a memory plan needs a copy of the model, but {type(model).__name__} cannot be copied: {error}",
             "run `ddpkit plan` on the script, which creates the model without allocating its weights",
         ) from None
-
-
-def _largest_pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass) -> PassMemory:
-    """Run the pass of each loss function. Returns the memory of the pass that needs the most."""
-    passes = [_pass(model, blocks, training, loss_fn) for loss_fn in training.loss_fns]
-    return max(passes, key=lambda passed: passed.peak)
 
 
 def _pass(
@@ -286,6 +280,8 @@ def state_to_come(optimizer: Optimizer) -> int:
 
 def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
     """The dimension along which tensor parallelism splits each parameter, or the reason why it is unknown."""
+    from ddp_kit.parallel.tensor import split_dimensions  # imported here, because it imports DTensors
+
     try:
         return split_dimensions(model, parallel), ""
     except ConfigError as error:
@@ -321,7 +317,7 @@ def _rows(
     for name, each in model.named_parameters():
         row = ParameterRow(name, tuple(each.shape), each.element_size(), each.requires_grad, units.get(each, ""))
         per_value, besides = states.get(each, (0, 0))
-        found.append(replace(row, state_per_value=per_value, state_besides=besides, split=splits.get(each)))
+        found.append(replace(row, state_per_value=per_value, constant_state_bytes=besides, split=splits.get(each)))
     return tuple(found)
 
 

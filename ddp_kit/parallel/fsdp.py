@@ -32,8 +32,14 @@ from ddp_kit.parallel.strategy import (
     sizes_of,
     whole_gradients_fit,
 )
-from ddp_kit.parallel.tensor import is_divided, is_dtensor, piece_of_dtensor, reduced_part, split_layers
-from ddp_kit.parallel.tensor_plan import tensor_plan
+from ddp_kit.parallel.tensor import (
+    is_divided,
+    is_dtensor,
+    piece_of_dtensor,
+    reduced_part,
+    split_layers,
+    tensor_plan,
+)
 from ddp_kit.pieces import Piece
 from ddp_kit.structures import repeated_blocks, with_copied_containers
 

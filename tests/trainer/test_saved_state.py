@@ -199,7 +199,7 @@ def test_a_step_that_is_left_out_spoils_no_checkpoint(settings: dict[str, Any], 
 
     trainer = trainer_for(tmp_path, Model(spoil), **settings)
     expected = trained(trainer)
-    assert trainer._optimizer_step.skipped >= 1
+    assert trainer._run.optimizer_step.skipped >= 1
     check_saved(tmp_path, expected)
 
 
@@ -212,7 +212,7 @@ def test_an_exception_in_the_step_after_leaves_the_checkpoint(error: type[BaseEx
     trainer = trainer_for(tmp_path, Model(fail))
     with pytest.raises(error):
         trained(trainer)
-    saver = trainer._checkpoints._saver
+    saver = trainer._run.checkpoints._saver
     assert saver is not None
     saver.wait()
     assert [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole] == [3, 2, 1]

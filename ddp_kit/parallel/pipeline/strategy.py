@@ -37,8 +37,7 @@ from ddp_kit.parallel.pipeline.model import (
 from ddp_kit.parallel.pipeline.stage import Stage
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of
-from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
-from ddp_kit.parallel.tensor_plan import tensor_plan
+from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers, tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import is_extra_state, memory_of
 
