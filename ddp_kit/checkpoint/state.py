@@ -27,7 +27,7 @@ from ddp_kit.distributed.world import (
     mixed_seed,
     random_states,
     rank_count,
-    seed_generators,
+    seed_everything,
     set_random_states,
 )
 from ddp_kit.errors import CheckpointError, DdpKitError
@@ -330,10 +330,11 @@ class RandomPart(SavedPart):
 
     def _set(self, saved: Sequence[RandomStates]) -> None:
         rank, ranks = self._world.rank, self._world.world_size
+        # Also seeds what the checkpoint has no state for: this rank, or its GPUs if it was saved on a CPU.
+        seed_everything(mixed_seed(self._seed, self._progress.step), self._data_rank)
         if len(saved) == ranks:
             set_random_states(saved[rank])
             return
-        seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
             "the checkpoint was saved with {}, but this run has {}. If the dataset has a length, the number of "
             "ranks does not change which samples each step uses. The results still differ, because random numbers (for "

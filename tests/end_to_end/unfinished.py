@@ -1,4 +1,4 @@
-"""Run by test_resume.py: killed while its second save is being written, once."""
+"""Run by test_resume.py: killed while its second save is being written, once. Arguments: folder, MiB of the model."""
 
 import os
 import signal
@@ -26,6 +26,7 @@ class DiesWriting(Callback):
 if __name__ == "__main__":
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     model = torch.nn.Linear(4, 1)
+    model.register_buffer("ballast", torch.zeros(int(sys.argv[2]) << 18))
     Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
