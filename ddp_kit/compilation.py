@@ -15,9 +15,9 @@ def compile_in_place(model: nn.Module, what: str) -> None:
     """
     if what == "model":
         # A ModuleDict or ModuleList has no forward of its own.
-        whole = [*model.children()] if isinstance(model, nn.ModuleDict | nn.ModuleList) else [model]
-        for each in whole:
-            compile_module(each)
+        modules = [*model.children()] if isinstance(model, nn.ModuleDict | nn.ModuleList) else [model]
+        for module in modules:
+            compile_module(module)
         return
     blocks = repeated_blocks(model)
     if not blocks:
@@ -44,6 +44,6 @@ def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:
             compile_like(module, plain)
         if not name:
             return plain
-        owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, plain)
+        parent, _, child_name = name.rpartition(".")
+        setattr(model.get_submodule(parent), child_name, plain)
     return model

@@ -213,7 +213,7 @@ def job_start_time() -> float | None:
     if folder is None:
         return None
     with suppress(OSError):
-        return min((each.stat().st_mtime for each in folder.parent.iterdir() if each.is_dir()), default=None)
+        return min((attempt.stat().st_mtime for attempt in folder.parent.iterdir() if attempt.is_dir()), default=None)
     return None
 
 
@@ -332,12 +332,12 @@ def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
 def _gpus_per_process(env: Mapping[str, str]) -> int | None:
     if GPUS_PER_PROCESS not in env:
         return None
-    found = _number(env, GPUS_PER_PROCESS)
-    if found < 1:
+    gpus = _number(env, GPUS_PER_PROCESS)
+    if gpus < 1:
         raise WorldError(
-            f"{GPUS_PER_PROCESS}={found} is not a valid number of GPUs", "set it to at least 1, or unset it"
+            f"{GPUS_PER_PROCESS}={gpus} is not a valid number of GPUs", "set it to at least 1, or unset it"
         )
-    return found
+    return gpus
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -117,21 +117,20 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
+    # Control and format characters, unassigned ones, lone surrogates, and line separators.
+    escaped = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
     return "".join(
-        letter.encode("unicode_escape").decode() if letter not in keep and _is_control(letter) else letter
+        letter.encode("unicode_escape").decode()
+        if letter not in keep and unicodedata.category(letter) in escaped
+        else letter
         for letter in text
     )
 
 
-def _is_control(letter: str) -> bool:
-    """Whether a character is a control or format character, a line separator, a lone surrogate, or unassigned."""
-    return unicodedata.category(letter) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
-
-
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that is closest in spelling, or None if no known name is close."""
-    found = get_close_matches(name, known, n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = get_close_matches(name, known, n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def suggestion(name: str, known: list[str], what: str) -> str:

@@ -11,7 +11,7 @@ that scales are computed from the current tensors ("dynamic scaling").
 
 import fnmatch
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -42,17 +42,20 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     if not emulated:
         _check_device(device)
     float8 = _torchao()
-    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     named = _named(model, linear, layers)
-    refused = {name: why for name, each in linear.items() if (why := _why_not(name, each, named, layers == "auto"))}
-    chosen = {each for name, each in linear.items() if name not in refused}
-    left = list(_by_reason(refused))
+    reasons = {name: why for name, layer in linear.items() if (why := _why_not(name, layer, named, layers == "auto"))}
+    chosen = {layer for name, layer in linear.items() if name not in reasons}
+    problems = tuple(  # one line per reason, with the names of the layers that are not converted for that reason
+        f"{some([name or 'the model' for name in names])}: {reason}"
+        for reason, names in groupby(sorted(reasons, key=reasons.__getitem__), key=reasons.__getitem__)
+    )
     if not chosen:
         raise ConfigError(
             f"precision='fp8' found no linear layer to convert in the model {type(model).__name__}"
-            + (":" if left else ", which has no linear layers"),
+            + (":" if problems else ", which has no linear layers"),
             "set fp8_layers to linear layers whose sizes are multiples of 16, or use precision='bf16'",
-            tuple(left),
+            problems,
         )
     float8.convert_to_float8_training(
         model,
@@ -61,20 +64,20 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
         config=float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
     )
     logger.info(
-        "fp8: converted {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left)
+        "fp8: converted {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {text}" for text in problems)
     )
 
 
 def _check_device(device: torch.device) -> None:
-    found = "the CPU"
+    name = "the CPU"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= _CAPABILITY:
             return
-        found = f"{torch.cuda.get_device_name(device)}, which has {'.'.join(map(str, capability))}"
+        name = f"{torch.cuda.get_device_name(device)}, which has {'.'.join(map(str, capability))}"
     needed = ".".join(map(str, _CAPABILITY))
     raise ConfigError(
-        f"precision='fp8' needs a GPU of compute capability {needed} or higher, such as L4 or H100; found: {found}",
+        f"precision='fp8' needs a GPU of compute capability {needed} or higher, such as L4 or H100; found: {name}",
         "use precision='bf16'",
     )
 
@@ -94,17 +97,17 @@ def _torchao() -> Any:
 def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequence[str]) -> set[str]:
     """The names of the linear layers that `layers` selects. Raises `ConfigError` for a pattern without a match."""
     if layers == "auto":
-        blocks = {each for block in repeated_blocks(model).values() for each in block.modules()}
-        return {name for name, each in linear.items() if each in blocks}
+        inside = {module for block in repeated_blocks(model).values() for module in block.modules()}
+        return {name for name, layer in linear.items() if layer in inside}
     named: set[str] = set()
     for pattern in layers:
-        found = fnmatch.filter(linear, pattern)
-        if not found:
+        names = fnmatch.filter(linear, pattern)
+        if not names:
             raise ConfigError(
                 f"fp8_layers names {pattern!r}, but the model {type(model).__name__} has no such linear layer",
                 suggestion(pattern, [*linear], "linear layers"),
             )
-        named.update(found)
+        named.update(names)
     return named
 
 
@@ -115,21 +118,12 @@ def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> s
         return "the model itself is this layer, and cannot be replaced"
     if name not in named:
         return "outside of the repeated blocks" if automatic else "not named in fp8_layers"
-    if type(layer) is not nn.Linear or "forward" in vars(layer) or _has_hooks(layer):
+    # A converted layer would lose its hooks, such as those of torch's older weight_norm.
+    has_hooks = any(hooks for attribute, hooks in vars(layer).items() if attribute.endswith("_hooks"))
+    if type(layer) is not nn.Linear or "forward" in vars(layer) or has_hooks:
         return "not a plain nn.Linear (a subclass, or with hooks or its own forward)"
     if any(size % _MULTIPLE for size in sizes):
         return f"a size is not a multiple of {_MULTIPLE}"
     if automatic and sizes[0] <= _SMALL_INPUT and sizes[1] <= _SMALL_OUTPUT:
         return f"too small to become faster (at most {_SMALL_INPUT} inputs and {_SMALL_OUTPUT} outputs)"
     return None
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    """Whether a layer has hooks, such as those of torch's older weight_norm; a converted layer would lose its hooks."""
-    return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
-
-
-def _by_reason(refused: dict[str, str]) -> Iterator[str]:
-    """Yield one line per reason, with the names of the layers that are not converted for that reason."""
-    for reason, names in groupby(sorted(refused, key=refused.__getitem__), key=refused.__getitem__):
-        yield f"{some([name or 'the model' for name in names])}: {reason}"

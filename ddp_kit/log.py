@@ -44,8 +44,11 @@ def start(rank: int, world_size: int) -> None:
     def write(message: "Message") -> None:
         _write(_wrapped(message, label))
 
+    def is_of_other_code(record: "Record") -> bool:
+        return not (record["name"] or "").startswith("ddp_kit")
+
     logger.add(write, format=_FORMAT, filter="ddp_kit", level="INFO", colorize=colour)
-    logger.add(_write, format=f"{name}{_USERS_FORMAT}", filter=_not_ours, colorize=colour)
+    logger.add(_write, format=f"{name}{_USERS_FORMAT}", filter=is_of_other_code, colorize=colour)
 
 
 def _write(message: str) -> None:
@@ -68,7 +71,7 @@ def _wrapped(message: "Message", label: int) -> str:
     later = " " * (_INDENT if columns >= _NARROW else 2)
     figures = text.split("  ")
     if len(figures) > 1 and max(map(len, figures)) <= room - _INDENT:  # keep each number with its name
-        figures = [each.replace(" ", _NO_BREAK) for each in figures]
+        figures = [figure.replace(" ", _NO_BREAK) for figure in figures]
     lines = textwrap.wrap(
         " " * _INDENT + "  ".join(figures),
         room,
@@ -77,7 +80,3 @@ def _wrapped(message: "Message", label: int) -> str:
         break_on_hyphens=False,
     )
     return message.replace(text, "\n".join(lines).lstrip().replace(_NO_BREAK, " "), 1)
-
-
-def _not_ours(record: "Record") -> bool:
-    return not (record["name"] or "").startswith("ddp_kit")

@@ -57,18 +57,19 @@ def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     text = _BEARER.sub(rf"\1{MASK}", _URL.sub(f"{MASK}@", text))
-    found: list[str] = []
+    parts: list[str] = []
     position = 0
     while pair := _NAME.search(text, position):
         name, between = pair["name"], pair["between"]
-        word = _VALUE.match(text, pair.end()) if _is_followed_by_secret(name, between) else None
+        joined = name.startswith("-") or between.strip(" \t,'\"")  # the word is the value of a flag, variable or key
+        word = _VALUE.match(text, pair.end()) if joined and _secret(name, "") else None
         if word and _secret(name, word[0]) and not (between.isspace() and _FLAG.fullmatch(word[0])):
-            found.append(text[position : word.start()] + MASK)
+            parts.append(text[position : word.start()] + MASK)
             position = word.end()
         else:  # continue right after the name: the next word may be a name as well
-            found.append(text[position : pair.end("name")])
+            parts.append(text[position : pair.end("name")])
             position = pair.end("name")
-    return "".join([*found, text[position:]])
+    return "".join([*parts, text[position:]])
 
 
 def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -> list[str]:
@@ -85,15 +86,6 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
             result.append(masked(word, env))
         before = word
     return result
-
-
-def _is_followed_by_secret(name: str, between: str) -> bool:
-    """Whether the word after `name` is the value of a secret with this name.
-
-    `between`: the characters between the name and the word.
-    """
-    joined = name.startswith("-") or bool(between.strip(" \t,'\""))
-    return joined and _secret(name, "")
 
 
 def _secret(name: str, value: str) -> bool:

@@ -36,28 +36,28 @@ def flag(value: Any, name: str) -> bool:
     raise _not_a("boolean", value, name)
 
 
-def check_same_kind(value: Any, own: Any, name: str) -> None:
-    """Raise `ValueError` unless `value` is of the same kind (number, list, ...) as `own`, the value that it replaces.
+def check_same_kind(value: Any, current: Any, name: str) -> None:
+    """Raise `ValueError` unless `value` is of the same kind (number, list, ...) as `current`, which it replaces.
 
-    If `own` is None, any value is accepted; None is accepted in place of a bool or a string.
+    If `current` is None, any value is accepted; None is accepted in place of a bool or a string.
     """
-    if isinstance(own, bool):
+    if isinstance(current, bool):
         _ = value is None or flag(value, name)
-    elif isinstance(own, int | float | Tensor):
+    elif isinstance(current, int | float | Tensor):
         _ = isinstance(value, Tensor) or real_number(value, name)
-    elif isinstance(own, str):
+    elif isinstance(current, str):
         if not isinstance(value, str | None):
             raise _not_a("string", value, name)
-    elif isinstance(own, list | tuple):
-        if not isinstance(value, list | tuple) or (isinstance(own, tuple) and len(value) != len(own)):
-            raise _not_a(f"list of length {len(own)}", value, name)
-        for index, item in enumerate(value if own else ()):
-            check_same_kind(item, own[min(index, len(own) - 1)], f"{name}[{index}]")
-    elif isinstance(own, Mapping):
+    elif isinstance(current, list | tuple):
+        if not isinstance(value, list | tuple) or (isinstance(current, tuple) and len(value) != len(current)):
+            raise _not_a(f"list of length {len(current)}", value, name)
+        for index, item in enumerate(value if current else ()):
+            check_same_kind(item, current[min(index, len(current) - 1)], f"{name}[{index}]")
+    elif isinstance(current, Mapping):
         if not isinstance(value, Mapping):
             raise _not_a("dict", value, name)
-        for key in own.keys() & value.keys():
-            check_same_kind(value[key], own[key], f"{name}[{key!r}]")
+        for key in current.keys() & value.keys():
+            check_same_kind(value[key], current[key], f"{name}[{key!r}]")
 
 
 def _not_a(kind: str, value: Any, name: str) -> ValueError:

@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 def with_copied_containers(batch: T) -> T:
     """Copy the containers of a batch, but not the leaves: a loss function may modify the dicts and lists it gets."""
-    copied: T = each_leaf(_own, batch)
-    return copied
 
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, UserDict):
+            return leaf
+        clone = copy(leaf)  # a container with a `to` method, such as Hugging Face's BatchEncoding
+        clone.data = with_copied_containers(leaf.data)
+        return clone
 
-def _own(leaf: Any) -> Any:
-    if not isinstance(leaf, UserDict):
-        return leaf
-    copied = copy(leaf)  # a container with a `to` method, such as Hugging Face's BatchEncoding
-    copied.data = with_copied_containers(leaf.data)
-    return copied
+    result: T = each_leaf(copied, batch)
+    return result
 
 
 def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -69,23 +69,20 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. If
     blocks are nested, only the outermost ones count; a ModuleList or Sequential that contains blocks is not a block.
     """
-    found: dict[str, nn.Module] = {}
+    repeated: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             kinds = Counter(type(child) for child in parent)
             for number, child in parent.named_children():
                 if kinds[type(child)] > 1 and any(child.children()):
-                    found[f"{prefix}.{number}" if prefix else number] = child
+                    repeated[f"{prefix}.{number}" if prefix else number] = child
     blocks = {
         name: block
-        for name, block in found.items()
-        if not (isinstance(block, nn.ModuleList | nn.Sequential) and _has_below(name, found))
+        for name, block in repeated.items()
+        if not isinstance(block, nn.ModuleList | nn.Sequential)
+        or not any(inner.startswith(f"{name}.") for inner in repeated)
     }
     return {name: block for name, block in blocks.items() if not any(name.startswith(f"{other}.") for other in blocks)}
-
-
-def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
-    return any(other.startswith(f"{name}.") for other in found)
 
 
 def work_of(module: nn.Module, *, recurse: bool = True) -> float:
@@ -94,9 +91,9 @@ def work_of(module: nn.Module, *, recurse: bool = True) -> float:
     Each weight counts as one multiplication, except the weights of embeddings, which are only looked up. `recurse`:
     whether submodules are included.
     """
-    parts = module.modules() if recurse else [module]
-    multiplying = (part for part in parts if not isinstance(part, nn.Embedding | nn.EmbeddingBag))
-    return float(sum(each.numel() for part in multiplying for each in part.parameters(recurse=False)))
+    modules = module.modules() if recurse else [module]
+    multiplying = (layer for layer in modules if not isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    return float(sum(weight.numel() for layer in multiplying for weight in layer.parameters(recurse=False)))
 
 
 # --- Split of a chain of blocks ---------------------------------------------------------------------------------------
@@ -119,24 +116,24 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
         )
     cost_to, size_to = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes)]
 
-    def cost(begin: int, end: int) -> float:
-        return cost_to[end] - cost_to[begin]
-
-    def fits(stage: int, begin: int, end: int) -> bool:
-        return size_to[end] - size_to[begin] <= capacities[stage]
-
     def stage_cost(stage: int, begin: int, end: int) -> float:
-        return cost(begin, end) if fits(stage, begin, end) else inf
+        fits = size_to[end] - size_to[begin] <= capacities[stage]
+        return cost_to[end] - cost_to[begin] if fits else inf
 
     largest, _ = _best(len(costs), len(capacities), stage_cost, max)
     if largest == inf:
-        raise _does_not_fit(sizes, capacities)
+        raise ConfigError(
+            f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, and the largest block needs "
+            f"{size_text(max(sizes), 2)}: no split into consecutive stages fits on devices with "
+            f"{', '.join(size_text(capacity, 2) for capacity in capacities)}",
+            "use more devices or a smaller model",
+        )
 
     def squared(stage: int, begin: int, end: int) -> float:
-        own = stage_cost(stage, begin, end)
-        return own * own if own <= largest else inf
+        cost = stage_cost(stage, begin, end)
+        return cost * cost if cost <= largest else inf
 
-    _, ends = _best(len(costs), len(capacities), squared, lambda before, own: before + own)
+    _, ends = _best(len(costs), len(capacities), squared, lambda before, cost: before + cost)
     return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
 
 
@@ -151,23 +148,14 @@ def _best(
     best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
     begins: list[list[int]] = [[0] * (blocks + 1)]
     for stage in range(1, stages):
-        found, begin_of = [inf] * (blocks + 1), [0] * (blocks + 1)
+        next_best, begin_of = [inf] * (blocks + 1), [0] * (blocks + 1)
         for end in range(stage + 1, blocks + 1):
             for begin in range(stage, end):
-                if best[begin] < inf and (value := combine(best[begin], cost(stage, begin, end))) < found[end]:
-                    found[end], begin_of[end] = value, begin
-        best = found
+                if best[begin] < inf and (value := combine(best[begin], cost(stage, begin, end))) < next_best[end]:
+                    next_best[end], begin_of[end] = value, begin
+        best = next_best
         begins.append(begin_of)
     ends = [blocks]
     for begin_of in reversed(begins[1:]):
         ends.append(begin_of[ends[-1]])
     return best[blocks], ends[::-1]
-
-
-def _does_not_fit(sizes: Sequence[float], capacities: Sequence[float]) -> ConfigError:
-    shown = ", ".join(size_text(each, 2) for each in capacities)
-    return ConfigError(
-        f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, and the largest block needs "
-        f"{size_text(max(sizes), 2)}: no split into consecutive stages fits on devices with {shown}",
-        "use more devices or a smaller model",
-    )

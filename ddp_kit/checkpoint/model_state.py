@@ -149,23 +149,19 @@ class ModelPart(SavedPart):
         return frozenset(name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def check(self, state: Any) -> str | None:
-        own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
+        current, decides = self._model.state_dict(), loaded_by_own_code(self._model)
         omitted = {name: value for name, value in state.items() if is_entry(value)}
         # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
         # because the optimizer holds the parameters of this run.
-        compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
-        problems = [f"{name} is missing from the checkpoint" for name in own if name not in state and name in compared]
-        problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
-        problems += [
-            f"{name} has shape {whole_shape(state[name])} in the checkpoint, but {tuple(own[name].shape)} in the model"
-            for name in own
-            if name in state
-            and name in compared
-            and name not in omitted
-            and isinstance(own[name], Tensor)
-            and not is_extra_state(name)
-            and whole_shape(state[name]) != tuple(own[name].shape)
-        ]
+        compared = {name for name in (*current, *state) if name in self._parameters or not decides(name)}
+        missing = (name for name in current if name not in state and name in compared)
+        problems = [f"{name} is missing from the checkpoint" for name in missing]
+        problems += [f"{name} is not in the model" for name in state if name not in current and name in compared]
+        for name, value in current.items():
+            if name not in state or name not in compared or name in omitted or is_extra_state(name):
+                continue
+            if isinstance(value, Tensor) and (shape := whole_shape(state[name])) != tuple(value.shape):
+                problems.append(f"{name} has shape {shape} in the checkpoint, but {tuple(value.shape)} in the model")
         if omitted and not problems:
             self._frozen.compare(omitted)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -201,7 +197,11 @@ def load_optimizer_state(
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
     if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
-        _check_fused(states)
+        for parameter, state in states:  # fused kernels could read past the end of a tensor with another shape
+            for name, value in state.items() if isinstance(state, dict) else ():
+                shape = torch.Size() if name == "step" else parameter.shape
+                if isinstance(value, Tensor) and value.shape != shape:
+                    raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")
     optimizer.load_state_dict(saved)
     for parameter, saved_state in states if keep_types else ():
         state: Any = optimizer.state.get(parameter)
@@ -253,15 +253,6 @@ def _mapped(
         else values
         for number, values in state.items()
     }
-
-
-def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Raise `ValueError` if a state tensor has the wrong shape: fused kernels could read past the end of the tensor."""
-    for parameter, state in states:
-        for name, value in state.items() if isinstance(state, dict) else ():
-            shape = torch.Size() if name == "step" else parameter.shape
-            if isinstance(value, Tensor) and value.shape != shape:
-                raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")
 
 
 class OptimizerPart(SavedPart):
@@ -378,10 +369,10 @@ class OptimizerPart(SavedPart):
     def _with_script_options(self, state: Any) -> tuple[list[dict[str, Any]], list[SettingChange]]:
         """The checkpoint's parameter groups with the options that the script has changed, and these changes."""
         groups, changes = [], []
-        for group, own, saved in zip(state["param_groups"], self._options, state["options"], strict=True):
+        for group, options, saved in zip(state["param_groups"], self._options, state["options"], strict=True):
             # A scheduler determines `lr` from `initial_lr`: the part "scheduler" sets it.
-            names = [name for name in own if name in saved and not (name == "lr" and "initial_lr" in own)]
-            changed = {name: copied(own[name]) for name in names if not same_value(own[name], saved[name])}
+            names = [name for name in options if name in saved and not (name == "lr" and "initial_lr" in options)]
+            changed = {name: copied(options[name]) for name in names if not same_value(options[name], saved[name])}
             changes += [
                 SettingChange("lr" if name == "initial_lr" else name, saved[name], value)
                 for name, value in changed.items()

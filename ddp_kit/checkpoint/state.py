@@ -151,12 +151,13 @@ class SettingChange(NamedTuple):
 
     name: str
     saved: Any
-    own: Any
+    current: Any
 
 
 def log_setting_changes(changes: Sequence[SettingChange], more: str = "") -> None:
     """Log both values of each setting, if there are any, and that the script's is used. `more`: added to the line."""
-    lines = list(dict.fromkeys(f"{name} {_shown(own)} (checkpoint: {_shown(saved)})" for name, saved, own in changes))
+    texts = (f"{name} {_shown(current)} (checkpoint: {_shown(saved)})" for name, saved, current in changes)
+    lines = list(dict.fromkeys(texts))
     if lines:
         others = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         logger.info(

@@ -76,7 +76,7 @@ def _joined(samples: list[Any]) -> Any:
             "data.device_transform returned results with different structures for the samples of one batch",
             "return the same structure for each sample, or set data.seed_samples=False",
         )
-    return pytree.tree_unflatten([_whole(each) for each in zip(*leaves, strict=True)], forms[0])
+    return pytree.tree_unflatten([_whole(values) for values in zip(*leaves, strict=True)], forms[0])
 
 
 def _whole(parts: Sequence[Any]) -> Any:
@@ -151,7 +151,7 @@ _NONE = "NoneType"  # the description of a part that is None
 class Uncollated:
     """A placeholder for a batch whose samples cannot be collated. DataLoader workers return it instead of the batch."""
 
-    said: str
+    message: str
     """torch's error message."""
     where: str
     """The path of the first part that is None or differs, such as `['image']`; "" for the whole sample."""
@@ -214,40 +214,36 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
+def data_error(batch: Uncollated, keys: Sequence[Any] | None) -> DataError:
     """The error for samples that cannot be collated. `keys`: the keys of the samples, if known."""
-    return DataError(*_message_and_hint(found, keys))
-
-
-def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[str, str]:
-    if _NONE in found.kinds:
-        number = found.kinds.index(_NONE)
+    if _NONE in batch.kinds:
+        number = batch.kinds.index(_NONE)
         sample = f"sample {keys[number]}" if keys else f"item {number} of the batch"
-        if not found.where:
-            return (
+        if not batch.where:
+            return DataError(
                 f"data: the dataset returned None for {sample}",
                 "is a `return` missing in its __getitem__? To leave out samples on purpose, remove the None values in "
                 'a function data={"collate_fn": ...}',
             )
-        return (
-            f"data: {sample} contains None at {found.where}, which cannot be collated into a tensor",
+        return DataError(
+            f"data: {sample} contains None at {batch.where}, which cannot be collated into a tensor",
             "return a tensor or a number instead, leave this part out of all samples, or set "
             'data={"collate_fn": ...} to a function that creates the batch',
         )
-    if not found.kinds:
-        return (
-            f"data: the samples cannot be collated into a batch: {found.said}",
+    if not batch.kinds:
+        return DataError(
+            f"data: the samples cannot be collated into a batch: {batch.message}",
             "return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them from __getitem__; "
             'or set data={"collate_fn": ...} to a function that creates the batch',
         )
-    first = {kind: number for number, kind in reversed([*enumerate(found.kinds)])}
-    shown = ", ".join(
+    first = {kind: number for number, kind in reversed([*enumerate(batch.kinds)])}
+    text = ", ".join(
         f"{kind} in {f'sample {keys[number]}' if keys else f'item {number} of the batch'}"
         for kind, number in sorted(first.items(), key=lambda item: item[1])[:_SHOWN]
     )
-    part = f" at {found.where}" if found.where else ""
-    return (
-        f"data: the samples of a batch differ{part}: {shown}{', ...' if len(first) > _SHOWN else ''}",
+    part = f" at {batch.where}" if batch.where else ""
+    return DataError(
+        f"data: the samples of a batch differ{part}: {text}{', ...' if len(first) > _SHOWN else ''}",
         'set data={"collate_fn": ...} to a function that pads them to the same size, for example with '
         "torch.nn.utils.rnn.pad_sequence; or return samples of the same size from __getitem__",
     )
@@ -296,8 +292,8 @@ def checked_batches(loader: Iterable[Any]) -> Iterator[Any]:
                 raise RuntimeError(*end.args) from None
             return
         except RuntimeError as error:
-            if (found := _worker_error(error, batches)) is not None:
-                raise found from None
+            if (of_worker := _worker_error(error, batches)) is not None:
+                raise of_worker from None
             raise
         if type(batch) is Uncollated:
             raise data_error(batch, _keys(loader, number))
@@ -349,11 +345,11 @@ def _keys(loader: Any, number: int) -> list[Any] | None:
 def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
     """A `DataError` that names the DataLoader worker that failed or timed out; None for any other error."""
     workers, text = getattr(batches, "_workers", []), str(error)
-    found = None
+    named = None
     if text.startswith("DataLoader timed out"):
         tasks, due = getattr(batches, "_task_info", {}), getattr(batches, "_rcvd_idx", None)
         late = tasks.get(due, (None,))[0]
-        found = DataError(
+        named = DataError(
             f"data: DataLoader worker {late} sent no batch within the timeout: {text}",
             "find out what __getitem__ waits for, or increase data.timeout",
         )
@@ -361,12 +357,12 @@ def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | No
         for number, worker in enumerate(workers):
             if not worker.is_alive() and worker.exitcode:
                 how = f"signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit code {worker.exitcode}"
-                found = DataError(
+                named = DataError(
                     f"data: DataLoader worker {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
                     "signal 9 usually means that the host ran out of memory: reduce data.num_workers or the sample size"
                     if worker.exitcode < 0
                     else "the worker's error is printed above; set data.num_workers=0 to get it with its traceback",
                 )
-    if found is not None:
-        found.only_this_rank = True
-    return found
+    if named is not None:
+        named.only_this_rank = True
+    return named

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -38,10 +39,10 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
     `data`: a mapping from the role, such as "train_data", to the dataset or DataLoader.
     """
     facts: Facts = {}
-    for role, given in data.items():
-        loader = given if isinstance(given, DataLoader) else None
-        dataset = given if loader is None else loader.dataset
-        facts[f"the kind of {role}"] = f"{type(given).__name__} {_dataset_kind(dataset)}"
+    for role, source in data.items():
+        loader = source if isinstance(source, DataLoader) else None
+        dataset = source if loader is None else loader.dataset
+        facts[f"the kind of {role}"] = f"{type(source).__name__} {_dataset_kind(dataset)}"
         facts[f"the number of samples in {role}"] = _length(dataset)
         facts[f"the indices of the Subset {role}"] = repr(subset_indices(dataset))
         batches = getattr(loader, "batch_sampler", None)
@@ -53,11 +54,11 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
 
 def subset_indices(dataset: object) -> list[list[Any]]:
     """The indices of a Subset and of the subsets inside it, outermost first; empty for other datasets."""
-    found = []
+    indices = []
     while isinstance(dataset, Subset):
-        found.append([*dataset.indices])
+        indices.append([*dataset.indices])
         dataset = dataset.dataset
-    return found
+    return indices
 
 
 class SampleComparison:
@@ -77,9 +78,9 @@ class SampleComparison:
 
     def compare(self, data: Mapping[str, object]) -> None:
         """Raise `DataError` if samples differ between ranks. A collective: `data` has the same keys everywhere."""
-        for role, given in data.items():
-            loader = given if isinstance(given, DataLoader) else None
-            dataset = given if loader is None else loader.dataset
+        for role, source in data.items():
+            loader = source if isinstance(source, DataLoader) else None
+            dataset = source if loader is None else loader.dataset
             keys = self._keys(dataset)
             if not keys:
                 continue
@@ -88,10 +89,10 @@ class SampleComparison:
             differ = [number for number, digests in enumerate(columns) if len(digests) > 1]
             if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
                 first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != _UNKNOWN}
-                found = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
-                raise found.error(
+                difference = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
+                raise difference.error(
                     self._world,
-                    f"the ranks do not agree on {found.description}"
+                    f"the ranks do not agree on {difference.description}"
                     f" ({len(differ)} of {len(keys)} compared samples differ)",
                     "every rank must build the same dataset in the same order: sort file listings, set the random seed "
                     "before splitting or shuffling, and let the Trainer divide the dataset among the ranks. If samples "
@@ -126,9 +127,9 @@ class SampleComparison:
         """Whether every rank gets the same samples as before when it fetches them again. A collective."""
         before = [table[self._world.rank][number] for number in numbers]
         # Repeat in one call, and so in one process: a new DataLoader worker may repeat the last one's random numbers.
-        again = self._fetch(dataset, [*keys] * _REPEATS, loader)
-        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, before * _REPEATS, strict=True))
-        return all(each for (each,) in gathered(self._world, [repeatable]))
+        repeated = self._fetch(dataset, [*keys] * _REPEATS, loader)
+        equal = all(new in (_UNKNOWN, old) for new, old in zip(repeated, before * _REPEATS, strict=True))
+        return all(on_rank for (on_rank,) in gathered(self._world, [equal]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
         """The digest of each sample; `_UNKNOWN` if a sample has no digest or was not fetched within the time limit."""
@@ -148,7 +149,7 @@ class SampleComparison:
             return
         # Fetch in a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
-        options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
+        options["worker_init_fn"] = partial(expose_user_dataset, options.get("worker_init_fn"))
         loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=identity_collate, **options)
         yield from checked_batches(loader)
 
@@ -174,15 +175,16 @@ class _Digests(Dataset[int]):
 
 def digest_of_sample(sample: object) -> int:
     """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it contains none of these."""
-    found = blake2b(digest_size=7)
+    digest = blake2b(digest_size=7)
     known = 0
-    for piece in _pieces(sample):
-        found.update(piece)
+    for content in _contents(sample):
+        digest.update(content)
         known += 1
-    return int.from_bytes(found.digest()) if known else _UNKNOWN
+    return int.from_bytes(digest.digest()) if known else _UNKNOWN
 
 
-def _pieces(value: Any) -> Iterator[bytes]:
+def _contents(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of each tensor, array, number and string in a sample, with dtypes, shapes and keys."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_quantized:
             dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -191,15 +193,15 @@ def _pieces(value: Any) -> Iterator[bytes]:
     elif isinstance(value, str | bytes | int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield repr(key).encode()
-            yield from _pieces(each)
+            yield from _contents(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _pieces(each)
+        for item in value:
+            yield from _contents(item)
     elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _pieces(getattr(value, each.name, None))
+        for field in fields(value):
+            yield from _contents(getattr(value, field.name, None))
     elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
         import numpy as np
 

@@ -276,7 +276,7 @@ class StreamFeed:
         fetched = list(islice(self._arriving, self._passes))
         if states := self._loader.states:
             for state in [states.popleft() for _ in fetched]:
-                self._reached = (*(each for each in self._reached if each.reader != state.reader), state)
+                self._reached = (*(other for other in self._reached if other.reader != state.reader), state)
         return fetched
 
     def next(self) -> Share | None:
@@ -336,7 +336,7 @@ class StreamFeed:
         digests: dict[int, set[int]] = {}
         for data_rank, digest in gathered(self._world, [self._part.rank, digest_of(bits)]):
             digests.setdefault(data_rank, set()).add(digest)
-        if any(len(found) > 1 for found in digests.values()):
+        if any(len(of_replica) > 1 for of_replica in digests.values()):
             raise DataError(
                 "ranks that share one replica of the model read different samples from their streams",
                 "divide the stream by trainer.data_rank and trainer.data_ranks, not by the rank of the process",

@@ -187,15 +187,11 @@ class WithEpoch:
         return ([(epoch, key) for key in keys] for keys in self.batches)
 
 
-def expose_user_dataset(then: Callable[[int], None] | None) -> Callable[[int], None]:
-    """A `worker_init_fn` that makes `get_worker_info().dataset` the user's own dataset instead of a wrapper.
+def expose_user_dataset(then: Callable[[int], None] | None, number: int) -> None:
+    """Make `get_worker_info().dataset` the user's own dataset instead of a wrapper, in a DataLoader worker.
 
     `then`: the user's own worker_init_fn, which is called afterwards.
     """
-    return partial(_expose_user_dataset, then)
-
-
-def _expose_user_dataset(then: Callable[[int], None] | None, number: int) -> None:
     info: Any = get_worker_info()
     # The info forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
     object.__setattr__(info, "dataset", info.dataset.dataset)
@@ -332,7 +328,7 @@ def build_loader(
         )
         if seeding:
             batches = WithEpoch(cast(Batches, batches))
-    options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
+    options["worker_init_fn"] = partial(expose_user_dataset, options.get("worker_init_fn"))
     send = ByValue if by_value and isinstance(loaded, TensorBatches) else identity_collate
     return DataLoader(loaded, batch_sampler=batches, collate_fn=send, **options)
 

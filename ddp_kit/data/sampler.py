@@ -250,7 +250,7 @@ class _Steps(Sampler[list[Any]]):
         new = [epoch for epoch in epochs if epoch not in self._known]
         if new:
             lengths = lengths_in(self._user_sampler, self._what, self.seed, new, then=self.epoch)
-            self._known |= {each: self._steps_of(length, each) for each, length in zip(new, lengths, strict=True)}
+            self._known |= {epoch: self._steps_of(length, epoch) for epoch, length in zip(new, lengths, strict=True)}
         return sum(map(self._known.__getitem__, epochs))
 
     def _steps_of(self, length: int, epoch: int) -> int:
@@ -552,8 +552,8 @@ def lengths_in(user_sampler: Iterable[Any], what: str, seed: int, epochs: Sequen
 
 def _set_epochs(user_sampler: Iterable[Any]) -> list[Callable[[int], object]]:
     """The `set_epoch` methods of a sampler and of the samplers inside it."""
-    found = [getattr(part, "set_epoch", None) for part in samplers_in(user_sampler)]
-    return [each for each in found if callable(each)]
+    methods = [getattr(part, "set_epoch", None) for part in samplers_in(user_sampler)]
+    return [method for method in methods if callable(method)]
 
 
 def _draw(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:

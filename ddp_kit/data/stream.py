@@ -120,7 +120,7 @@ def build_stream(
             "leave out data.seed_samples and set seeds in __iter__, or use a dataset with __getitem__ and __len__",
         )
     options = loader_options(config, world, seed, template)
-    options["worker_init_fn"] = expose_user_dataset(options.get("worker_init_fn"))
+    options["worker_init_fn"] = partial(expose_user_dataset, options.get("worker_init_fn"))
     whole = template is not None and template.batch_size is None
     collate = chosen_collate(config, template)
     by_value = sends_by_value(options["num_workers"])
@@ -246,9 +246,9 @@ def _count(batch: Any) -> int:
     """The number of samples in a batch: the length of its first tensor. Raises `DataError` if the number is unknown."""
     tensor = next(tensors_in(batch), None)
     if tensor is None or tensor.dim() == 0:
-        found = "contains no tensor" if tensor is None else "begins with a scalar tensor"
+        problem = "contains no tensor" if tensor is None else "begins with a scalar tensor"
         raise DataError(
-            f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {found}: "
+            f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {problem}: "
             f"its number of samples is unknown",
             "yield batches whose first tensor has the batch dimension first, or set a batch_size",
         )

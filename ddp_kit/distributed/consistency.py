@@ -150,14 +150,15 @@ def _plain(value: Any) -> str:
 def settings_of(optimizer: Optimizer) -> str:
     """An optimizer's class and the options of its parameter groups as text; equal settings give equal text."""
     groups = [
-        {name: _number(value) for name, value in group.items() if name != "params"} | {"params": len(group["params"])}
+        {
+            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        | {"params": len(group["params"])}
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} {_plain(groups)}"
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def schedule(scheduler: LRScheduler | None) -> str:
@@ -247,11 +248,11 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
     `facts`: name -> value; integers are exchanged as they are, strings as digests. `groups`, `on_host`: see
     `first_difference`.
     """
-    found = first_difference(world, facts, groups, on_host=on_host)
-    if found is not None:
-        raise found.error(
+    difference = first_difference(world, facts, groups, on_host=on_host)
+    if difference is not None:
+        raise difference.error(
             world,
-            f"the ranks do not agree on {found.description}",
+            f"the ranks do not agree on {difference.description}",
             "every rank runs the whole script and must build the same data, model and settings: set the random seed "
             "before building them, load weights before creating the Trainer, and let the Trainer divide the data",
         )
@@ -270,9 +271,9 @@ def first_difference(
     for (name, fact), values in zip(facts.items(), table, strict=True):
         for group in groups or [range(world.world_size)]:
             if len({values[rank] for rank in group}) > 1:
-                own = {rank: values[rank] for rank in group}
-                shown = _numbers(own) if isinstance(fact, int) else which_differ(own)
-                return Difference(f"{name}: {shown}", minority(own))
+                by_rank = {rank: values[rank] for rank in group}
+                text = _numbers(by_rank) if isinstance(fact, int) else which_differ(by_rank)
+                return Difference(f"{name}: {text}", minority(by_rank))
     return None
 
 

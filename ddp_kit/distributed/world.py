@@ -72,7 +72,9 @@ def join(
     show_without_traceback(rank_for_messages())
     place = from_env()
     if dist.is_initialized() and place.world_size != dist.get_world_size():
-        device = _current_device()  # the script started its processes itself and has set their devices
+        # The script started its processes itself and has set their devices.
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
         gpus: tuple[torch.device, ...] = ()
     else:
@@ -105,9 +107,9 @@ def mixed_seed(*numbers: int) -> int:
 
 def seed_everything(seed: int, rank: int) -> None:
     """Seed all random generators of this process, differently on each rank."""
-    own = mixed_seed(seed, rank)
-    torch.manual_seed(own)  # also seeds the GPUs
-    seed_generators(own)
+    rank_seed = mixed_seed(seed, rank)
+    torch.manual_seed(rank_seed)  # also seeds the GPUs
+    seed_generators(rank_seed)
 
 
 def seed_generators(seed: int) -> None:
@@ -184,39 +186,35 @@ def host_group(world: World) -> dist.ProcessGroup | None:
     return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
 
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     """The GPUs of this process; empty if torch sees none, and under `ddpkit plan`, which puts nothing on a GPU."""
     if plan_request() is not None or not torch.cuda.is_available():
         return ()
-    there = torch.cuda.device_count()
+    visible = torch.cuda.device_count()
     if share_gpus:
-        return (torch.device("cuda", place.local_rank % there),)
-    each = place.gpus_per_process or (there if place.world_size == 1 else 1)
+        return (torch.device("cuda", place.local_rank % visible),)
+    count = place.gpus_per_process or (visible if place.world_size == 1 else 1)
     # If only one GPU is visible, it may be this rank's own: `srun --gpus-per-task` shows each process another one.
-    first = 0 if there == each == 1 else place.local_rank * each
-    if first + each <= there:
-        return tuple(torch.device("cuda", index) for index in range(first, first + each))
-    if each == 1:
+    first = 0 if visible == count == 1 else place.local_rank * count
+    if first + count <= visible:
+        return tuple(torch.device("cuda", index) for index in range(first, first + count))
+    if count == 1:
         error = _no_gpu(place)
     else:
         error = WorldError(
-            f"rank {place.rank} needs {each} GPUs, which are not available: {place.local_world_size} processes on this "
-            f"node; visible GPUs: {there}",
-            f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (currently {each})",
+            f"rank {place.rank} needs {count} GPUs, which are not available: {place.local_world_size} processes on "
+            f"this node; visible GPUs: {visible}",
+            f"start at most {visible // count} processes, or lower {GPUS_PER_PROCESS} (currently {count})",
         )
-    error.only_this_rank = place.local_rank == there // each  # the lowest such rank; higher ones have the same error
+    error.only_this_rank = place.local_rank == visible // count  # the lowest one; higher ones have the same error
     raise error
 
 
 def _no_gpu(place: WorkerEnv) -> WorldError:
-    there = torch.cuda.device_count()
+    visible = torch.cuda.device_count()
     return WorldError(
-        f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node; visible GPUs: {there}",
-        f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
+        f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node; visible GPUs: {visible}",
+        f"start at most one process per GPU: `ddpkit launch --gpus {visible} ...`; to share GPUs, which is slow, set "
         f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
     )
 
@@ -294,25 +292,24 @@ def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None =
     `numbers`: must have the same length on each rank. `hosts`: a group for host memory, instead of the default group.
     """
     device = world.device if hosts is None else torch.device("cpu")
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyone = [own]
+    row = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [row]
     if world.world_size > 1:
-        everyone = [torch.empty_like(own) for _ in range(world.world_size)]
-        dist.all_gather(everyone, own, group=hosts)
-    return [one.tolist() for one in everyone]
+        rows = [torch.empty_like(row) for _ in range(world.world_size)]
+        dist.all_gather(rows, row, group=hosts)
+    return [numbers_of_rank.tolist() for numbers_of_rank in rows]
 
 
-def gathered_bytes(own: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:
+def gathered_bytes(content: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:
     """All ranks' bytes, in rank order; lengths may differ. `hosts`: as in `gathered`. A collective."""
     if world.world_size == 1:
-        return [own]
-    lengths = [length for (length,) in gathered(world, [len(own)], hosts)]
+        return [content]
+    lengths = [length for (length,) in gathered(world, [len(content)], hosts)]
     device = world.device if hosts is None else torch.device("cpu")
-    mine = torch.zeros(max(lengths), dtype=torch.uint8)
-    mine[: len(own)] = torch.frombuffer(bytearray(own or b" "), dtype=torch.uint8)[: len(own)]
-    everyone = [torch.empty_like(mine, device=device) for _ in lengths]
-    dist.all_gather(everyone, mine.to(device), group=hosts)
-    return [text[:length].cpu().numpy().tobytes() for text, length in zip(everyone, lengths, strict=True)]
+    padded = torch.frombuffer(bytearray(content.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(padded, device=device) for _ in lengths]
+    dist.all_gather(rows, padded.to(device), group=hosts)
+    return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 # --- Serialization of random states -----------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ class SavedTensors:
         if not (compresses or offloads) or not self._is_activation(tensor):
             return _Unchanged(tensor)
         for other, version, stored in self._recent:
-            if version == version_of(tensor) and _same_memory(tensor, other):
+            if version == version_of(tensor) and _memory(tensor) == _memory(other):
                 return stored
         stored = _Stored(tensor, compresses, offloads)
         self._recent.append((tensor, version_of(tensor), stored))
@@ -302,9 +302,16 @@ class SavedTensors:
         self._recent.clear()
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or _is_expanded(tensor):
+        """Whether a tensor is not a parameter or buffer, nor a view of one, nor a parameter cast by autocast."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
-        return _storage(tensor) not in self._of_model and not _is_weight(tensor)
+        is_expanded = tensor.untyped_storage().nbytes() < tensor.nbytes
+        if is_expanded or _storage(tensor) in self._of_model:
+            return False
+        function = tensor.grad_fn
+        while function is not None and function.name() in _VIEWS_AND_CASTS:
+            function = function.next_functions[0][0]
+        return not isinstance(getattr(function, "variable", None), nn.Parameter)
 
 
 class _Unchanged:
@@ -360,26 +367,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < tensor.nbytes
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    facts = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (one, other)]
-    return facts[0] == facts[1]
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Address and layout of a tensor; equal for two tensors that are the same values in the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 _VIEWS_AND_CASTS = {
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ToCopy")
 }  # fmt: skip
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of a trained parameter, or a parameter cast to another dtype by autocast."""
-    function = tensor.grad_fn
-    while function is not None and function.name() in _VIEWS_AND_CASTS:
-        function = function.next_functions[0][0]
-    return isinstance(getattr(function, "variable", None), nn.Parameter)
 
 
 # --- 8-bit compression ------------------------------------------------------------------------------------------------

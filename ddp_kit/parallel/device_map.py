@@ -53,7 +53,7 @@ class _DeviceMapped(Strategy):
         """Move the modules to their devices, and install the hooks. A collective if the map is "auto"."""
         if self._map is None:
             self._map = automatic_map(model, _capacities(model, self.world))
-            logger.info("device_map: {}", shown(self._map))
+            logger.info("device_map: {}", map_text(self._map))
         for name, index in indices_of(model, self._map).items():
             _move_own_tensors(model.get_submodule(name), device_at(index, self.world))
         for hook in self._hooks:
@@ -168,11 +168,13 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if not tensors:
             continue
-        index = _index_of(name, device_map)
-        if index is None:
+        entry = name
+        while entry and entry not in device_map:
+            entry = entry.rpartition(".")[0]
+        if entry not in device_map:
             missing.append(name)
             continue
-        indices[name] = index
+        indices[name] = index = device_map[entry]
         for short, tensor in tensors:
             full = f"{name}.{short}" if name else short
             other, first = places.setdefault(id(tensor), (index, full))
@@ -193,14 +195,6 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
     return indices
 
 
-def _index_of(name: str, device_map: Mapping[str, int]) -> int | None:
-    while name not in device_map:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return device_map[name]
-
-
 def _topmost(name: str, device_map: Mapping[str, int]) -> str:
     """The outermost module that is or contains `name`, and that contains no module named in the map."""
     while name and (parent := name.rpartition(".")[0]):
@@ -210,7 +204,7 @@ def _topmost(name: str, device_map: Mapping[str, int]) -> str:
     return name
 
 
-def shown(device_map: Mapping[str, int]) -> str:
+def map_text(device_map: Mapping[str, int]) -> str:
     """The map as it would be written in a configuration, with ranges."""
     parts: list[tuple[str, int]] = []
     for (parent, index, is_block), group in groupby(device_map.items(), _kind):
@@ -259,8 +253,8 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
     sizes: list[float] = []
     work: list[float] = []
     link_of: dict[int, int] = {}  # by the id of a tensor
-    for name, module in _pieces(model, "", units):
-        tensors = [*_tensors(module)] if name in units or not _holds(name, units) else _own_tensors(module)
+    for name, module in _chain_modules(model, "", units):
+        tensors = [*_tensors(module)] if name in units or not _contains(name, units) else _own_tensors(module)
         links_of_tied = [link_of[id(tensor)] for tensor in tensors if id(tensor) in link_of]
         link = min(links_of_tied, default=len(links))
         if link == len(links):
@@ -268,7 +262,7 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
             sizes.append(0.0)
             work.append(0.0)
         links[link].append(name)
-        work[link] += work_of(module, recurse=name in units or not _holds(name, units))
+        work[link] += work_of(module, recurse=name in units or not _contains(name, units))
         for tensor in tensors:
             if id(tensor) not in link_of:
                 link_of[id(tensor)] = link
@@ -276,19 +270,20 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
     return links, sizes, work
 
 
-def _pieces(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _chain_modules(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """The blocks, the modules between blocks, and the modules that contain blocks and also have their own tensors."""
-    if not _holds(name, units):
+    if not _contains(name, units):
         if name in units or any(True for _ in _tensors(module)):
             yield name, module
         return
     if _own_tensors(module):
         yield name, module
     for child_name, child in module.named_children():
-        yield from _pieces(child, f"{name}.{child_name}" if name else child_name, units)
+        yield from _chain_modules(child, f"{name}.{child_name}" if name else child_name, units)
 
 
-def _holds(name: str, units: tuple[str, ...]) -> bool:
+def _contains(name: str, units: tuple[str, ...]) -> bool:
+    """Whether there are blocks inside a module."""
     return any(unit.startswith(f"{name}." if name else "") for unit in units if unit != name)
 
 

@@ -41,7 +41,7 @@ class Shards:
                 optimizer.state[shard] = self._part_of_state(optimizer, whole)
                 del optimizer.state[whole]
         for group in optimizer.param_groups:
-            group["params"] = [self.of.get(each, each) for each in group["params"]]
+            group["params"] = [self.of.get(whole, whole) for whole in group["params"]]
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
         """This rank's part of the optimizer state of the parameter `whole`. Scalars in the state are unchanged."""
@@ -67,8 +67,8 @@ def check_dense_gradients(model: nn.Module, strategy: str) -> None:
     """Raise `ConfigError` for trained embeddings with sparse gradients, because these cannot be sharded."""
     sparse = [
         name or "the model"
-        for name, each in model.named_modules()
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
     ]
     if sparse:
         raise ConfigError(

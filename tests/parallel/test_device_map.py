@@ -274,7 +274,7 @@ def test_a_checkpoint_is_loaded_to_where_each_parameter_is() -> None:
 
 def test_blocks_and_what_is_around_them_are_divided_in_their_order() -> None:
     found = automatic_map(Network(), [math.inf] * 2)
-    assert device_map.shown(found) == '{"": 0, "embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 1}'
+    assert device_map.map_text(found) == '{"": 0, "embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 1}'
     assert automatic_map(Network(), [math.inf]) == {"": 0}
 
 

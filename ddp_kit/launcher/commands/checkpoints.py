@@ -65,10 +65,17 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
             f"there are no checkpoints in {args.dir}", "name the folder that contains the step-... folders"
         )
     if args.diff:
-        stored = tuple(_of_step(step, stored) for step in args.diff)
+        by_step = {checkpoint.step: checkpoint for checkpoint in stored}
+        for step in args.diff:
+            if step not in by_step:
+                steps = ", ".join(map(str, by_step))
+                raise UsageError(
+                    f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}"
+                )
+        stored = tuple(map(by_step.__getitem__, args.diff))
     if args.verify:
         stored = tuple(map(verified, stored))
-    if args.diff and all(one.whole for one in stored):
+    if args.diff and all(checkpoint.whole for checkpoint in stored):
         print_text("\n".join(_differences(*stored)))
         return ExitCode.OK
     print_text("\n".join(_table(stored)))
@@ -76,15 +83,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
         print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
-    return ExitCode.OK if all(one.whole for one in stored) else ExitCode.BROKEN
-
-
-def _of_step(step: int, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    for one in stored:
-        if one.step == step:
-            return one
-    steps = ", ".join(str(one.step) for one in stored)
-    raise UsageError(f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}")
+    return ExitCode.OK if all(checkpoint.whole for checkpoint in stored) else ExitCode.BROKEN
 
 
 # --- Table ------------------------------------------------------------------------------------------------------------

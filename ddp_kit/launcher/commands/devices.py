@@ -33,9 +33,9 @@ def text(env: Mapping[str, str]) -> str:
     return "\n".join([*lines, *_links(links())])
 
 
-def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], held: Mapping[str, Process]) -> Iterator[str]:
+def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], holders: Mapping[str, Process]) -> Iterator[str]:
     titles = ["GPU", "--gpus", "name", "memory used", "load", "NUMA", "UUID", "state"]
-    rows = [titles, *(_row(gpu, positions.get(gpu.uuid, "-"), held.get(gpu.uuid)) for gpu in machine)]
+    rows = [titles, *(_row(gpu, positions.get(gpu.uuid, "-"), holders.get(gpu.uuid)) for gpu in machine)]
     if all(gpu.label == positions.get(gpu.uuid) for gpu in machine):  # the column --gpus would repeat the first
         rows = [[*row[:1], *row[2:]] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,18 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
     nvidia = machine.detect()
     cuda = "" if nvidia.cuda is None else f", CUDA up to {nvidia.cuda[0]}.{nvidia.cuda[1]}"
     none = "none" if nvidia.absent else nvidia.error
+    distribution = "unknown distribution"
+    with suppress(OSError, KeyError):
+        distribution = platform.freedesktop_os_release()["PRETTY_NAME"]
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    quota = cpu_quota()
+    limit = "" if quota is None else f", limited to {quota:g}"
     return {
         "ddpkit": f"{ddp_kit.__version__}, {Path(ddp_kit.__file__).parent}",
         "Python": f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}",
         "torch": torch.error or f"{about['version']}, CUDA {about['cuda']}, NCCL {about['nccl']}",
-        "system": f"{platform.platform()}, {_distribution()}",
-        "processors": _processors(),
+        "system": f"{platform.platform()}, {distribution}",
+        "processors": f"{usable} of {os.cpu_count()} {platform.machine()}{limit}",
         "memory": _memory(),
         "driver": none if nvidia.error else f"{nvidia.version}{cuda}",
         "GPUs": [f"{card.gpu.label}: {card.gpu.name}, {size_text(card.gpu.memory_total)}" for card in nvidia.cards],
@@ -65,20 +72,6 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
         "packages": _packages(),
         "variables": reported_variables(masked_env(env)),
     }
-
-
-def _distribution() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return "unknown distribution"
-
-
-def _processors() -> str:
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    quota = cpu_quota()
-    limit = "" if quota is None else f", limited to {quota:g}"
-    return f"{usable} of {os.cpu_count()} {platform.machine()}{limit}"
 
 
 def _memory() -> str:

@@ -41,9 +41,9 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     `write`: a function that writes a line to standard error. Raises `UsageError` if the arguments are invalid, or if
     the engine cannot be used from this machine.
     """
-    known = parser()
-    own, launch_words = _split(words, known)
-    flags = vars(known.parse_args(own))
+    flag_parser = parser()
+    submit_words, launch_words = _split(words, flag_parser)
+    flags = vars(flag_parser.parse_args(submit_words))
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
     name, dry_run = flags.pop("on"), flags.pop("dry_run")
     if name not in ENGINES:
@@ -51,8 +51,8 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
         what = "no engine is given" if name is None else f"there is no engine {name!r}; the engines are: {names}"
         raise UsageError(what, f"use --on {close}" if close else f"use --on and one of: {names}")
     engine = ENGINES[name]
-    _check_flags(engine, flags, known)
-    launch = _parse_launch(launch_words, known) if launch_words else None
+    _check_flags(engine, flags, flag_parser)
+    launch = _parse_launch(launch_words, flag_parser) if launch_words else None
     if launch is None and engine.script_needed:
         raise UsageError("there is no script to run", "put the script and its arguments after all flags")
     request = _request(flags, launch, launch_words, words)
@@ -168,24 +168,24 @@ def seconds_of(text: str) -> int:
     )
 
 
-def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
+def _split(words: Sequence[str], flag_parser: Parser) -> tuple[list[str], list[str]]:
     """Split the command line into the flags of `ddpkit submit` and the arguments of `ddpkit launch`.
 
     The arguments begin at the first word that is neither a flag of `ddpkit submit` nor the value of such a flag.
     """
-    actions = {flag: action for action in known.actions for flag in action.option_strings}
+    actions = {flag: action for action in flag_parser.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
         position += 1 if "=" in words[position] or action.nargs == 0 else 2
     return list(words[:position]), list(words[position:])
 
 
-def _parse_launch(words: Sequence[str], known: Parser) -> LaunchSpec:
-    """Parse the arguments of `ddpkit launch`. `known`: the parser of `ddpkit submit`. Raises `UsageError`."""
+def _parse_launch(words: Sequence[str], flag_parser: Parser) -> LaunchSpec:
+    """Parse the arguments of `ddpkit launch`. `flag_parser`: the parser of `ddpkit submit`. Raises `UsageError`."""
     try:
         launch = spec.parse(words, {})
     except spec.UnknownFlagError as error:
-        if error.flag not in {flag for action in known.actions for flag in action.option_strings}:
+        if error.flag not in {flag for action in flag_parser.actions for flag in action.option_strings}:
             raise
         raise UsageError(
             f"{error.flag} is a flag of `ddpkit submit`, but follows {words[0]}, a flag of `ddpkit launch`",
@@ -196,9 +196,9 @@ def _parse_launch(words: Sequence[str], known: Parser) -> LaunchSpec:
     return launch
 
 
-def _check_flags(engine: Engine, flags: dict[str, Any], known: Parser) -> None:
+def _check_flags(engine: Engine, flags: dict[str, Any], flag_parser: Parser) -> None:
     """Raise `UsageError` for a flag that the engine does not support, or a value that could add lines to a job file."""
-    spelled = {action.dest: action.option_strings[0] for action in known.actions if action.option_strings}
+    spelled = {action.dest: action.option_strings[0] for action in flag_parser.actions if action.option_strings}
     spelled["gpu_type"] = "a type in --gpus"
     for flag in flags.keys() - engine.flags - {"nodes", "gpus", "name"}:
         if flags[flag]:
