@@ -208,11 +208,11 @@ class Precision:
             self._scaler.load_state_dict(state)
 
     def apply(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
-        """Do the optimizer step. If fp16 gradients overflowed, skip the step, lower the loss scale, and return False.
+        """Do the optimizer step; skip it and lower the loss scale if fp16 gradients overflowed.
 
-        Only the device knows whether gradients overflowed. `wait`: whether the host waits for this information. If it
-        is False, the method always returns True, and `take_skipped_steps` returns the number of skipped steps. Even
-        then, the host waits if the optimizer is not fused; a fused kernel skips the step itself.
+        Returns False if the step was skipped. With `wait=False` always True: read `overflowed` on the device, or
+        `take_skipped_steps` later. Even then, the host waits if the optimizer is not fused; a fused kernel skips the
+        step itself.
         """
         if self._scaler is None:
             optimizer.step()

@@ -1,5 +1,7 @@
 """All private torch APIs that a worker uses. Check these first when torch changes.
 
+The exception is launcher/warm/worker.py, which must run before this module is imported.
+
 Written against the sources of torch 2.10, 2.13 and 2.15. Where these versions differ, a comment describes how.
 """
 

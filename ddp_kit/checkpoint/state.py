@@ -283,8 +283,8 @@ class PrecisionPart(SavedPart):
 class RandomPart(SavedPart):
     """The random states of every rank.
 
-    Loading only keeps the states in memory; `restore` applies them before the next step or save. Until then, the script
-    draws the same random numbers as in a new run.
+    Loading applies nothing: the code between Trainer() and fit() draws as in a new run. `restore` applies the states
+    before the first step or save.
     """
 
     name = "random"

@@ -425,8 +425,9 @@ class FeedBuilder:
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
         """Create the feed of training data, positioned at the start of an epoch.
 
-        `step`: the number of completed optimizer steps; the seed of DataLoader workers depends on it. Raises
-        `ConfigError` or `DataError` for data that does not fit the configuration.
+        `step`: the number of completed optimizer steps; makes the base seed of new DataLoader workers differ. Samples
+        do not depend on it: see `SampleBatches`. Raises `ConfigError` or `DataError` for data that does not fit the
+        configuration.
         """
         dataset, template = open_data(data, "train_data")
         config, world = self.config, self.world

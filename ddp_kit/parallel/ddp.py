@@ -32,7 +32,8 @@ class DdpStrategy(Strategy):
         self.divisor = world.world_size
         self._reducer: Any = None  # a DdpReducer, after `setup`
         self._buffers: SharedBuffers
-        self._reduces = False  # whether the next backward pass, or the one before, is the one that reduces
+        # Whether this is the rank's last pass, whose backward pass reduces. Still False in finish_reduction: no passes.
+        self._reduces = False
         self._reductions: list[Reduction] = []  # of this step's buckets, if steps are recoverable
         self._order: list[int] | None = None  # the order of the parameters in reductions, once it is fixed
         self._updates: list[Self] = []  # see `divided`

@@ -27,8 +27,8 @@ _WHOLE_GRADIENTS_SHARE = 8  # whole gradients take at most 1/8 of a device's mem
 class Sizes:
     """The sizes of the mesh dimensions: replicate x shard x tensor x pipeline.
 
-    `tensor` varies fastest with the rank, then shard, replicate and pipeline, so that the ranks of a tensor group are
-    adjacent and usually on one node.
+    Order of rank numbers, slowest first: pipeline, replicate, shard, tensor. The ranks of a tensor group are therefore
+    adjacent, and usually on one node.
     """
 
     replicate: int
@@ -358,10 +358,11 @@ class Strategy(ABC):
         loss.backward(inputs=self._trained)  # type: ignore[no-untyped-call]
 
     def finish_reduction(self) -> None:
-        """Complete the reduction of the gradients. A rank without passes contributes zeros.
+        """Make `.grad` the reduced gradient. A rank without passes contributes zeros.
 
-        Afterwards, each `.grad` is the sum over all passes of all ranks, divided by `divisor`; a parameter that no pass
-        on any rank used has no gradient. Raises `LossError` if the strategy needs gradients of such parameters.
+        DDP and FSDP have reduced during the last backward pass; this completes and checks. Afterwards, each `.grad` is
+        the sum over all passes of all ranks, divided by `divisor`; a parameter that no pass on any rank used has no
+        gradient. Raises `LossError` if the strategy needs gradients of such parameters.
         """
 
     def abandon_step(self) -> None:

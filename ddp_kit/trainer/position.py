@@ -59,7 +59,7 @@ class Position(SavedPart):
         self.evaluation_pending = False
         """Whether the evaluation after this step was interrupted; a resumed run starts by repeating it."""
         self.was_stopping = False
-        """Whether the run was to end after the interrupted evaluation."""
+        """Whether stop() had been called when the evaluation was interrupted: after repeating it, the run ends."""
         self.place: tuple[ReaderState, ...] = ()
         """This rank's position in its stream; checkpoints store it for each rank."""
         self.evaluated = -1

@@ -207,7 +207,7 @@ def test_a_pipeline_resumes_bitwise_and_its_checkpoints_fit_other_placements(sta
 def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start) -> None:
     done = start("ddpkit", 2, PROGRAMS / "penalised.py")
     assert done.returncode == 1
-    assert "rank 1 of the pipeline used 0.0.weight" in done.stderr
+    assert "stage 1 (rank 1) used 0.0.weight" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -446,8 +446,8 @@ class PipelineStrategy(Strategy):
         foreign = [names[id(parameter)] for parameter in used if self._stage_index not in self._holders[parameter]]
         if foreign:
             raise LossError(
-                f"rank {self._stage_index} of the pipeline used {some(foreign)}, which it does not hold: besides the "
-                "weights of its own blocks, a rank holds only those that it used in the first pass of the run",
+                f"stage {self._stage_index} (rank {self.world.rank}) used {some(foreign)}, which it does not hold: "
+                "besides the weights of its own blocks, a stage has only those that it used in the run's first pass",
                 "use weights only inside the model's blocks, and the same weights in every pass; or use "
                 "parallel='fsdp', where every rank can use all weights",
             )
