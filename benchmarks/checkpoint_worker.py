@@ -187,7 +187,7 @@ def ddpkit(run: Run) -> None:
     steps = trainer.steps(run.dataset)
 
     def save(_: int) -> None:
-        trainer._checkpoints.save()  # as at one of `every_steps`
+        trainer._run.checkpoints.save()  # as at one of `every_steps`
         saved[0] = name_of(trainer.step)
 
     def wait(_: int) -> None:

@@ -176,9 +176,9 @@ def read_heartbeat(error_file: str) -> Heartbeat:
     """Read the heartbeat file next to this error file; without such a file, return the default `Heartbeat`."""
     with suppress(OSError, ValueError, TypeError, IndexError):
         content, fields = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes(), 8 * len(HeartbeatField)
-        found = memoryview(content[:fields]).cast("q").tolist()
-        step, phase, beats, steps, collectives, all_collectives, began, changed_at, *found = found
-        step_time, data, others, mfu, counted_at, python_at, total, loss = found
+        numbers = memoryview(content[:fields]).cast("q").tolist()
+        step, phase, beats, steps, collectives, all_collectives, began, changed_at, *numbers = numbers
+        step_time, data, others, mfu, counted_at, python_at, total, loss = numbers
         return Heartbeat(
             step - 1 if step else None,
             Phase(phase),

@@ -52,7 +52,17 @@ def checked(value: object, source: str) -> "Tensor | Loss":
     elif isinstance(value, Tensor):
         total = value
     else:
-        raise LossError(f"{source} returned {_described(value)}", _hint_for(value))
+        hint = "return the mean over the batch's samples as a scalar tensor, or Loss(sum, weight)"
+        if value is None:
+            hint += "; is the `return` statement missing?"
+        elif isinstance(value, Real):
+            hint += ", without .item() or float()"
+        elif isinstance(value, Mapping) or hasattr(value, "loss"):
+            at = ".loss" if hasattr(value, "loss") else '["loss"]'
+            hint += f", such as output{at}; to report other values, use trainer.log({{...}})"
+        elif isinstance(value, list | tuple):
+            hint += ", and nothing else; to report other values, use trainer.log({...})"
+        raise LossError(f"{source} returned {_described(value)}", hint)
     if not isinstance(total, Tensor) or total.numel() != 1:
         raise LossError(
             f"{source} returned {_described(total)}, not a scalar",
@@ -120,21 +130,6 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return kind_of(value)
-
-
-def _hint_for(value: object) -> str:
-    """Hint about what a loss function should return instead of `value`, which is not a tensor."""
-    wanted = "return the mean over the batch's samples as a scalar tensor, or Loss(sum, weight)"
-    if value is None:
-        return f"{wanted}; is the `return` statement missing?"
-    if isinstance(value, Real):
-        return f"{wanted}, without .item() or float()"
-    if isinstance(value, Mapping) or hasattr(value, "loss"):
-        at = ".loss" if hasattr(value, "loss") else '["loss"]'
-        return f"{wanted}, such as output{at}; to report other values, use trainer.log({{...}})"
-    if isinstance(value, list | tuple):
-        return f"{wanted}, and nothing else; to report other values, use trainer.log({{...}})"
-    return wanted
 
 
 # --- Metric objects ---------------------------------------------------------------------------------------------------
@@ -225,7 +220,14 @@ def _fill_empty_states(metric: Any, device: torch.device) -> None:
     """Add an empty tensor, with the other ranks' dtype and shape, to this rank's empty list states. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    states = list(_list_states(metric))
+    owners = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    states = [
+        (owner, name, state)
+        for owner in owners
+        if isinstance(named := getattr(owner, "metric_state", None), dict)
+        for name, state in named.items()
+        if isinstance(state, list)
+    ]
     if not states:
         return
     own = torch.tensor([_layout(state) for _, _, state in states], dtype=torch.int64, device=device)
@@ -238,15 +240,6 @@ def _fill_empty_states(metric: Any, device: torch.device) -> None:
             dimensions, dtype, *shape = filled[0]
             empty = torch.empty(0, *shape[: dimensions - 1], dtype=_DTYPES[dtype], device=device)
             setattr(owner, name, [empty])
-
-
-def _list_states(metric: Any) -> Iterator[tuple[Any, str, list[Any]]]:
-    owners = metric.modules() if isinstance(metric, nn.Module) else [metric]
-    for owner in owners:
-        states = getattr(owner, "metric_state", None)
-        for name, state in states.items() if isinstance(states, dict) else ():
-            if isinstance(state, list):
-                yield owner, name, state
 
 
 def _layout(state: list[Any]) -> list[int]:

@@ -15,7 +15,7 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,13 @@ class Precision:
         found = dict(model.named_buffers(remove_duplicate=False))
         if self.weights_dtype is None:
             return found
-        follow = {name for name in found if _follows_weights(model.get_submodule(name.rpartition(".")[0]))}
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in found}
+        # In torch's own modules and in norms, buffers have the dtype of the weights.
+        follow = {
+            name
+            for name, owner in owners.items()
+            if type(owner).__module__.startswith("torch.") or isinstance(owner, _NORMS)
+        }
         for pattern in self._bf16_buffers:
             if not (named := fnmatch.filter(found, pattern)):
                 raise ConfigError(
@@ -112,9 +118,9 @@ class Precision:
                 )
             follow.update(named)
         return {
-            name: each
-            for name, each in found.items()
-            if name not in follow and (each.is_floating_point() or each.is_complex())
+            name: buffer
+            for name, buffer in found.items()
+            if name not in follow and (buffer.is_floating_point() or buffer.is_complex())
         }
 
     def check_batch(self, batch: object) -> None:
@@ -127,10 +133,19 @@ class Precision:
             each_leaf(self._check_leaf, batch)
 
     def _check_leaf(self, leaf: object) -> None:
-        if self._warned_about_batch or not _is_wider_on_host(leaf):
+        # Only integers of these dtypes can be lost, and only tensors on the host can be read without waiting for a GPU.
+        if (
+            self._warned_about_batch
+            or not isinstance(leaf, Tensor)
+            or not leaf.is_cpu
+            or leaf.layout is not torch.strided
+            or leaf.is_nested
+            or leaf.dtype not in (torch.float16, torch.float32, torch.float64)
+            or not leaf.numel()
+        ):
             return
         # This check needs no temporary tensors, and is enough for most batches.
-        least, largest = (float(each) for each in leaf.aminmax())
+        least, largest = map(float, leaf.aminmax())
         if max(-least, largest) <= _EXACT:
             return
         whole = leaf[(leaf == leaf.trunc()) & leaf.isfinite()]
@@ -220,23 +235,6 @@ class Precision:
         return 0 if skipped is None else int(skipped)
 
 
-def _follows_weights(module: nn.Module) -> bool:
-    """Whether a module's buffers must have the dtype of its weights, as in torch's own modules."""
-    return type(module).__module__.startswith("torch.") or isinstance(module, _NORMS)
-
-
-def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
-    """Whether `leaf` is a tensor on the host whose dtype has whole numbers that bfloat16 cannot represent."""
-    return (
-        isinstance(leaf, Tensor)
-        and leaf.is_cpu
-        and leaf.layout is torch.strided
-        and not leaf.is_nested
-        and leaf.dtype in (torch.float16, torch.float32, torch.float64)
-        and leaf.numel() > 0
-    )
-
-
 @cache
 def _cached_casts_have_gradients() -> bool:
     """Whether weights get gradients if autocast reuses a cast of them that it cached under no_grad.
@@ -260,18 +258,17 @@ def _scaler(device: torch.device, *, sharded: bool) -> torch.amp.GradScaler:
 
 
 def _check(name: str, device: torch.device) -> None:
+    instead = ""
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
         if name == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
-            raise _unavailable(name, gpu, "fp32 or fp16")
+            instead = "fp32 or fp16"
         if name.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise _unavailable(name, gpu, "fp16 or fp32")
+            instead = "fp16 or fp32"
     elif name == "tf32":
-        raise _unavailable(name, "the CPU", "fp32 or bf16")
-
-
-def _unavailable(name: str, device: str, instead: str) -> ConfigError:
-    return ConfigError(f"precision={name!r} is not available on {device}", f"use precision={instead}")
+        instead = "fp32 or bf16"
+    if instead:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise ConfigError(f"precision={name!r} is not available on {where}", f"use precision={instead}")
 
 
 def _choose_float32(tf32: bool) -> None:

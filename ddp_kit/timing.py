@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
-from typing import Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -99,36 +99,23 @@ class StepClock:
         return StepTimes(*phases, other=max(0.0, step_seconds - sum(phases)))
 
 
-class Event(Protocol):
-    """The methods of torch.cuda.Event that the clock uses."""
-
-    def record(self) -> None:
-        """Record the event on the device."""
-
-    def query(self) -> bool:
-        """Whether the device has reached the event."""
-
-    def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds from this event to another event; the device must have reached both."""
-
-
 class DeviceClock(StepClock):
     """Measures phases with events on the device, and never makes the host wait for the device.
 
-    `new_event`: a function that creates an event for the stream of the computation. `has_finished`: a function that
-    returns whether this stream has completed all queued work.
+    `new_event`: a function that creates an event, such as `CudaEvent`. `has_finished`: a function that returns whether
+    the stream of the computation has completed all queued work.
     """
 
-    def __init__(self, new_event: Callable[[], Event], has_finished: Callable[[], bool]) -> None:
+    def __init__(self, new_event: Callable[[], Any], has_finished: Callable[[], bool]) -> None:
         super().__init__()
         self._new_event = new_event
         self._made = 0
-        self._free: list[Event] = []
+        self._free: list[Any] = []
         self._has_finished = has_finished
         self._begun = self._idled = 0  # numbers of steps: all steps; steps in which the device ran out of work
         self._idle_in_step = False
-        self._open: list[tuple[int, Event]] | None = None  # the marks of the current step, if it is measured
-        self._waiting: deque[list[tuple[int, Event]]] = deque()  # steps that the device may not have finished
+        self._open: list[tuple[int, Any]] | None = None  # the marks of the current step, if it is measured
+        self._waiting: deque[list[tuple[int, Any]]] = deque()  # steps that the device may not have finished
 
     def start(self) -> None:
         self._collect()
@@ -183,7 +170,7 @@ class DeviceClock(StepClock):
             self._free.extend(event for _, event in marks)
 
 
-class _CudaEvent:
+class CudaEvent:
     """A torch.cuda.Event that is recorded on the current stream of `device`, in any thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -202,7 +189,7 @@ def step_clock(device: torch.device) -> StepClock:
     """Create the clock for `device`: a `DeviceClock` for a GPU, a `StepClock` for a CPU."""
     if device.type != "cuda":
         return StepClock()
-    return DeviceClock(partial(_CudaEvent, device), lambda: torch.cuda.current_stream(device).query())
+    return DeviceClock(partial(CudaEvent, device), lambda: torch.cuda.current_stream(device).query())
 
 
 # --- Times of all ranks -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ddp_kit.env import (
     ERROR_SHOWN_FILE,
@@ -107,7 +108,7 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
     If the innermost frame is in ddpkit, the frames that lead to it are shown, because the error is probably in ddpkit.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    found: list[str] = []
+    shown: list[str] = []
     run: list[list[str]] = []  # consecutive library frames, each with its source lines
     for line in [*lines, ""]:
         frame = _FRAME.match(line)
@@ -118,12 +119,12 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
         else:
             last = _FRAME.match(run[-1][0]) if run else None
             if last is not None and frame is None and str(Path(__file__).parent) in last["file"]:
-                found += [text for each in run for text in each]
+                shown += [text for frame_lines in run for text in frame_lines]
             elif run:
-                found.append(f"  [{len(run)} frame{'s' * (len(run) > 1)} of ddpkit and torch]")
+                shown.append(f"  [{len(run)} frame{'s' * (len(run) > 1)} of ddpkit and torch]")
             run = []
-            found.append(line)
-    return "\n".join(found[:-1]) + "\n"
+            shown.append(line)
+    return "\n".join(shown[:-1]) + "\n"
 
 
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:
@@ -142,6 +143,25 @@ def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> 
         os.link(whole, path)  # fails if the file exists
     with suppress(OSError):
         whole.unlink()
+
+
+def read_error_file(path: str) -> tuple[str, Mapping[str, Any]] | None:
+    """The message of an error file, and its further fields; None: torch could not read it, or there is no such file.
+
+    torch's handler and `leave_note` write a message with further fields; other programs write a message alone, which
+    torch accepts too.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+        message = content["message"]
+        if isinstance(message, str):
+            int(content.get("timestamp", 0))
+            return message, {}
+        fields = message["extraInfo"]
+        int(fields["timestamp"])
+        return str(message.get("message", "")), fields
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+        return None
 
 
 def _should_print(error: DdpKitError) -> bool:

@@ -68,6 +68,7 @@ LAUNCHES = {
     "bitwise resume": (
         "end_to_end/test_resume.py::test_a_killed_run_ends_as_an_undisturbed_one[2-2-11-8]",
         "end_to_end/test_resume.py::test_so_it_does_under_every_strategy['pipeline_stages': ['3'], 'shard']",
+        "end_to_end/test_resume.py::test_save_of_a_killed_rank_is_completed_before_the_launcher_exits",
         "end_to_end/test_preemption.py::test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step",
         "checkpoint/test_saver.py::test_writer_process_ignores_signals_to_the_whole_job",
         "checkpoint/test_writing.py::test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint",

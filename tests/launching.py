@@ -20,6 +20,7 @@ from labels import unlabelled
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+PROGRAMS = ROOT / "tests" / "programs"
 DDPKIT = BIN / "ddpkit"
 
 SLOWDOWN = float(os.environ.get("DDPKIT_TEST_SLOWDOWN", "1"))

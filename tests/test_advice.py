@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_kit.records import StepTimes
-from ddp_kit.trainer.logging import WATCHED_SECONDS, Adviser, Watched, advice, slowest_rank
+from ddp_kit.trainer.logging import WATCHED_SECONDS, Adviser, advice, slowest_rank
 
 
 def times(scale: float = 1.0, **seconds: float) -> StepTimes:
@@ -96,7 +96,7 @@ class Run:
         ranks = ranks or (times(),)
         self.step += 10
         steps = int(WATCHED_SECONDS / ranks[0].total) + 1
-        return self.adviser.watch(Watched(self.step, steps, ranks, graphs, idle))
+        return self.adviser.watch(self.step, steps, ranks, graphs, idle)
 
 
 def test_nothing_is_said_of_the_first_interval_and_each_kind_once() -> None:

@@ -90,7 +90,7 @@ def test_a_model_that_the_user_compiled_has_the_names_of_the_plain_one(tmp_path:
     trainer = trained(compiled, tmp_path)
     assert trainer.model is model
     assert graphs.count, "it runs compiled, by the user's own backend"
-    trainer._callbacks[0].apply_to(compiled)  # type: ignore[attr-defined]
+    trainer._run.callbacks[0].apply_to(compiled)  # type: ignore[attr-defined]
     for each in (network(), torch.compile(network(), backend="eager")):
         assert load_model(tmp_path, each).loaded == tuple(model.state_dict())  # type: ignore[arg-type]
     resumed = trained(network(), tmp_path, steps=4)

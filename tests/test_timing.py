@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import seconds
+from launching import PROGRAMS, seconds
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -338,57 +338,9 @@ def test_the_sum_of_the_tables_has_every_rank_s_times() -> None:
     assert by_rank(sum(tables).flatten().tolist()) == ranks
 
 
-LATE_RANK = """
-import sys
-from time import perf_counter
-import torch, torch.distributed as dist
-from datetime import timedelta
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from ddp_kit import timing
-from ddp_kit.distributed.world import join
-
-class Loud(timing.StepClock):
-    marks = []
-    def mark(self, phase):
-        super().mark(phase)
-        self.marks.append((phase, self._last))
-        if rank == 0 and phase == timing.BACKWARD and self.last_pass:
-            store.set(f"computed {step}", "yes")
-
-rank = join().rank
-store = dist.FileStore(sys.argv[1], 2)
-store.set_timeout(timedelta(seconds=float(sys.argv[2])))
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
-x = torch.ones(4, 8)
-placed = DistributedDataParallel(model, gradient_as_bucket_view=True)
-timing._SECONDS_BETWEEN_WATCHED = 0.0
-clock = Loud()
-began = []
-for step in range(3):
-    clock.start()
-    clock.last_pass = False
-    with placed.no_sync():
-        placed(x).sum().backward()
-    clock.mark(timing.BACKWARD)
-    clock.last_pass = True
-    loss = placed(x).sum()
-    if rank == 1:
-        store.wait([f"computed {step}"])  # the other rank has computed its gradients: it waits for ours
-    began.append(perf_counter())
-    phase = clock.watch(loss)
-    loss.backward()
-    clock.mark(phase)
-times = clock.read(1.0)
-import json
-say(json.dumps({"rank": rank, "began": began, "marks": clock.marks, "communication": times.communication}))
-"""
-
-
 @pytest.mark.slow
-def test_a_rank_that_waits_for_another_s_gradients_communicates(start: Any, script: Any, tmp_path: Path) -> None:
-    done = start("ddpkit", 2, script(LATE_RANK), str(tmp_path / "store"), str(seconds(20)))
+def test_a_rank_that_waits_for_another_s_gradients_communicates(start: Any, tmp_path: Path) -> None:
+    done = start("ddpkit", 2, PROGRAMS / "late_rank.py", str(tmp_path / "store"), str(seconds(20)))
     assert done.returncode == 0, done.stderr
     first, late = sorted(map(json.loads, done.stdout.splitlines()), key=lambda said: said["rank"])
     waits = []

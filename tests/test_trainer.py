@@ -531,7 +531,7 @@ def test_a_run_that_is_stopped_at_a_log_point_has_all_its_rows() -> None:
 
     config = TrainerConfig(global_batch_size=4, log_every_steps=2, eval_every_steps=4, epochs=3)
     trainer = Trainer(network(), sgd, mean_loss, config, callbacks=[StopAt()])
-    trainer._log_points._reads_late = True  # as on a GPU
+    trainer._run.log_points._reads_late = True  # as on a GPU
     result = trainer.fit(regression(40), regression(8))
     assert [row.step for row in result.history] == [2, 4]
     assert result.loss == result.history[-1].loss

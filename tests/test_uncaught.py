@@ -10,11 +10,12 @@ import pytest
 import torch
 from launching import clean_environment, seconds
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.env import ERROR_FILE, NOTE_PRINTED, NOTE_SECONDARY
-from ddp_kit.uncaught import folded_traceback, show_without_traceback
+from ddp_kit.uncaught import folded_traceback, leave_note, read_error_file, show_without_traceback
 
 RAISE = """
 from ddp_kit import errors
@@ -149,6 +150,48 @@ def test_ctrl_c_without_checkpoints_is_one_line(
 def test_a_note_of_a_mistake_is_shown(tmp_path: Path) -> None:
     what = "error = errors.DataError('no', 'yes')\nerror.add_note('found at once')\nraise error"
     assert ended(0, what, tmp_path).splitlines()[1:] == ["  hint: yes", "  found at once"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"message": {"message": "no", "extraInfo": {"timestamp": "7"}}}', ("no", {"timestamp": "7"})),
+        ('{"message": {"extraInfo": {"timestamp": 7}}}', ("", {"timestamp": 7})),
+        ('{"message": "no"}', ("no", {})),
+        ('{"message": "no", "timestamp": "soon"}', None),
+        ('{"message": {"message": "no", "extraInfo": {"timestamp": "soon"}}}', None),
+        ('{"message": {"message": "no"}}', None),
+        ('{"message": ["no"]}', None),
+        ('{"text": "no"}', None),
+        ('["no"]', None),
+        ("no", None),
+        ("", None),
+    ],
+)
+def test_error_file_is_read_if_torch_can_read_it(
+    tmp_path: Path, content: str, expected: tuple[str, dict[str, Any]] | None
+) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(content)
+    assert read_error_file(str(path)) == expected
+    try:
+        ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+        read_by_torch = True
+    except Exception:
+        read_by_torch = False
+    assert read_by_torch == (expected is not None)
+
+
+def test_error_file_that_does_not_exist_is_none(tmp_path: Path) -> None:
+    assert read_error_file(str(tmp_path / "error.json")) is None
+
+
+def test_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "error.json")
+    monkeypatch.setenv(ERROR_FILE, path)
+    leave_note("ConfigError: no", {NOTE_SECONDARY: True}, callstack="the stack")
+    message, fields = read_error_file(path) or ("", {})
+    assert (message, fields[NOTE_SECONDARY], fields["py_callstack"]) == ("ConfigError: no", True, "the stack")
 
 
 TRAINS_AND_SAVES = """

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from launching import PROGRAMS
 
 from ddp_kit.distributed import world
 from ddp_kit.distributed.world import decoded, encoded, random_states_kept, seed_everything, seed_generators
@@ -17,16 +18,6 @@ from ddp_kit.errors import WorldError
 
 CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-
-OWN_GROUP = """
-import os, tempfile
-import torch.distributed as dist
-from ddp_kit.distributed import world
-rank = int(os.environ.pop("RANK")); os.environ.pop("WORLD_SIZE")
-dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
-found = world.join()
-say(found.rank, found.world_size, found.is_main)
-"""
 
 
 def test_one_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,58 +30,28 @@ def test_one_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_group_that_the_script_made_itself_is_used(
-    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path], tmp_path: Path
+    start: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
 ) -> None:
-    run = start("ddpkit", 2, script(OWN_GROUP), env={"MEETING": str(tmp_path / "meeting")})
+    run = start("ddpkit", 2, PROGRAMS / "own_process_group.py", env={"MEETING": str(tmp_path / "meeting")})
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["0 2 True", "1 2 False"]
-
-
-ENDS_LATE = """
-import os, pathlib, time
-import torch.distributed as dist
-from ddp_kit.distributed import world
-rank, folder = world.join().rank, pathlib.Path(__file__).parent
-def wait_for(number):
-    while len([*folder.glob("ended.*")]) < number:
-        time.sleep(0.01)
-late = sys.argv[1] == "late"
-if late and rank == 2:
-    wait_for(2)
-all_end = world.all_ranks_end(3, seconds=0.1 if late else 1000)
-say(rank, all_end, dist.is_initialized())
-(folder / f"ended.{rank}").touch()
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["together", "late"])
 def test_all_ranks_end_has_the_same_result_on_a_late_rank(
-    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path], when: str
+    start: Callable[..., "subprocess.CompletedProcess[str]"], when: str
 ) -> None:
-    run = start("ddpkit", 3, script(ENDS_LATE), when)
+    run = start("ddpkit", 3, PROGRAMS / "ends_late.py", when)
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == [f"{rank} {when == 'together'} True" for rank in range(3)]
 
 
-WORKS_AFTER_THE_OTHERS = """
-import os, time
-import torch.distributed as dist
-from ddp_kit.distributed import world
-joined = world.join()
-pids = [None, None]
-dist.all_gather_object(pids, os.getpid())
-if joined.is_main:
-    while os.path.exists(f"/proc/{pids[1]}"):
-        time.sleep(0.01)
-"""
-
-
 @pytest.mark.slow
 def test_rank_that_works_after_the_others_does_not_keep_them_from_ending(
-    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
+    start: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> None:
-    run = start("ddpkit", 2, script(WORKS_AFTER_THE_OTHERS), env={"OMP_NUM_THREADS": "1"})
+    run = start("ddpkit", 2, PROGRAMS / "works_after_the_others.py", env={"OMP_NUM_THREADS": "1"})
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
@@ -147,25 +108,11 @@ def test_join_with_more_processes_than_gpus_refuses_the_last_rank(
     assert not one_gpu
 
 
-ONE_GPU_EACH = """
-import os, sys
-from unittest import mock
-import fake_cuda
-import torch.distributed as dist
-from ddp_kit.distributed import world
-uuid = "GPU-" + (os.environ["LOCAL_RANK"] if sys.argv[1] == "own" else "0")
-nccl = mock.patch.object(dist, "is_nccl_available", return_value=True)
-with fake_cuda.visible_gpus(1, uuid=uuid), nccl, mock.patch.object(dist, "init_process_group") as init:
-    found = world.join()
-say(found.local_rank, found.device, init.call_args.args[0], init.call_args.kwargs["device_id"])
-"""
-
-
 @pytest.mark.slow
 def test_join_with_one_visible_gpu_per_process_uses_it_if_no_other_rank_does(
-    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
+    start: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> None:
-    main, env = script(ONE_GPU_EACH), {"PYTHONPATH": str(Path(__file__).parent)}
+    main, env = PROGRAMS / "one_gpu_each.py", {"PYTHONPATH": str(Path(__file__).parent)}
     run = start("ddpkit", 2, main, "own", env=env)
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == [f"{rank} cuda:0 cpu:gloo,cuda:nccl cuda:0" for rank in range(2)]

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.log import logger
 from ddp_kit.records import FitResult, LogRow
 from ddp_kit.state_values import real_number
+from ddp_kit.uncaught import show_without_traceback
 
 
 class Gradients(MutableMapping[str, Tensor]):
@@ -94,11 +96,7 @@ class Callback:
         """
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called by `fit` before the first optimizer step; a loop over `steps` does not call it.
-
-        Args:
-            trainer: The `Trainer` that calls the event.
-        """
+        """Called by `fit` before the first optimizer step; a loop over `steps` does not call it."""
 
     def on_gradients(self, trainer: Any, gradients: Gradients) -> None:
         """Called in each optimizer step, between the last backward pass and the update; may change the gradients.
@@ -112,56 +110,46 @@ class Callback:
         Changes take effect at every placement. To change weights after the update, use `on_step`.
 
         Args:
-            trainer: The `Trainer` that calls the event.
             gradients: Name -> this rank's part of the gradient; see `Gradients`.
         """
 
     def on_step(self, trainer: Any) -> None:
-        """Called after each optimizer step. Reading a value from the device here makes the host wait.
-
-        Args:
-            trainer: The `Trainer` that calls the event.
-        """
+        """Called after each optimizer step. Reading a value from the device here makes the host wait."""
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
         """Called at each log point.
 
         Args:
-            trainer: The `Trainer` that calls the event.
             row: The row, as in `FitResult.history`. On a GPU, this is the row of the previous log point.
         """
 
     def on_evaluate_start(self, trainer: Any) -> None:
-        """Called before each evaluation, and again when a resumed run repeats an interrupted evaluation.
-
-        Args:
-            trainer: The `Trainer` that calls the event.
-        """
+        """Called before each evaluation, and again when a resumed run repeats an interrupted evaluation."""
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called after each evaluation.
 
         Args:
-            trainer: The `Trainer` that calls the event.
             metrics: The mean loss and all metrics by name, the same on all ranks.
         """
 
     def on_evaluate_end(self, trainer: Any) -> None:
         """Called after `on_evaluate` has run in all callbacks, to undo what `on_evaluate_start` changed.
 
-        Also called if the evaluation failed. It may have failed on this rank only, so do not run collectives here.
-
-        Args:
-            trainer: The `Trainer` that calls the event.
-        """
+        Also called if the evaluation failed. It may have failed on this rank only, so do not run collectives here."""
 
     def on_fit_end(self, trainer: Any, result: FitResult) -> None:
         """Called by `fit` after the last step, unless the run was interrupted.
 
         Args:
-            trainer: The `Trainer` that calls the event.
             result: The `FitResult` that `fit` will return.
         """
+
+
+def creation_error(message: str, hint: str) -> ConfigError:
+    """The error of a callback that cannot be created. Scripts create callbacks before the Trainer installs its hook."""
+    show_without_traceback(rank_for_messages())
+    return ConfigError(message, hint)
 
 
 # --- Best value of a metric -------------------------------------------------------------------------------------------
@@ -190,12 +178,12 @@ class BestValue:
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise ConfigError(
+            raise creation_error(
                 f"{owner} got an invalid argument: mode={mode!r}",
                 "use 'min' if lower is better, 'max' if higher is better",
             )
         if not min_delta >= 0:
-            raise ConfigError(
+            raise creation_error(
                 f"{owner} got an invalid argument: min_delta={min_delta!r}", "use a number that is at least 0"
             )
         self.metric = metric

@@ -4,10 +4,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.callbacks.callback import creation_error
 from ddp_kit.callbacks.rows import FileLogger, file_row
-from ddp_kit.env import rank_for_messages
-from ddp_kit.errors import ConfigError
-from ddp_kit.uncaught import show_without_traceback
 
 _FIRST = ["event", "step"]
 
@@ -77,8 +75,7 @@ def _read_columns(path: Path) -> list[str]:
     with path.open(encoding="utf-8", newline="") as file:
         columns = next(csv.reader(file), [])
     if columns and columns[: len(_FIRST)] != _FIRST:
-        show_without_traceback(rank_for_messages())
-        raise ConfigError(
+        raise creation_error(
             f"{path} was not written by CSVLogger: its first columns are {', '.join(columns[:3])}",
             "use the path of a new file, or of a log that CSVLogger wrote",
         )

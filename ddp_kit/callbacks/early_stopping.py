@@ -2,12 +2,9 @@
 
 from typing import Any, Literal
 
-from ddp_kit.callbacks.callback import BestValue, Callback
-from ddp_kit.env import rank_for_messages
-from ddp_kit.errors import ConfigError
+from ddp_kit.callbacks.callback import BestValue, Callback, creation_error
 from ddp_kit.log import logger
 from ddp_kit.state_values import whole_number
-from ddp_kit.uncaught import show_without_traceback
 
 
 class EarlyStopping(Callback):
@@ -31,8 +28,7 @@ class EarlyStopping(Callback):
         self, metric: str = "loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
         if patience < 1:
-            show_without_traceback(rank_for_messages())
-            raise ConfigError(
+            raise creation_error(
                 f"EarlyStopping got an invalid argument: patience={patience!r}", "set patience to at least 1 evaluation"
             )
         self._best_value = BestValue("EarlyStopping", metric, mode, min_delta)

@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_kit.callbacks.callback import Callback
-from ddp_kit.env import rank_for_messages
+from ddp_kit.callbacks.callback import Callback, creation_error
 from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.torch_internals import compiled_module, copy_all, interpolate_all
-from ddp_kit.uncaught import show_without_traceback
 
 
 class EMA(Callback):
@@ -41,8 +39,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float | Callable[[int], float] = 0.999) -> None:
         if not callable(decay) and not 0.0 <= decay < 1.0:
-            show_without_traceback(rank_for_messages())
-            raise ConfigError(
+            raise creation_error(
                 f"EMA got an invalid argument: decay={decay!r}",
                 "use a number from 0 to less than 1, such as 0.999, or a function of the step",
             )
@@ -80,18 +77,15 @@ class EMA(Callback):
             return
         if self._may_move:
             self._take_weights(trainer)
-        decay = self._decay_after(trainer.step) if callable(self._decay) else self._decay
+        decay = self._decay
+        if callable(decay):
+            decay = float(decay(trainer.step))
+            if not 0.0 <= decay <= 1.0:
+                raise ConfigError(
+                    f"the decay of EMA is {decay!r} after step {trainer.step}",
+                    "return a number from 0 to 1 for every step",
+                )
         interpolate_all(self._average, _with_dtypes_of(self._average, self._parameters), 1 - decay)
-
-    def _decay_after(self, step: int) -> float:
-        """The value of a decay schedule after this optimizer step."""
-        assert callable(self._decay)
-        decay = float(self._decay(step))
-        if not 0.0 <= decay <= 1.0:
-            raise ConfigError(
-                f"the decay of EMA is {decay!r} after step {step}", "return a number from 0 to 1 for every step"
-            )
-        return decay
 
     @torch.no_grad()
     def on_evaluate_start(self, trainer: Any) -> None:
@@ -143,7 +137,7 @@ class EMA(Callback):
     def _begin(self, trainer: Any) -> None:
         self._swap_back()
         # Not trainer.model_state, because the Trainer refers to its callbacks: it would be a reference cycle.
-        self._model, self._state = trainer.model, trainer._parts.strategy.model_state
+        self._model, self._state = trainer.model, trainer._context.strategy.model_state
         self._names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         self._take_weights(trainer)
         self._average = [

@@ -5,10 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.callbacks.callback import creation_error
 from ddp_kit.callbacks.rows import FileLogger, file_row
-from ddp_kit.env import rank_for_messages
-from ddp_kit.errors import ConfigError
-from ddp_kit.uncaught import show_without_traceback
 
 
 class JSONLinesLogger(FileLogger):
@@ -32,8 +30,7 @@ class JSONLinesLogger(FileLogger):
         if self._path.exists():
             with self._path.open("rb") as file:
                 if file.read(1) not in (b"", b"{"):
-                    show_without_traceback(rank_for_messages())
-                    raise ConfigError(
+                    raise creation_error(
                         f"{self._path} was not written by JSONLinesLogger: its first line is not a JSON object",
                         "use the path of a new file, or of a log that JSONLinesLogger wrote",
                     )

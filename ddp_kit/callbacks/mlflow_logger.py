@@ -1,9 +1,8 @@
 """The logger for MLflow."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from ddp_kit.callbacks.rows import RunLogger, require
+from ddp_kit.callbacks.rows import RunLogger, flat, require
 
 
 class MLflowLogger(RunLogger):
@@ -27,9 +26,9 @@ class MLflowLogger(RunLogger):
     id_field = "run_id"
 
     def __init__(self, experiment: str | None = None, tracking_uri: str | None = None, **run: Any) -> None:
-        super().__init__()
+        super().__init__(**run)
         require("mlflow", "MLflowLogger")
-        self._experiment, self._tracking_uri, self._how = experiment, tracking_uri, run
+        self._experiment, self._tracking_uri = experiment, tracking_uri
         self._is_ours = True
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
@@ -43,9 +42,9 @@ class MLflowLogger(RunLogger):
                 mlflow.set_tracking_uri(self._tracking_uri)
             if self._experiment is not None:
                 mlflow.set_experiment(self._experiment)
-            active = mlflow.start_run(**{**self._how, **continued})
+            active = mlflow.start_run(**{**self._init, **continued})
         if not active.data.params:  # a continued run has them already
-            mlflow.log_params(dict(_flat(trainer.config.model_dump(mode="json"))))
+            mlflow.log_params(dict(flat(trainer.config.model_dump(mode="json"))))
         return active.info
 
     def log(self, run: Any, step: int, values: dict[str, float]) -> None:
@@ -60,11 +59,3 @@ class MLflowLogger(RunLogger):
 
         if self._is_ours:
             mlflow.end_run()
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Pairs of (name, value) for nested settings, with names such as data.num_workers."""
-    found: list[tuple[str, Any]] = []
-    for name, value in settings.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
-    return found

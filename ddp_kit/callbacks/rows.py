@@ -6,14 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.callbacks.callback import Callback
+from ddp_kit.callbacks.callback import Callback, creation_error
 from ddp_kit.config.settings import absolute
-from ddp_kit.env import rank_for_messages
-from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow
 from ddp_kit.state_values import whole_number
-from ddp_kit.uncaught import show_without_traceback
 
 
 class RowLogger(Callback):
@@ -36,7 +33,7 @@ class RowLogger(Callback):
         """Record that rows after the checkpoint's step must be removed, because the run repeats these steps."""
         self._resumed = True
 
-    def take_back(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Remove the rows of steps after `step`. Called before the first row of a run that resumes after `step`.
 
         Args:
@@ -45,11 +42,11 @@ class RowLogger(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         """Remove the rows after the checkpoint's step, if a checkpoint was loaded."""
-        self._take_back_once(trainer, trainer.step)
+        self._truncate_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
         """Do the work of `on_fit_start` in a loop over `steps()`, which does not call `on_fit_start`."""
-        self._take_back_once(trainer, trainer.step - 1)
+        self._truncate_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
         """Write a row for the log point."""
@@ -59,15 +56,15 @@ class RowLogger(Callback):
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Write a row for the evaluation."""
-        self._take_back_once(trainer, trainer.step)
+        self._truncate_once(trainer, trainer.step)
         if trainer.world.is_main:
             self.write(trainer, "eval", trainer.step, dict(metrics))
 
-    def _take_back_once(self, trainer: Any, step: int) -> None:
+    def _truncate_once(self, trainer: Any, step: int) -> None:
         if self._resumed:
             self._resumed = False
             if trainer.world.is_main:
-                self.take_back(step)
+                self.truncate_after(step)
 
 
 class RunLogger(RowLogger):
@@ -80,9 +77,16 @@ class RunLogger(RowLogger):
     id_field = "id"
     """The name of a run's identifier, both as an attribute of the run and as an argument for starting the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, **init: Any) -> None:
+        """`init`: the user's arguments for starting a run."""
+        self._init = init
         self._run: Any = None
         self._continued: str | None = None  # the run that the next one continues
+
+    def arguments(self, trainer: Any, continued: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the service's `init`: the user's own, the TrainerConfig, and the run to continue."""
+        config = {**trainer.config.model_dump(mode="json"), **self._init.get("config", {})}
+        return {**continued, **({"resume": "allow"} if continued else {}), **self._init, "config": config}
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
         """Start or continue a run.
@@ -112,7 +116,7 @@ class RunLogger(RowLogger):
         Args:
             run: The run that `start` returned.
         """
-        raise NotImplementedError
+        run.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The id of the current run, or of the run to continue; None if there is neither."""
@@ -177,7 +181,7 @@ class FileLogger(RowLogger):
         """The step of a row. Raises `ValueError`, `LookupError` or `TypeError` if the line is not a row."""
         raise NotImplementedError
 
-    def take_back(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Remove the rows that this run wrote for steps after `step`. The file is replaced atomically."""
         if not self._path.exists():
             return
@@ -219,8 +223,7 @@ def require(package: str, owner: str) -> None:
     spec = find_spec(package)
     # A folder without __init__.py has a spec without an origin. wandb creates a folder `wandb` for its runs.
     if spec is None or spec.origin is None:
-        show_without_traceback(rank_for_messages())  # a script usually makes its loggers before its Trainer
-        raise ConfigError(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
+        raise creation_error(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
 
 
 def drop_torn_row(path: Path) -> None:
@@ -245,15 +248,16 @@ def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
     if fields.get("mfu") is None:
         fields.pop("mfu", None)
     logged, rates = fields.pop("values", {}), fields.pop("learning_rates", ())
-    yield from _flat(fields)
+    yield from flat(fields)
     if len(rates) > 1:
         yield from ((f"learning_rate.{number}", rate) for number, rate in enumerate(rates))
     yield from logged.items()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of (name, value) for nested values, with names such as data.num_workers."""
     for name, value in values.items():
         if isinstance(value, Mapping) or is_dataclass(value):
-            yield from _flat(value if isinstance(value, Mapping) else vars(value), f"{prefix}{name}.")
+            yield from flat(value if isinstance(value, Mapping) else vars(value), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

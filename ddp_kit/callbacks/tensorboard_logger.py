@@ -38,7 +38,7 @@ class TensorBoardLogger(RowLogger):
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    def take_back(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Make TensorBoard hide the existing points of steps after `step`."""
         self.on_fit_end(None, None)
         self._purge_step = step + 1

@@ -24,23 +24,15 @@ class TrackioLogger(RunLogger):
     id_field = "name"
 
     def __init__(self, project: str, **init: Any) -> None:
-        super().__init__()
+        super().__init__(**{"project": project, "embed": False, **init})
         require("trackio", "TrackioLogger")
-        self._init = {"project": project, "embed": False, **init}
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
         """Start or continue a run."""
         import trackio  # imported only on the main rank, because it takes seconds
 
-        if continued:
-            continued = {**continued, "resume": "allow"}
-        config = {**trainer.config.model_dump(mode="json"), **self._init.get("config", {})}
-        return trackio.init(**{**continued, **self._init, "config": config})
+        return trackio.init(**self.arguments(trainer, continued))
 
     def log(self, run: Any, step: int, values: dict[str, float]) -> None:
         """Log a row."""
         run.log(values, step=step)
-
-    def finish(self, run: Any) -> None:
-        """Finish the run."""
-        run.finish()

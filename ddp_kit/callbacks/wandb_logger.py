@@ -21,18 +21,14 @@ class WandbLogger(RunLogger):
     """
 
     def __init__(self, project: str | None = None, **init: Any) -> None:
-        super().__init__()
+        super().__init__(project=project, **init)
         require("wandb", "WandbLogger")
-        self._init = {"project": project, **init}
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
         """Start or continue a run."""
         import wandb  # imported only on the main rank, because it takes seconds
 
-        if continued:
-            continued = {**continued, "resume": "allow"}
-        config = {**trainer.config.model_dump(mode="json"), **self._init.get("config", {})}
-        run = wandb.init(**{**continued, **self._init, "config": config})
+        run = wandb.init(**self.arguments(trainer, continued))
         # Log the optimizer step as a metric of its own: W&B's step counter cannot go back, as it must after a resume.
         run.define_metric("step")
         for curves in ("train/*", "eval/*"):
@@ -42,7 +38,3 @@ class WandbLogger(RunLogger):
     def log(self, run: Any, step: int, values: dict[str, float]) -> None:
         """Log a row."""
         run.log({"step": step, **values})
-
-    def finish(self, run: Any) -> None:
-        """Finish the run."""
-        run.finish()

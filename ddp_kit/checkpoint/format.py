@@ -28,6 +28,7 @@ from ddp_kit.errors import CheckpointError
 #         model-00001-of-00002.safetensors, ...    one file per part and rank, and model.safetensors.index.json
 #         state.json                  everything else, for all parts
 #     <dir>/.writing-step-00000012-1f0c93aa/    incomplete; the next save removes it unless it is still being written
+#     <dir>/.replaced-step-00000012-77ab01c2/   complete; read only while step-00000012 is missing: see `_put_in_place`
 #     <dir>/set-aside-20260102-030405-1f0c/     checkpoints moved away after a resume from an earlier step; never read
 #
 # docs/checkpoints.md describes the files for other programs.
@@ -39,12 +40,12 @@ STATE = "state.json"
 TENSORS = ".safetensors"
 INDEX = f"{TENSORS}.index.json"
 """The suffix of the index that maps tensors to files if a part has several files, as in Hugging Face's format."""
-WRITING, REMOVED = ".writing-", ".removed-"
-"""Name prefixes of folders that are being written or removed, or that a killed process left behind."""
+WRITING, REPLACED, REMOVED = ".writing-", ".replaced-", ".removed-"
+"""Name prefixes of folders that are being written, replaced or removed, or that a killed process left behind."""
 ASIDE = "set-aside-"
 """Name prefix of folders with checkpoints that were moved away because the run resumed from an earlier step."""
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(rf"step-(\d{{8,}})|{re.escape(REPLACED)}step-(\d{{8,}})-\w+")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _HASH = "sha256"  # the key in the manifest for the hash of the rest of the manifest
@@ -189,11 +190,14 @@ def best(folder: Path) -> StoredCheckpoint:
 
 
 def leftovers(folder: Path) -> tuple[Path, ...]:
-    """Folders that are being written or removed, or that a killed process left behind.
+    """Folders that are being written, replaced or removed, or that a killed process left behind.
 
-    Raises `CheckpointError` if `folder` cannot be read.
+    Does not contain a replaced checkpoint whose replacement is missing. Raises `CheckpointError` if `folder` cannot be
+    read.
     """
-    return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
+    used = {path for _, path in _steps(folder)}
+    folders = (path for path in _entries(folder) if path.name.startswith((WRITING, REPLACED, REMOVED)))
+    return tuple(path for path in folders if path not in used)
 
 
 def left_branches(folder: Path) -> tuple[Path, ...]:
@@ -213,8 +217,7 @@ def part_of(file: str) -> str | None:
 def examine(path: Path) -> StoredCheckpoint:
     """Examine the checkpoint at `path`, without verifying hashes. Raises `CheckpointError` if `path` does not exist."""
     path = path.absolute()
-    name = _NAME.fullmatch(path.name)
-    checkpoint = _examined(path, int(name[1]) if name else None)
+    checkpoint = _examined(path, _step_of(path))
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint at {path}", "`ddpkit checkpoints DIR` lists the checkpoints in a folder"
@@ -276,11 +279,18 @@ def is_size(value: Any) -> bool:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    named = ((_NAME.fullmatch(path.name), path) for path in _entries(folder))
-    return sorted(((int(name[1]), path) for name, path in named if name), reverse=True)
+    steps = {step: path for path in _entries(folder) if (step := _step_of(path)) is not None}
+    return sorted(steps.items(), reverse=True)
+
+
+def _step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for other names."""
+    name = _NAME.fullmatch(path.name)
+    return int(name[1] or name[2]) if name else None
 
 
 def _entries(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted by name: `step-K` comes after `.replaced-step-K`."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:

@@ -204,10 +204,10 @@ def load_optimizer_state(
                     raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")
     optimizer.load_state_dict(saved)
     for parameter, saved_state in states if keep_types else ():
-        state: Any = optimizer.state.get(parameter)
-        for name, value in saved_state.items() if isinstance(state, dict) and isinstance(saved_state, dict) else ():
-            if isinstance(value, Tensor) and isinstance(state.get(name), Tensor) and state[name].shape == value.shape:
-                state[name] = value if keep_devices else value.to(state[name].device)
+        loaded: Any = optimizer.state.get(parameter)
+        for name, value in saved_state.items() if isinstance(loaded, dict) and isinstance(saved_state, dict) else ():
+            if isinstance(value, Tensor) and isinstance(loaded.get(name), Tensor) and loaded[name].shape == value.shape:
+                loaded[name] = value if keep_devices else value.to(loaded[name].device)
     # The strides of the parameters, which fused kernels assume; files do not store strides.
     for tensor, state in optimizer.state.items():
         for name, value in state.items() if isinstance(state, dict) else ():

@@ -26,6 +26,7 @@ from ddp_kit.checkpoint.format import (
     INDEX,
     MANIFEST,
     REMOVED,
+    REPLACED,
     WRITING,
     FileRecord,
     Hasher,
@@ -217,8 +218,9 @@ def fsync_folder(folder: Path, system: System) -> None:
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
 # Writers communicate only through the folder, because they may be on different nodes, do not import torch, and finish
-# a save even if their job was killed. A writer that holds no lock and has left no record has died or never started.
-# Writer 0 then gives up and removes the folder. The others never create it: without it, they have nothing to do.
+# a save even if their training process was killed; if the job ends, `ddpkit launch` waits a few seconds for them. A
+# writer that holds no lock and has left no record has died or never started. Writer 0 then gives up and removes the
+# folder. The others never create it: without it, they have nothing to do.
 
 
 _SHARE_POLL_SECONDS = 0.01
@@ -465,15 +467,17 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     if not place.exists():
         system.rename(unfinished, place)
         return
-    # The run has resumed from an earlier step and saves this step again. Exchange the two folders, so that a complete
-    # checkpoint exists under this name at any time.
+    # This step has a checkpoint already: it is saved again after an evaluation, or by a second `save()`. Exchange the
+    # two folders, so that a complete checkpoint exists under this name at any time.
     try:
         system.exchange(unfinished, place)
         before = unfinished
-    except OSError:
-        before = _removed(place)
-        system.rename(place, before)
+    except OSError:  # some file systems, such as NFS, cannot
+        replaced = place.with_name(f"{REPLACED}{place.name}-{secrets.token_hex(4)}")
+        system.rename(place, replaced)  # `checkpoints` finds it under this name too
         system.rename(unfinished, place)
+        before = _removed(place)
+        system.rename(replaced, before)
     system.remove(before)
 
 

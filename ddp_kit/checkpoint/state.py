@@ -27,7 +27,7 @@ from ddp_kit.distributed.world import (
     mixed_seed,
     random_states,
     rank_count,
-    seed_generators,
+    seed_everything,
     set_random_states,
 )
 from ddp_kit.errors import CheckpointError, DdpKitError
@@ -75,7 +75,7 @@ def mismatch_error(path: Path, what: str) -> CheckpointError:
 
 # --- Saved parts ------------------------------------------------------------------------------------------------------
 # What a checkpoint stores of a run, and how it is loaded. To add a part, write a subclass of `SavedPart` and add it to
-# `Trainer._saved_parts`; `Checkpoints` (manager.py) saves and loads all parts.
+# `trainer/build.py`; `Checkpoints` (manager.py) saves and loads all parts.
 
 
 _NAME_STATE = 2  # the length of a callback's entry: [class name, state]
@@ -331,10 +331,11 @@ class RandomPart(SavedPart):
 
     def _set(self, saved: Sequence[RandomStates]) -> None:
         rank, ranks = self._world.rank, self._world.world_size
+        # Also seeds what the checkpoint has no state for: this rank, or its GPUs if it was saved on a CPU.
+        seed_everything(mixed_seed(self._seed, self._progress.step), self._data_rank)
         if len(saved) == ranks:
             set_random_states(saved[rank])
             return
-        seed_generators(mixed_seed(self._seed, self._data_rank, self._progress.step))
         logger.warning(
             "the checkpoint was saved with {}, but this run has {}. If the dataset has a length, the number of "
             "ranks does not change which samples each step uses. The results still differ, because random numbers (for "

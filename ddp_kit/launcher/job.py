@@ -443,8 +443,8 @@ class Job:
         self._last_heartbeat.pop(number)
         if number in self._round.members:
             self._round.lost.append(why)
-        for among in (self._round.present, self._round.done, self._round.down):
-            among.discard(number)
+        for members in (self._round.present, self._round.done, self._round.down):
+            members.discard(number)
 
     def _gather(self) -> list[Order]:
         limits, joined, now = self._limits, len(self._nodes), self._now
@@ -596,4 +596,4 @@ def combined_steps(steps: Sequence[Steps]) -> Steps | None:
     """Combine the steps of several ranks or nodes. All ranks that train start at the same step."""
     if not steps:
         return None
-    return Steps(max(each.began for each in steps), max(each.reached for each in steps))
+    return Steps(max(part.began for part in steps), max(part.reached for part in steps))

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ddp_kit.launcher import verdict
+from ddp_kit.launcher import diagnosis
 
 # --- Descriptors ------------------------------------------------------------------------------------------------------
 # Workers write to files and pipes, or to pseudo-terminals instead of pipes if the launcher runs in a terminal.
@@ -74,14 +74,45 @@ def open_terminal_or_pipe(console: int) -> tuple[int, int]:
     """Open a pipe, or a pseudo-terminal if the console is a terminal; return the launcher's end and the worker's."""
     if os.isatty(console):
         with suppress(OSError):  # no pseudo-terminal is available
-            ours, theirs = pty.openpty()
-            tty.setraw(theirs)  # the console translates line ends, so this terminal must not
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, _WINDOW_SIZE))
-            return ours, theirs
-    ours, theirs = os.pipe()
+            read_end, write_end = pty.openpty()
+            tty.setraw(write_end)  # the console translates line ends, so this terminal must not
+            fcntl.ioctl(write_end, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, _WINDOW_SIZE))
+            return read_end, write_end
+    read_end, write_end = os.pipe()
     with suppress(OSError):
-        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # a large pipe, so that a slow console does not block workers
-    return ours, theirs
+        # A large pipe, so that a slow console does not block workers.
+        fcntl.fcntl(read_end, _SET_PIPE_SIZE, _PIPE_BYTES)
+    return read_end, write_end
+
+
+# --- torch's warnings -------------------------------------------------------------------------------------------------
+
+
+_CPP_WARNING = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*\.cpp:\d+\] ")
+# TCPStore.cpp warns about an error before raising it. If the host of the rendezvous is lost, every rank on the other
+# nodes would print fifteen lines of warnings above the line that reports the loss.
+_RAISED_TOO = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
+
+
+class WarningFilter:
+    """Filter that removes the C++ stacks of torch's warnings, and warnings about errors that torch also raises."""
+
+    def __init__(self) -> None:
+        self._after_warning = self._in_stack = False
+
+    def without_stacks(self, lines: bytes) -> bytes:
+        """Return the lines to show. `lines`: complete lines that follow those of the previous call."""
+        if not self._after_warning and not self._in_stack and b".cpp:" not in lines:
+            return lines
+        return b"".join(line for line in lines.splitlines(keepends=True) if self._is_shown(line))
+
+    def _is_shown(self, line: bytes) -> bool:
+        if self._in_stack and line.startswith((b"frame #", b"<omitting python frames>", b"\n")):
+            self._in_stack = line != b"\n"
+            return False
+        self._in_stack = self._after_warning and line.startswith(b"Exception raised from ")
+        self._after_warning = bool(_CPP_WARNING.match(line))
+        return not self._in_stack and not _RAISED_TOO.match(line)
 
 
 # --- Console output ---------------------------------------------------------------------------------------------------
@@ -106,6 +137,7 @@ _FIRST_OUTPUT_SECONDS = 0.05  # wait for other ranks at the first output: with s
 # CUDA context or joining threads takes seconds. A rank that continues to write is not about to end.
 _HELD_SECONDS = 0.7  # if the rank writes something after this time
 _SILENT_SECONDS = 5.0  # if it writes nothing
+_IDLE_SECONDS = 3600.0
 _JOIN_SECONDS = 0.1
 _CONTROL = re.compile(rb"(\x1b\[[0-9;?]*[A-Za-z])+")  # sequences that show nothing, such as the end of a progress bar
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -148,7 +180,7 @@ class _Source:
     """A traceback that may be the rank's final output, and all output after it."""
     held_since: float = 0.0
     tail: bytes = b""
-    warnings: verdict.WarningFilter = field(default_factory=verdict.WarningFilter)
+    warnings: WarningFilter = field(default_factory=WarningFilter)
 
 
 @dataclass
@@ -218,15 +250,16 @@ class Output:
         return descriptors[0], descriptors[1]
 
     def _intercept(self, worker: Streams, route: Route, console: int) -> int:
-        ours, theirs = open_terminal_or_pipe(console)
+        read_end, write_end = open_terminal_or_pipe(console)
         if route.file and route.file not in self._copies:
             self._copies[route.file] = open_log(route.file)
         label = f"[rank {worker.rank}] " if route.label is None else route.label
         if self._colour and route.label is None and os.isatty(console):
             label = f"\x1b[{_COLOURS[worker.rank % len(_COLOURS)]}m{label}\x1b[0m"
         copy = self._copies.get(route.file, -1)
-        self._sources.append(_Source(worker.local_rank, ours, console, copy, label.encode(), route.label is not None))
-        return theirs
+        labelled = route.label is not None
+        self._sources.append(_Source(worker.local_rank, read_end, console, copy, label.encode(), labelled))
+        return write_end
 
     def descriptors(self, local_rank: int) -> tuple[int, int]:
         """The descriptors for a worker's stdout and stderr."""
@@ -247,12 +280,14 @@ class Output:
         for descriptor in (self._wake_read, *(source.descriptor for source in self._sources)):
             poll.register(descriptor, select.POLLIN)
         while self._sources:
-            events = dict(poll.poll(self._timeout() * 1000))
+            waits = any(source.partial or source.held for source in [*self._sources, *self._ended])
+            left = max(0.0, self._deadline - time.monotonic())
+            events = dict(poll.poll(min(left, _PARTIAL_SECONDS if waits else _IDLE_SECONDS) * 1000))
             ready = set(events)
             if not ready and time.monotonic() >= self._deadline:
                 return  # a process started by a worker holds the pipe open without writing to it
-            written = (each.console for each in self._sources if events.get(each.descriptor, 0) & select.POLLIN)
-            if not all(map(self._ranks_on.get, written)):
+            consoles = (source.console for source in self._sources if events.get(source.descriptor, 0) & select.POLLIN)
+            if not all(map(self._ranks_on.get, consoles)):
                 time.sleep(_FIRST_OUTPUT_SECONDS)
                 ready = {descriptor for descriptor, _ in poll.poll(0)}
             if self._wake_read in ready:
@@ -264,13 +299,11 @@ class Output:
             for source, data in received:
                 if not data or not self._receive(source, data):
                     poll.unregister(source.descriptor)
-                    self._close(source)
+                    self._show_partial(source)
+                    self._sources.remove(source)
+                    self._ended.append(source)
+                    os.close(source.descriptor)
             self._show_overdue()
-
-    def _timeout(self) -> float:
-        waits = any(source.partial or source.held for source in [*self._sources, *self._ended])
-        left = max(0.0, self._deadline - time.monotonic())
-        return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
     def _receive(self, source: _Source, data: bytes) -> bool:
         """Forward data from a worker. Return False if neither the console nor a log file accepts data any more."""
@@ -284,8 +317,8 @@ class Output:
         if len(data) - cut > _MAX_LINE_BYTES:
             cut = len(data)
         source.partial, source.partial_since = data[cut:], time.monotonic()
-        if kept := source.warnings.kept(data[:cut]):
-            self._receive_lines(source, kept)
+        if lines := source.warnings.without_stacks(data[:cut]):
+            self._receive_lines(source, lines)
         return source.console not in self._consoles.closed or source.copy >= 0
 
     def _receive_lines(self, source: _Source, lines: bytes) -> None:
@@ -305,26 +338,21 @@ class Output:
             self._release(source)
 
     def _show_overdue(self) -> None:
+        """Show tracebacks whose rank is still running, and unfinished lines, after a time without further output."""
         now = time.monotonic()
         for source in [*self._sources, *self._ended]:
-            written = self._latest[source.local_rank] if source.held else 0.0
+            rank = source.local_rank
+            written = self._latest[rank] if source.held else 0.0
             overdue = written - source.held_since > _HELD_SECONDS or now - source.held_since > _SILENT_SECONDS
-            if source.held and overdue and not self._is_final(source):
+            # The traceback of a rank that has failed or is ending is its final output.
+            if source.held and overdue and rank not in self._failed and not self._is_ending(rank):
                 self._release(source)
-            if source.partial and now - source.partial_since > _PARTIAL_SECONDS and not self._has_unread_data(source):
-                self._show_partial(source)
-
-    def _has_unread_data(self, source: _Source) -> bool:
-        """Whether the pipe may hold the rest of an unfinished line."""
-        if source in self._ended:
-            return False
-        poll = select.poll()
-        poll.register(source.descriptor, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def _is_final(self, source: _Source) -> bool:
-        """Whether a held-back traceback is the rank's final output, because the rank has failed or is ending."""
-        return source.local_rank in self._failed or self._is_ending(source.local_rank)
+            if source.partial and now - source.partial_since > _PARTIAL_SECONDS:
+                rest = select.poll()  # whether the pipe may hold the rest of the unfinished line
+                if source not in self._ended:
+                    rest.register(source.descriptor, select.POLLIN)
+                if not rest.poll(0):
+                    self._show_partial(source)
 
     def _show_partial(self, source: _Source) -> None:
         """Show the unfinished line, unless it comes after output that is held back."""
@@ -335,8 +363,8 @@ class Output:
     def _release(self, source: _Source) -> None:
         """Show a traceback that was held back."""
         self._continued.discard(source.local_rank)
-        held, source.held = source.held, b""
-        self._show(source, held)
+        traceback, source.held = source.held, b""
+        self._show(source, traceback)
         self._consoles.latest_trace = source.local_rank
 
     def _show(self, source: _Source, text: bytes) -> None:
@@ -376,12 +404,6 @@ class Output:
                     self.lost = self.lost or f"{name} cannot be written: {error.strerror}"
                 else:  # the console was closed; the worker gets an error when it writes its next line
                     self._consoles.closed.add(console)
-
-    def _close(self, source: _Source) -> None:
-        self._show_partial(source)
-        self._sources.remove(source)
-        self._ended.append(source)
-        os.close(source.descriptor)
 
     # End of the round -------------------------------------------------------------------------------------------------
 
@@ -433,15 +455,10 @@ class Output:
             elif source.partial:
                 self._show(source, source.partial)
         passed_on = {source.local_rank for source in sources} - {self._consoles.latest_trace}
-        final = {rank: replace(each, shown=each.shown and rank not in passed_on) for rank, each in final.items()}
-        for descriptor in (
-            *self._copies.values(),
-            self._wake_read,
-            self._wake_write,
-            *(each.descriptor for each in self._sources),
-        ):
+        unread = (source.descriptor for source in self._sources)
+        for descriptor in (*self._copies.values(), self._wake_read, self._wake_write, *unread):
             os.close(descriptor)
-        return final
+        return {rank: replace(last, shown=last.shown and rank not in passed_on) for rank, last in final.items()}
 
     def _final_output_of(
         self,
@@ -452,22 +469,22 @@ class Output:
     ) -> FinalOutput:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
-            return FinalOutput(verdict.shortened(verdict.split(tail)[0]), tail)
+            return FinalOutput(diagnosis.shortened(diagnosis.split(tail)[0]), tail)
         tails = []
         for source in sources:
             if source.local_rank == local_rank:
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
-                    trace, rest = verdict.split(text)
-                    short = verdict.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
+                    trace, rest = diagnosis.split(text)
+                    short = diagnosis.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
                     if suppress_trace(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
                         return FinalOutput(short, tails[-1])
                     return FinalOutput(short, tails[-1], shown=True)  # the caller shows it in full
-        traces = () if local_rank in self._continued else (verdict.split(tail)[0] for tail in reversed(tails))
+        traces = () if local_rank in self._continued else (diagnosis.split(tail)[0] for tail in reversed(tails))
         trace = next(filter(None, traces), "")
-        return FinalOutput(verdict.shortened(trace), "\n".join(tails), shown=True)
+        return FinalOutput(diagnosis.shortened(trace), "\n".join(tails), shown=True)
 
 
 def _end_of_file(path: str) -> str:

@@ -136,8 +136,8 @@ def _run_folder(record: RoundRecord) -> str:
     """The folder that contains the run's record, if a Trainer has begun one; otherwise an empty string."""
     for worker in record.workers[:1]:
         with suppress(OSError, IndexError):  # there is no such file, or no error file
-            noted = (Path(worker.error_file).parents[1] / RECORD_NOTE).read_text()
-            return str(Path(noted).parent) if noted and Path(noted).is_dir() else ""
+            path = (Path(worker.error_file).parents[1] / RECORD_NOTE).read_text()
+            return str(Path(path).parent) if path and Path(path).is_dir() else ""
     return ""
 
 

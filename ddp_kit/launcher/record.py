@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Self
 import psutil
 
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_NOTE, ROUND_FILE
-from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage_reader
+from ddp_kit.launcher.devices.gpus import gpu_usage_reader
 from ddp_kit.launcher.output import open_log
 
 # --- Current round ----------------------------------------------------------------------------------------------------
@@ -54,9 +54,9 @@ class RoundRecord:
     @classmethod
     def read(cls, text: str) -> Self:
         """Parse a record. Raises `ValueError`, `TypeError` or `KeyError` if `text` is not a valid record."""
-        found = json.loads(text)
-        workers = tuple(WorkerRecord(**{**each, "gpus": tuple(each["gpus"])}) for each in found.pop("workers"))
-        return cls(**{**found, "arguments": tuple(found["arguments"])}, workers=workers)
+        content = json.loads(text)
+        workers = tuple(WorkerRecord(**{**worker, "gpus": tuple(worker["gpus"])}) for worker in content.pop("workers"))
+        return cls(**{**content, "arguments": tuple(content["arguments"])}, workers=workers)
 
 
 class RoundFile:
@@ -82,7 +82,7 @@ class RoundFile:
 
 def records() -> Iterator[tuple[int, RoundRecord]]:
     """Yield the rounds that this user's launchers are running on this machine, each with the launcher's process id."""
-    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda each: int(each.name)):
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda process: int(process.name)):
         with suppress(OSError):  # the process has ended, or belongs to another user
             if process.stat().st_uid == os.geteuid():
                 yield from ((int(process.name), record) for record in _records_of(process))
@@ -107,10 +107,10 @@ _SECONDS = 1.0
 class RecordKeeper:
     """Sampler of this machine's state. While an attempt runs, its thread adds samples to the run record."""
 
-    def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: the folder for the record if the Trainer has no folder of its own; None: there is then no record."""
+    def __init__(self, attempt_folder: Path, default_folder: Path | None, node: int) -> None:
+        """`default_folder`: the folder for the record if the Trainer has none; None: there is then no record."""
         self._note = attempt_folder / RECORD_NOTE
-        self._kept = kept
+        self._default_folder = default_folder
         self._node = node
         self._folder: Path | None = None  # the record's folder, once a Trainer has begun a record
         self._ending = threading.Event()
@@ -123,7 +123,7 @@ class RecordKeeper:
         """
         with suppress(OSError):
             self._note.touch(mode=0o600)
-            self._note.write_bytes(b"" if self._kept is None else os.fsencode(self._kept))
+            self._note.write_bytes(b"" if self._default_folder is None else os.fsencode(self._default_folder))
         self._thread.start()
 
     def stop(self) -> None:
@@ -154,31 +154,28 @@ class RecordKeeper:
             self._find()
         path = self._folder / f"samples-{self._node}.jsonl"
         psutil.cpu_percent()  # the next call measures from here
-        with gpu_usage_reader() as gauges:
+        with gpu_usage_reader() as read_gpus:
             while not self._ending.wait(_SECONDS):
-                _add(path, _sample_of(gauges()))
-
-
-def _sample_of(gauges: Iterable[GpuUsage]) -> dict[str, Any]:
-    memory = psutil.virtual_memory()
-    return {
-        "time": time.time(),
-        "cpu": psutil.cpu_percent() / 100,
-        "memory": memory.total - memory.available,
-        "memory_total": memory.total,
-        "gpus": [_gpu(each) for each in gauges],
-    }
-
-
-def _gpu(gauge: GpuUsage) -> dict[str, Any]:
-    return {
-        "index": gauge.index,
-        "load": None if gauge.load is None else gauge.load / 100,
-        "memory": gauge.memory_used,
-        "memory_total": gauge.memory_total,
-        "power": gauge.power,
-        "temperature": gauge.temperature,
-    }
+                memory = psutil.virtual_memory()
+                gpus = [
+                    {
+                        "index": gpu.index,
+                        "load": None if gpu.load is None else gpu.load / 100,
+                        "memory": gpu.memory_used,
+                        "memory_total": gpu.memory_total,
+                        "power": gpu.power,
+                        "temperature": gpu.temperature,
+                    }
+                    for gpu in read_gpus()
+                ]
+                sample = {
+                    "time": time.time(),
+                    "cpu": psutil.cpu_percent() / 100,
+                    "memory": memory.total - memory.available,
+                    "memory_total": memory.total,
+                    "gpus": gpus,
+                }
+                _add(path, sample)
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:

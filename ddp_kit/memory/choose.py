@@ -5,11 +5,13 @@
 `ddpkit plan`          all, including measured activations                   the whole memory
 checks at the start    weights, gradients and optimizer state, all exact     the whole memory
 
+`candidates` is the only list of placements; the first two rows choose from it.
+
 A placement is a parallel strategy, its sizes, and the memory settings.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_kit.config import combinations
-from ddp_kit.config.settings import AUTO, MemoryConfig, ParallelConfig, StrategyName, TrainerConfig
+from ddp_kit.config.settings import AUTO, MemoryConfig, ParallelConfig, TrainerConfig
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.env import PlanRequest
 from ddp_kit.errors import ConfigError, distinct_sizes, size_text
@@ -45,29 +47,13 @@ def _memory_of_rank(world: World) -> int:
     return device_memory(world.device) or int(psutil.virtual_memory().total) // world.local_world_size
 
 
-def _as_written(**settings: Any) -> str:
-    """Settings as they would be written in a script, without settings that have empty values."""
-    return ", ".join(f"{name}={value!r}" for name, value in settings.items() if value).replace("'", '"')
+# --- Candidates -------------------------------------------------------------------------------------------------------
 
-
-# --- Automatic placement ----------------------------------------------------------------------------------------------
-
-
-STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
-    ("ddp", {}),
-    ("zero1", {}),
-    ("fsdp", {}),
-    ("fsdp", _RECOMPUTED),
-    ("fsdp", _RECOMPUTED | {"offload": "optimizer"}),
-    ("tensor", _RECOMPUTED),
-)
-"""Strategies with changes to `memory`, ordered by how much they slow down training. The user's settings are kept."""
 
 COUNTED_SHARE = 0.7
 """The fraction of the memory for weights, gradients and optimizer state; the rest is for activations."""
 COUNTED_SHARE_RECOMPUTED = 0.85
 """The same fraction if all blocks are recomputed, because they then keep little more than their inputs."""
-_COUNTED = "The numbers include weights, gradients and optimizer state; the rest of the memory is for activations"
 
 
 @dataclass(frozen=True)
@@ -78,75 +64,153 @@ class Candidate:
     """The configuration as it would be written in a script."""
     parallel: ParallelConfig
     memory: MemoryConfig
-    needed: int
-    """Bytes of weights, gradients, optimizer state and communication."""
-    available: int
-    """Bytes available for weights, gradients, optimizer state and communication."""
+    plan: MemoryPlan
+    device_memory: int
+    note: str = ""
+    """What else the placement costs."""
+    automatic: bool = True
+    """Whether "auto" may choose it."""
 
     @property
-    def fits(self) -> bool:
-        """Whether the needed bytes are available."""
-        return self.needed <= self.available
+    def counted(self) -> int:
+        """Bytes of weights, gradients, optimizer state and communication."""
+        return self.plan.exact + self.plan.communication
+
+    @property
+    def available(self) -> int:
+        """Bytes available for weights, gradients, optimizer state and communication."""
+        recomputes = self.memory.activation_checkpointing == "blocks"
+        return int((COUNTED_SHARE_RECOMPUTED if recomputes else COUNTED_SHARE) * self.device_memory)
 
     def __str__(self) -> str:
-        return f"{self.text} needs {size_text(self.needed, 2)} of {size_text(self.available, 2)}"
+        return f"{self.text} needs {size_text(self.counted, 2)} of {size_text(self.available, 2)}"
 
 
 def candidates(
     model: ModelMemory, parallel: ParallelConfig, memory: MemoryConfig, ranks: int, device_memory: int, per_node: int
 ) -> Iterator[Candidate]:
-    """Yield the placements to try, each one once, starting with those that slow down training the least.
+    """Yield all placements, starting with those that slow down training the least.
 
-    `parallel`, `memory`: the user's settings; those that a placement does not set are kept.
+    `parallel`, `memory`: the user's settings, which are kept; only `strategy` and its sizes change.
     `device_memory`: bytes of the smallest device.
     `per_node`: the number of ranks on each node, or a common divisor if the nodes differ.
     """
-    has_blocks = any(row.unit for row in model.rows)
-    tensor = tensor_size(model.rows, math.gcd(ranks, per_node))
-    seen: list[tuple[StrategyName, dict[str, Any]]] = []
-    for strategy, wanted in STEPS:
-        changes = {
-            name: value
-            for name, value in wanted.items()
-            if name not in memory.model_fields_set and (name != "activation_checkpointing" or has_blocks)
-        }
-        placement: StrategyName = "ddp" if ranks == 1 else strategy
-        if (placement, changes) in seen or (strategy == "tensor" and tensor == 1):
-            continue
-        seen.append((placement, changes))
-        sizes = {"shard": ranks // tensor, "tensor": tensor} if placement == "tensor" else {"strategy": placement}
-        implied = ParallelConfig.model_validate(sizes)
-        fields = ("strategy", "replicate", "shard", "tensor")
-        placed = parallel.model_copy(update={field: getattr(implied, field) for field in fields})
-        yield candidate_for(model, placed, memory.model_copy(update=changes), ranks, device_memory, **changes)
+
+    def placed(
+        strategy: str | dict[str, int],
+        changes: dict[str, Any],
+        note: str = "",
+        of: ModelMemory = model,
+        *,
+        automatic: bool = True,
+        **others: str,
+    ) -> Candidate:
+        implied = ParallelConfig.model_validate({"strategy": strategy} if isinstance(strategy, str) else strategy)
+        sizes = {name: getattr(implied, name) for name in ("strategy", "replicate", "shard", "tensor")}
+        used = memory.model_copy(update=changes)
+        placement = parallel.model_copy(update=sizes)
+        candidate = candidate_for(of, placement, used, ranks, device_memory, changes, **others)
+        if candidate.plan.host:
+            host = size_text(candidate.plan.host)
+            note = f"the optimizer runs on the CPU; each rank needs {host} of host memory"
+        return replace(candidate, note=note, automatic=automatic)
+
+    recomputed: dict[str, Any] = {}
+    if any(row.unit for row in model.rows) and "activation_checkpointing" not in memory.model_fields_set:
+        recomputed = _RECOMPUTED
+    offloads = "offload" not in memory.model_fields_set
+    in_node = math.gcd(ranks, per_node)
+    tensor = tensor_size(model.rows, in_node) if model.splits_known else in_node
+
+    yield placed("ddp", {})
+    if model.copies_weights:
+        fused = placed("ddp", {}, of=replace(model, copies_weights=False), automatic=False)
+        yield replace(fused, text=f"{fused.text}, and fused=True for the optimizer")
+    if ranks > 1:
+        yield placed("zero1", {})
+        yield placed("fsdp", {})
+    # From here on, the optimizer's copies are no longer the reason why a model does not fit.
+    most = "fsdp" if ranks > 1 else "ddp"
+    if recomputed:
+        yield placed(most, recomputed, "blocks are computed twice, which takes about a third more time")
+        copied = "activations are copied to host memory and back"
+        yield placed(most, recomputed | {"offload_activations": True}, copied, automatic=False)
+    rounded = "weights are rounded to bfloat16 at each step, which affects training"
+    yield placed(most, recomputed, rounded, model.in_half(), automatic=False, precision="bf16-true")
+    if offloads:
+        yield placed(most, recomputed | {"offload": "optimizer"})
+    if tensor > 1:
+        unknown = "" if model.splits_known else "an estimate; requires a tensor_plan"
+        sizes = {"shard": ranks // tensor, "tensor": tensor}
+        yield placed(sizes, recomputed, unknown, automatic=model.splits_known)
+    if offloads and ranks > 1:
+        yield placed(most, recomputed | {"offload": "all"}, automatic=False)
 
 
 def candidate_for(
-    model: ModelMemory, parallel: ParallelConfig, memory: MemoryConfig, ranks: int, device_memory: int, **changes: Any
+    model: ModelMemory,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    ranks: int,
+    device_memory: int,
+    changes: Mapping[str, Any],
+    **others: str,
 ) -> Candidate:
-    """The candidate for a placement. `changes`: the settings of `memory` to show in `text`."""
+    """The candidate for a placement. `changes`: the settings of `memory` that differ from those of the user.
+
+    `others`: other settings to show in `text`.
+    """
     plan = plan_memory(
         model,
         parallel,
         ranks,
         device_memory=device_memory,
+        # A measured pass already recomputes as the user has configured, so only a change has to be estimated.
+        checkpointing=float("activation_checkpointing" in changes),
+        offload_activations=memory.offload_activations,
         offload=memory.offload,
     )
-    share = COUNTED_SHARE_RECOMPUTED if memory.activation_checkpointing == "blocks" else COUNTED_SHARE
     sizes = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor", "pipeline")}
-    given = {name: size for name, size in sizes.items() if size not in (1, -1)}
-    text = _as_written(parallel=given or parallel.strategy, memory=changes)
-    return Candidate(text, parallel, memory, plan.exact + plan.communication, int(share * device_memory))
+    shown: Any = {name: size for name, size in sizes.items() if size not in (1, -1)} or parallel.strategy
+    if ranks == 1 and (changes or others):  # a single rank has no choice
+        shown = ""
+    written = {"parallel": shown, "memory": dict(changes), **others}
+    text = ", ".join(f"{name}={value!r}" for name, value in written.items() if value).replace("'", '"')
+    return Candidate(text, parallel, memory, plan, device_memory)
 
 
 def choose(tried: Iterable[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """Return the first candidate that fits, and the candidates before it; if none fits, None and all candidates."""
+    """Return the first candidate that "auto" may choose and that fits, and those before it that it may choose.
+
+    If none fits, returns None and all that it may choose.
+    """
     refused: list[Candidate] = []
-    for each in tried:
-        if each.fits:
-            return each, refused
-        refused.append(each)
+    for candidate in tried:
+        if not candidate.automatic:
+            continue
+        if candidate.counted <= candidate.available:
+            return candidate, refused
+        refused.append(candidate)
     return None, refused
+
+
+def advice(
+    model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int, per_node: int
+) -> tuple[Candidate, ...]:
+    """Candidates that fit with their activations, and need less than the current plan; the fastest first."""
+    found: list[Candidate] = []
+    least = current.total
+    for candidate in candidates(model, ParallelConfig(), MemoryConfig(), ranks, device_memory, per_node):
+        if candidate.plan.total <= min(device_memory, least * _WORTH_IT):
+            least = candidate.plan.total
+            found.append(candidate)
+    return tuple(found)
+
+
+# --- Automatic placement ----------------------------------------------------------------------------------------------
+
+
+_COUNTED = "The numbers include weights, gradients and optimizer state; the rest of the memory is for activations"
 
 
 def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> TrainerConfig:
@@ -166,7 +230,7 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
             f"parallel='auto' found no placement that fits: {'; '.join(map(str, refused))}. {_COUNTED}",
             "use more ranks or precision='bf16-true', or configure `parallel` and `memory` yourself",
         )
-    logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {each}" for each in refused), _COUNTED)
+    logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {candidate}" for candidate in refused), _COUNTED)
     placed = config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
     combinations.check(placed)
     return placed
@@ -181,8 +245,7 @@ class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
 
 def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
     """The full output of `ddpkit plan`."""
-    plan = planned(model, config, asked.ranks, asked.memory, asked.per_node)
-    config, lines = _with_auto(model, config, asked.ranks, asked.memory, asked.per_node)
+    config, plan, lines = planned(model, config, asked.ranks, asked.memory, asked.per_node)
     values = sum(row.numel for row in model.rows)
     auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
     title = (
@@ -194,12 +257,22 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 def planned(
     model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
-) -> MemoryPlan:
+) -> tuple[TrainerConfig, MemoryPlan, list[str]]:
     """Calculate the memory plan of a configuration. `per_node`: the number of ranks on each node.
 
-    For ``parallel="auto"``, this is the plan of the placement that "auto" chooses for `device_memory`.
+    Returns also the configuration, in which ``parallel="auto"`` is replaced by the candidate that it chooses for
+    `device_memory`, or by the last one if none fits; and lines that describe this choice.
     """
-    chosen, _ = _with_auto(model, config, ranks, device_memory, per_node)
+    chosen, lines = config, []
+    if config.parallel.strategy == AUTO and device_memory is not None:
+        # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
+        rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
+        whole = ModelMemory(tuple(rows), model.buffers)
+        fits, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
+        last = fits or refused[-1]
+        lines = [f"parallel='auto': {fits or 'no placement fits'}"]
+        lines += [f"  does not fit: {candidate}" for candidate in refused]
+        chosen = config.model_copy(update={"parallel": last.parallel, "memory": last.memory})
     plan = plan_memory(
         model,
         chosen.parallel,
@@ -212,26 +285,8 @@ def planned(
     )
     if config.parallel.strategy == "device_map":
         problem = "device_map: the plan is for the whole model on one device"
-        return replace(plan, problems=(*plan.problems, problem))
-    return plan
-
-
-def _with_auto(
-    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
-) -> tuple[TrainerConfig, list[str]]:
-    """Replace ``parallel="auto"`` with the candidate that it chooses, or with the last candidate if none fits.
-
-    Returns the configuration, and lines that describe the choice. Other configurations are returned unchanged.
-    """
-    if config.parallel.strategy != AUTO or device_memory is None:
-        return config, []
-    # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
-    rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
-    whole = ModelMemory(tuple(rows), model.buffers)
-    chosen, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
-    last = chosen or refused[-1]
-    lines = [f"parallel='auto': {chosen or 'no placement fits'}", *(f"  does not fit: {each}" for each in refused)]
-    return config.model_copy(update={"parallel": last.parallel, "memory": last.memory}), lines
+        plan = replace(plan, problems=(*plan.problems, problem))
+    return chosen, plan, lines
 
 
 def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, per_node: int, title: str = "") -> str:
@@ -247,87 +302,17 @@ def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int,
         return "\n".join(lines)
     lines.append(f"does not fit: needs {needs}, but a device has {has}")
     if found := advice(model, plan, ranks, device_memory, per_node):
-        lines += ["settings that fit, cheapest first:", *map(str, found)]
+        lines.append("settings that fit, cheapest first:")
+        for candidate in found:
+            note = f" ({candidate.note})" if candidate.note else ""
+            lines.append(f"  {candidate.text}: {size_text(candidate.plan.total)}{note}")
     else:
-        smallest = min(settings(model, ranks, device_memory, per_node), key=lambda each: each.plan.total)
+        tried = candidates(model, ParallelConfig(), MemoryConfig(), ranks, device_memory, per_node)
+        smallest = min(tried, key=lambda candidate: candidate.plan.total)
         least_needed = f"{size_text(smallest.plan.total)} with {smallest.text}"
         lines.append(f"no setting of ddpkit makes it fit; the smallest total is {least_needed}")
         lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A possible configuration, and its memory plan."""
-
-    text: str
-    """The configuration as it would be written in a script."""
-    plan: MemoryPlan
-    fits: bool
-    note: str = ""
-
-    def __str__(self) -> str:
-        return f"  {self.text}: {size_text(self.plan.total)}" + (f" ({self.note})" if self.note else "")
-
-
-def advice(
-    model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int, per_node: int
-) -> tuple[Setting, ...]:
-    """Settings that fit and need less memory than the current plan, starting with the fastest."""
-    found: list[Setting] = []
-    least = current.total
-    for setting in settings(model, ranks, device_memory, per_node):
-        if setting.fits and setting.plan.total < least * _WORTH_IT:
-            least = setting.plan.total
-            found.append(setting)
-    return tuple(found)
-
-
-def settings(model: ModelMemory, ranks: int, device_memory: int, per_node: int) -> Iterator[Setting]:
-    """Yield possible settings with their memory plans, starting with those that slow down training the least.
-
-    `per_node`: the number of ranks on each node.
-    """
-
-    def setting(
-        parallel: str | dict[str, int], memory: dict[str, Any], note: str = "", used: ModelMemory = model, **more: str
-    ) -> Setting:
-        plan = plan_memory(
-            used,
-            ParallelConfig.model_validate({"strategy": parallel} if isinstance(parallel, str) else parallel),
-            ranks,
-            device_memory=device_memory,
-            checkpointing=float("activation_checkpointing" in memory),
-            **{name: value for name, value in memory.items() if name != "activation_checkpointing"},
-        )
-        if plan.host:
-            note = f"the optimizer runs on the CPU; each rank needs {size_text(plan.host)} of host memory"
-        shown = "" if ranks == 1 and (memory or more) else parallel  # a single rank has no choice
-        text = _as_written(parallel=shown, memory=memory, **more)
-        return Setting(text, plan, plan.total <= device_memory, note)
-
-    yield setting("ddp", {})
-    if model.copies_weights:
-        fused = setting("ddp", {}, used=replace(model, copies_weights=False))
-        yield replace(fused, text=f"{fused.text}, and fused=True for the optimizer")
-    if ranks > 1:
-        yield setting("zero1", {})
-        yield setting("fsdp", {})
-    # From here on, the optimizer's copies are no longer the reason why a model does not fit.
-    most, recomputed = "fsdp" if ranks > 1 else "ddp", _RECOMPUTED if model.passed.blocks else {}
-    if recomputed:
-        yield setting(most, recomputed, "blocks are computed twice, which takes about a third more time")
-        offloaded = recomputed | {"offload_activations": True}
-        yield setting(most, offloaded, "activations are copied to host memory and back")
-    rounded = "weights are rounded to bfloat16 at each step, which affects training"
-    yield setting(most, recomputed, rounded, model.in_half(), precision="bf16-true")
-    in_node = math.gcd(ranks, per_node)
-    tensor = tensor_size(model.rows, in_node) if model.splits_known else in_node
-    if tensor > 1:
-        unknown = "" if model.splits_known else "an estimate; requires a tensor_plan"
-        yield setting({"shard": ranks // tensor, "tensor": tensor}, recomputed, unknown)
-    for offload in ("optimizer", "all") if ranks > 1 else ("optimizer",):
-        yield setting(most, recomputed | {"offload": offload})
 
 
 # --- Checks at the start ----------------------------------------------------------------------------------------------
@@ -340,8 +325,8 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
     """Raise `ConfigError` if weights and gradients exceed the memory of the GPU that the model will be moved to."""
     memory = _memory_to_fit(strategy)
     if memory is not None and not strategy.replaces_parameters:
-        trained = sum(bytes_of(each) for each in model.parameters() if each.requires_grad)
-        refuse(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
+        trained = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        check_exact_fits(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
 
 
 def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer) -> int | None:
@@ -354,14 +339,16 @@ def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, devic
     memory = _memory_to_fit(strategy)
     if memory is None:
         return None
-    held = [each for group in device_optimizer.param_groups for each in group["params"] if each.requires_grad]
+    held = [
+        parameter for group in device_optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
     trained = held if strategy.replaces_parameters else strategy.parameters
-    weights, gradients = (sum(map(bytes_of, each)) for each in (strategy.local_parameters(), trained))
+    weights, gradients = (sum(map(bytes_of, tensors)) for tensors in (strategy.local_parameters(), trained))
     if strategy.parameters_on_host:
         weights = gradients = 0
     weights += sum(map(bytes_of, model.buffers()))
     plan = MemoryPlan(weights, gradients, state_to_come(optimizer) if optimizer is device_optimizer else 0)
-    refuse(plan, memory)
+    check_exact_fits(plan, memory)
     return plan.exact
 
 
@@ -369,7 +356,7 @@ def _memory_to_fit(strategy: Strategy) -> int | None:
     return device_memory(strategy.world.device) if strategy.config.strategy in _EXACT else None
 
 
-def refuse(plan: MemoryPlan, device_memory: int) -> None:
+def check_exact_fits(plan: MemoryPlan, device_memory: int) -> None:
     """Raise `ConfigError` if weights, gradients and optimizer state alone do not fit.
 
     The estimated parts of the plan, such as activations, are ignored.
@@ -394,7 +381,7 @@ def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerCo
 
     Not a collective. Does not query the device, because the error may have left it in any state.
     """
-    recompute = "" if config.memory.activation_checkpointing else _as_written(memory=_RECOMPUTED)
+    recompute = "" if config.memory.activation_checkpointing else 'memory={"activation_checkpointing": "blocks"}'
     if config.micro_batch_size == "auto":
         first = f"set {recompute} in the TrainerConfig, " if recompute else ""
         hint = f"there is no smaller micro-batch: {first}use a lower precision, or an optimizer with less state"
@@ -416,12 +403,12 @@ def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerCo
         return ""
     ranks, memory = world.world_size, _memory_of_rank(world)
     whole = measured_without_pass(model, config, optimizer)
-    now = candidate_for(whole, config.parallel, config.memory, ranks, memory)
+    now = candidate_for(whole, config.parallel, config.memory, ranks, memory, {})
     tried = candidates(whole, config.parallel, config.memory, ranks, memory, world.local_world_size)
-    found, _ = choose(each for each in tried if each.needed < now.needed * _WORTH_IT)
+    found, _ = choose(candidate for candidate in tried if candidate.counted < now.counted * _WORTH_IT)
     if found is None:
         return ""
     return (
-        f"by calculation, {found.text} needs {size_text(found.needed, 2)} of {size_text(memory, 2)} on each rank for "
-        f"weights, gradients and optimizer state, while {now.text} needs {size_text(now.needed, 2)}"
+        f"by calculation, {found.text} needs {size_text(found.counted, 2)} of {size_text(memory, 2)} on each rank for "
+        f"weights, gradients and optimizer state, while {now.text} needs {size_text(now.counted, 2)}"
     )

@@ -42,7 +42,7 @@ class ParameterRow:
     """The block that contains the parameter; "" if no block or several blocks contain it."""
     state_per_value: int = 0
     """Bytes of optimizer state per value."""
-    state_besides: int = 0
+    constant_state_bytes: int = 0
     """Bytes of optimizer state of constant size, such as a step count."""
     split: int | None = None
     """The dimension that tensor parallelism splits; None if the parameter stays whole."""
@@ -60,7 +60,7 @@ class ParameterRow:
     @property
     def state(self) -> int:
         """Bytes of the parameter's optimizer state."""
-        return self.numel * self.state_per_value + self.state_besides
+        return self.numel * self.state_per_value + self.constant_state_bytes
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
             begin = end - row.numel
             for rank in range(begin // share, -(-end // share)):
                 state[rank] += (min(end, (rank + 1) * share) - max(begin, rank * share)) * row.state_per_value
-    return max(state) + sum(row.state_besides if row.shape else row.state for row in rows), padding
+    return max(state) + sum(row.constant_state_bytes if row.shape else row.state for row in rows), padding
 
 
 def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, *, gathered: bool) -> int:

@@ -100,7 +100,8 @@ def measured(
         problems.append(f"activations: {training.problem}")
     else:
         try:
-            passed = _largest_pass(model, [*blocks.values()], training)
+            passes = [_pass(model, [*blocks.values()], training, loss_fn) for loss_fn in training.loss_fns]
+            passed = max(passes, key=lambda one: one.peak)
         except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
             problems.append(f"activations: the loss function cannot run on tensors without values: {first_line(error)}")
     splits, problem = _splits(model, parallel)
@@ -134,13 +135,21 @@ def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Op
     most state in `optimizer`. Before the first step, two state values per weight value are assumed, as in Adam.
     """
     found = [
-        sum(bytes_of(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
+        sum(
+            bytes_of(tensor)
+            for tensor in state.values()
+            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape
+        )
         / max(1, bytes_of(parameter))
         for parameter, state in (optimizer.state.items() if optimizer is not None else ())
         if isinstance(state, dict)
     ]
     kept = max(found, default=2.0)
-    states = {each: (round(kept * each.element_size()), 0) for each in model.parameters() if each.requires_grad}
+    states = {
+        parameter: (round(kept * parameter.element_size()), 0)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    }
     splits, _ = _splits(model, config.parallel)
     rows = _rows(model, _units(repeated_blocks(model)), states, splits)
     whole = ModelMemory(rows, buffers=sum(map(bytes_of, model.buffers())))
@@ -158,10 +167,12 @@ def _without_memory(
     """Copies of the model and the optimizers with fake parameters, and without optimizer state."""
     fakes = FakeTensors()
     # deepcopy takes these from the memo instead of copying.
-    memo: dict[int, Any] = {id(each): fakes.like(each) for each in model.parameters()}
+    memo: dict[int, Any] = {id(parameter): fakes.like(parameter) for parameter in model.parameters()}
     for optimizer, device_optimizer in optimizers:
         for held, copies in zip(device_optimizer.param_groups, optimizer.param_groups, strict=True):
-            memo |= {id(copy): memo[id(each)] for each, copy in zip(held["params"], copies["params"], strict=True)}
+            memo |= {
+                id(copy): memo[id(parameter)] for parameter, copy in zip(held["params"], copies["params"], strict=True)
+            }
         memo[id(optimizer.state)] = defaultdict(dict)
     try:
         return copy.deepcopy(model, memo), [copy.deepcopy(optimizer, memo) for optimizer, _ in optimizers]
@@ -170,12 +181,6 @@ def _without_memory(
             f"a memory plan needs a copy of the model, but {type(model).__name__} cannot be copied: {error}",
             "run `ddpkit plan` on the script, which creates the model without allocating its weights",
         ) from None
-
-
-def _largest_pass(model: nn.Module, blocks: Sequence[nn.Module], training: TrainingPass) -> PassMemory:
-    """Run the pass of each loss function. Returns the memory of the pass that needs the most."""
-    passes = [_pass(model, blocks, training, loss_fn) for loss_fn in training.loss_fns]
-    return max(passes, key=lambda passed: passed.peak)
 
 
 def _pass(
@@ -206,9 +211,9 @@ def _pass(
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(enter))
             hooks.enter_context(block.register_forward_hook(leave))
-        for each in model.parameters():
-            if each.requires_grad:
-                hooks.enter_context(each.register_post_accumulate_grad_hook(drop_gradient))  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(drop_gradient))  # type: ignore[no-untyped-call]
         with live:
             with training.precision.forward(), activations.forward_context():
                 value = checked(loss_fn(model, with_copied_containers(training.batch)), "the loss function")
@@ -216,13 +221,18 @@ def _pass(
             kept = live.now
             total.sum().backward()  # type: ignore[no-untyped-call]
     # autocast makes 16-bit copies of matrices
-    casts = {each for block in blocks for each in block.parameters() if each.ndim > 1 and each.dtype == torch.float32}
+    casts = {
+        parameter
+        for block in blocks
+        for parameter in block.parameters()
+        if parameter.ndim > 1 and parameter.dtype == torch.float32
+    }
     return PassMemory(
         batch=sum(map(bytes_of, arrived)) * (1 + training.prefetched),
         kept=kept,
         peak=live.peak,
         blocks=tuple(found[block] for block in blocks if block in found),
-        casts=sum(2 * each.numel() for each in casts) if training.config.precision in ("bf16", "fp16") else 0,
+        casts=sum(2 * weight.numel() for weight in casts) if training.config.precision in ("bf16", "fp16") else 0,
     )
 
 
@@ -244,7 +254,7 @@ def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
     """Measure each parameter's optimizer state by running a step: bytes per value of the parameter, and other bytes."""
-    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
     if isinstance(optimizer, torch.optim.LBFGS):  # which cannot step without values
         # Vectors of the size of all weights: the directions and changes of gradients of the last `history_size`
         # iterations, and the last direction and gradient.
@@ -258,8 +268,8 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
     for parameter in held:
         parameter.grad = None
         state = [leaf for leaf in pytree.tree_leaves(optimizer.state.get(parameter, {})) if isinstance(leaf, Tensor)]
-        per_value = sum(each.element_size() for each in state if each.shape == parameter.shape)
-        found[parameter] = per_value, sum(bytes_of(each) for each in state if each.shape != parameter.shape)
+        per_value = sum(tensor.element_size() for tensor in state if tensor.shape == parameter.shape)
+        found[parameter] = per_value, sum(bytes_of(tensor) for tensor in state if tensor.shape != parameter.shape)
     return found
 
 
@@ -273,7 +283,7 @@ def state_to_come(optimizer: Optimizer) -> int:
         return 0  # a short run never fills the history of LBFGS
     total = 0
     for group in optimizer.param_groups:
-        trained = [each for each in group["params"] if each.requires_grad]
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
         for dtype in {each.dtype for each in trained}:
             values = sum(each.numel() for each in trained if each.dtype == dtype)
             with suppress(RuntimeError, TypeError, ValueError):  # this check must not end a run by its own error
@@ -302,7 +312,7 @@ def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[s
     with _left_as_it_was(model, training.device), training.precision.forward():
         holders = holders_after_first_pass(model, parallel, training.loss_fns[0], training.batch)
     names = tuple(
-        frozenset(name for name, each in model.named_parameters() if stage in holders[each])
+        frozenset(name for name, parameter in model.named_parameters() if stage in holders[parameter])
         for stage in range(parallel.pipeline)
     )
     return names, sharded_parameters(model, chain_of(model, parallel))
@@ -319,10 +329,12 @@ def _rows(
     splits: Mapping[nn.Parameter, int],
 ) -> tuple[ParameterRow, ...]:
     found = []
-    for name, each in model.named_parameters():
-        row = ParameterRow(name, tuple(each.shape), each.element_size(), each.requires_grad, units.get(each, ""))
-        per_value, besides = states.get(each, (0, 0))
-        found.append(replace(row, state_per_value=per_value, state_besides=besides, split=splits.get(each)))
+    for name, parameter in model.named_parameters():
+        row = ParameterRow(
+            name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, units.get(parameter, "")
+        )
+        per_value, besides = states.get(parameter, (0, 0))
+        found.append(replace(row, state_per_value=per_value, constant_state_bytes=besides, split=splits.get(parameter)))
     return tuple(found)
 
 

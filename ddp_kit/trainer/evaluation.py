@@ -20,7 +20,7 @@ from ddp_kit.metrics import Mean, MetricObject, checked, reduced
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
-from ddp_kit.trainer.parts import MetricFunction, Parts, as_table, over_all_ranks
+from ddp_kit.trainer.context import MetricFunction, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.step import backward_called
 
@@ -42,7 +42,7 @@ class Evaluator:
 
     def __init__(
         self,
-        parts: Parts,
+        context: TrainerContext,
         metrics: Mapping[str, MetricFunction | MetricObject],
         checkpoints: Checkpoints,
         position: Position,
@@ -51,7 +51,7 @@ class Evaluator:
     ) -> None:
         self._position = position
         self._watched_data: object = None  # the eval_data of fit
-        self._parts = parts
+        self._context = context
         self._metrics = metrics
         self._checkpoints = checkpoints
         self._run_state = run_state
@@ -71,12 +71,12 @@ class Evaluator:
 
         Returns the metrics. Calls no callbacks, and restores the random states afterwards. A collective.
         """
-        parts, first = self._parts, data.first
+        context, first = self._context, data.first
         assert first is not None, "only datasets with a length are rehearsed"
-        before = random_states(parts.world)
+        before = random_states(context.world)
         try:
-            with parts.heartbeat.during(Phase.EVALUATION):
-                return evaluate(parts, self._metrics, EvaluationData(first, data.filler_batch)) or {}
+            with context.heartbeat.during(Phase.EVALUATION):
+                return evaluate(context, self._metrics, EvaluationData(first, data.filler_batch)) or {}
         except RuntimeError as error:
             if "does not have a grad_fn" not in str(error):  # raised by backward() under no_grad
                 raise
@@ -104,17 +104,20 @@ class Evaluator:
         are restored. `notify_callbacks`: whether to pass the metrics to callbacks and use them for
         `checkpoint.best_metric`. `name`: the text at the start of the log line.
         """
-        parts, step = self._parts, self._position.step
-        random = None if stops is None else random_states(parts.world)
+        context, step = self._context, self._position.step
+        random = None if stops is None else random_states(context.world)
         with self._run_state.callbacks:
             self._checkpoints.finish_copy()  # callbacks may change the weights, as EMA does
             try:
                 self._call_callbacks("on_evaluate_start")
-                with parts.heartbeat.during(Phase.EVALUATION):
-                    parts.strategy.sync_buffers()
-                    values = evaluate(parts, self._metrics, data, stops, name)
+                with context.heartbeat.during(Phase.EVALUATION):
+                    context.strategy.sync_buffers()
+                    values = evaluate(context, self._metrics, data, stops, name)
                 if values is not None:
-                    logger.info("{} at step {}: {}", name, step, _shown(values))
+                    texts = [f"{metric} {value:.4g}" for metric, value in islice(values.items(), _SHOWN)]
+                    if len(values) > _SHOWN:  # a metric may return many values
+                        texts.append(f"and {len(values) - _SHOWN} more")
+                    logger.info("{} at step {}: {}", name, step, "  ".join(texts))
                     if notify_callbacks:
                         self._call_callbacks("on_evaluate", values)
             finally:  # also after an error: callbacks undo what they changed for the evaluation
@@ -127,35 +130,24 @@ class Evaluator:
         return values
 
 
-def _shown(values: Mapping[str, float]) -> str:
-    """The values as one line of text. Only the first 32 are shown, because a metric may return many.
-
-    If there are more, the line ends with the number of values left out.
-    """
-    shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
-    more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
-    return "  ".join([*shown, *more])
-
-
 class FitEvaluations:
     """The evaluations of one call of `fit`.
 
-    `data`: the batches to evaluate. `stopping`: a function that returns whether the run ends after the current step.
-    `stops`: a function that returns whether to interrupt a running evaluation.
+    `data`: the batches to evaluate. `stops`: a function that returns whether to interrupt a running evaluation.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
         position: Position,
+        state: RunState,
         data: EvaluationData,
-        stopping: Callable[[], bool],
         stops: Callable[[], bool],
     ) -> None:
         self._evaluator = evaluator
         self._position = position
+        self._state = state
         self._data = data
-        self._stopping = stopping
         self._stops = stops
         self.metrics: dict[str, float] = {}
         """The metrics of the last evaluation."""
@@ -169,26 +161,21 @@ class FitEvaluations:
         them a second time.
         """
         position = self._position
-        told_before = position.evaluated == position.step
-        found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not told_before)
+        already_notified = position.evaluated == position.step
+        found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not already_notified)
         position.evaluation_pending = found is None
         if found is None:
-            position.was_stopping = position.was_stopping or self._stopping()
+            position.was_stopping = position.was_stopping or self._state.stopping
         else:
             position.evaluated = position.step
         self.metrics, self.step = found or {}, position.step
 
-    def repeat_interrupted(self) -> bool:
-        """Repeat the evaluation that a stop request interrupted.
-
-        Returns True if it belongs to the last step of the run, so that the run must end now.
-        """
+    def repeat_interrupted(self) -> None:
+        """Repeat the evaluation that a stop request interrupted. If it belongs to the run's last step, end the run."""
         self.run()
-        position = self._position
-        if position.evaluation_pending:  # interrupted again
-            return False
-        ends, position.was_stopping = position.was_stopping, False
-        return ends
+        if not self._position.evaluation_pending:  # not interrupted again
+            self._state.stopping |= self._position.was_stopping
+            self._position.was_stopping = False
 
 
 def _dataset(data: object) -> object:
@@ -197,7 +184,7 @@ def _dataset(data: object) -> object:
 
 @torch.no_grad()
 def evaluate(
-    parts: Parts,
+    context: TrainerContext,
     metrics: Mapping[str, MetricFunction | MetricObject],
     data: EvaluationData,
     stops: Callable[[], bool] | None = None,
@@ -209,23 +196,23 @@ def evaluate(
     that is called between batches and returns whether to interrupt the evaluation. `label`: the label of the progress
     bar.
     """
-    device = parts.world.device
+    device = context.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
     objects = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricObject)}
     for counting in objects.values():
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
-    with evaluating(parts.model) as outputs, parts.logged.set_aside():
-        batches = parts.strategy.evaluation(data.batches(), data.filler_batch)
-        for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, parts.world.is_main)):
+    with evaluating(context.model) as outputs, context.logged.set_aside():
+        batches = context.strategy.evaluation(data.batches(), data.filler_batch)
+        for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, context.world.is_main)):
             # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
                 break
-            parts.heartbeat.mark(Phase.EVALUATION)
-            counted = samples if parts.strategy.contributes else 0
-            with parts.precision.forward(), parts.logged.batch(counted):
-                loss = parts.strategy.call(parts.loss_fn, batch)
+            context.heartbeat.mark(Phase.EVALUATION)
+            counted = samples if context.strategy.contributes else 0
+            with context.precision.forward(), context.logged.batch(counted):
+                loss = context.strategy.call(context.loss_fn, batch)
             if not counted:
                 outputs.clear()
                 continue
@@ -241,9 +228,9 @@ def evaluate(
                 else:
                     means[name].add(checked(metric(outputs[0], batch), f"metric {name!r}"), samples)
             outputs.clear()
-            parts.logged.end_step()
-        logged = parts.logged.take()
-    if stops is not None and any(each for (each,) in gathered(parts.world, [stopped])):
+            context.logged.end_step()
+        logged = context.logged.take()
+    if stops is not None and any(each for (each,) in gathered(context.world, [stopped])):
         return None
     anything = Mean(device)  # not 0 if any rank has logged values
     anything.add(torch.tensor(float(bool(logged))), 1)
@@ -253,7 +240,7 @@ def evaluate(
     for name in ("loss", *metrics):
         values |= objects[name].values() if name in objects else {name: found[name]}
     if any_logged:
-        of_all = over_all_ranks(parts.world, [*logged], as_table(logged, device).tolist())
+        of_all = over_all_ranks(context.world, [*logged], as_table(logged, device).tolist())
         values |= {name: value for name, value in of_all.items() if name not in values}
     return values
 

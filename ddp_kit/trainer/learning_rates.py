@@ -34,7 +34,7 @@ from ddp_kit.log import logger
 from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.state_values import real_number, same_value, whole_number
 from ddp_kit.torch_internals import inner_schedulers, milestones
-from ddp_kit.trainer.parts import SchedulerInterval
+from ddp_kit.trainer.context import SchedulerInterval
 
 # --- ReduceLROnPlateau ------------------------------------------------------------------------------------------------
 # This scheduler of torch lowers the learning rate when a metric stops improving.
@@ -152,7 +152,10 @@ def scale_learning_rate(
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr"):  # schedulers made with last_epoch start from initial_lr
             if name in group:
-                _put(group, name, group[name] * factor)
+                if isinstance(group[name], Tensor):  # in place, because other objects may refer to it
+                    group[name].mul_(factor)
+                else:
+                    group[name] *= factor
 
 
 def warmed_up(
@@ -266,7 +269,9 @@ class DecayWatch:
     def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
         periodic = EveryEpoch, CyclicLR, CosineAnnealingWarmRestarts
         self._watched = {
-            name: each for name, each in schedulers.items() if not any(isinstance(one, periodic) for one in _all(each))
+            name: scheduler
+            for name, scheduler in schedulers.items()
+            if not any(isinstance(one, periodic) for one in _all(scheduler))
         }
         self._highest = {name: max(_rates(each), default=0.0) for name, each in self._watched.items()}
         self._epochs = 0
@@ -392,14 +397,6 @@ def _ticks_left(scheduler: LRScheduler) -> float:
 
 def _copy(rate: "float | Tensor") -> "float | Tensor":
     return rate.clone() if isinstance(rate, Tensor) else rate
-
-
-def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
-    """Set a learning rate of a parameter group. A tensor is updated in place, because other objects may refer to it."""
-    if isinstance(group[name], Tensor):
-        group[name].copy_(rate)
-    else:
-        group[name] = rate
 
 
 # --- Number of scheduler steps ----------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.consistency import Difference, first_difference
 from ddp_kit.distributed.world import World, gathered
@@ -22,7 +21,7 @@ from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.records import LogRow, Step, StepTimes
 from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.torch_internals import compilations
-from ddp_kit.trainer.parts import LoggedValues, Parts, as_table, over_all_ranks
+from ddp_kit.trainer.context import LoggedValues, TrainerContext, as_table, over_all_ranks
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
 # At most one line of advice per interval; none if nothing stands out.
@@ -52,22 +51,6 @@ WATCHED_SECONDS = 1.0
 """Seconds of training that are averaged before there is advice; shorter averages are too noisy."""
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The measurements of one interval between two log points."""
-
-    step: int
-    """The last optimizer step of the interval."""
-    steps: int
-    """The number of optimizer steps in the interval."""
-    times: Sequence[StepTimes]
-    """The times of each rank."""
-    graphs: int = 0
-    """The number of graphs that torch.compile has compiled so far in this process."""
-    idle: float = 0.0
-    """The share of the steps in which the GPU ran out of work: see `StepClock.idle`."""
-
-
 class Adviser:
     """Gives advice after an interval, each kind of advice at most once. The first interval is ignored as warm-up.
 
@@ -85,28 +68,47 @@ class Adviser:
         self._compiled_at: list[int] = []
         self._said: set[str] = set()
 
-    def watch(self, interval: Watched) -> str | None:
-        """Return a line of advice about an interval, or None if nothing new stands out."""
-        compiled, self._graphs = interval.graphs > self._graphs, interval.graphs
+    def watch(
+        self, step: int, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0
+    ) -> str | None:
+        """Return a line of advice about the interval that ended with `step`, or None if nothing new stands out.
+
+        `steps`: the number of optimizer steps in the interval. `ranks`: the times of each rank. `graphs`: the number of
+        graphs that torch.compile has compiled so far in this process. `idle`: see `StepClock.idle`.
+        """
+        compiled, self._graphs = graphs > self._graphs, graphs
         if self._sums is None:
-            self._sums = [[0.0] * len(each.figures) for each in interval.times]
+            self._sums = [[0.0] * len(times.figures) for times in ranks]
             return None
         if compiled:  # compiling takes seconds on some ranks, so the times of this interval are not representative
-            self._compiled_at.append(interval.step)
-            return self._once(_about_compilation(self._compiled_at, self._graphs))
-        return self._of_times(self._sums, interval)
-
-    def _of_times(self, sums: list[list[float]], interval: Watched) -> str | None:
-        for total, each in zip(sums, interval.times, strict=True):
-            total[:] = [so_far + interval.steps * seconds for so_far, seconds in zip(total, each.figures, strict=True)]
-        self._steps += interval.steps
-        self._idle += interval.steps * interval.idle
-        if sum(sums[0]) < WATCHED_SECONDS:
+            self._compiled_at.append(step)
+            if len(self._compiled_at) < COMPILED_AGAIN:
+                return None
+            *earlier, last = self._compiled_at
+            return self._once(
+                f"torch.compile recompiled in the intervals that ended at steps {', '.join(map(str, earlier))} and "
+                f"{last} ({self._graphs} graphs so far): pad batches to a few lengths, and keep Python values that "
+                "change out of the forward pass; to see the reasons, set TORCH_LOGS=recompiles in the environment"
+            )
+        for total, times in zip(self._sums, ranks, strict=True):
+            total[:] = [so_far + steps * mean for so_far, mean in zip(total, times.figures, strict=True)]
+        self._steps += steps
+        self._idle += steps * idle
+        if sum(self._sums[0]) < WATCHED_SECONDS:
             return None
-        means = [StepTimes(*(each / self._steps for each in total)) for total in sums]
-        idle = self._idle / self._steps
-        self._sums, self._steps, self._idle = [[0.0] * len(total) for total in sums], 0, 0.0
-        return self._once(self._say(means) or (None if self._waits else _about_waits(means, idle)))
+        means = [StepTimes(*(seconds / self._steps for seconds in total)) for total in self._sums]
+        mean_idle = self._idle / self._steps
+        self._sums, self._steps, self._idle = [[0.0] * len(total) for total in self._sums], 0, 0.0
+        if (line := self._say(means)) is not None or self._waits:
+            return self._once(line)
+        if mean_idle < IDLE_SHARE or fmean(times.total for times in means) > SHORT_STEP_SECONDS:
+            return None
+        return self._once(
+            "host-device synchronisation, or steps that are too small: "
+            f"the GPU ran out of work in {mean_idle:.0%} of them. "
+            '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it '
+            "waits"
+        )
 
     def _once(self, line: str | None) -> str | None:
         kind = line.split()[0] if line is not None else ""
@@ -127,10 +129,17 @@ def advice(
     # Checked first, because the time for which other ranks wait for a slow rank counts as communication.
     if factor > SLOW_RANK and times[rank].own * (1 - 1 / factor) > LEAST_SECONDS:
         return _about_rank(times, rank, factor)
-    total = fmean(each.total for each in times)
+    exchange_less = "use larger micro-batches or more accumulation_steps"
+    remedies = (
+        ("data", DATA_SHARE, f"raise data.num_workers (now {num_workers}) or use data.device_transform"),
+        ("transfer", TRANSFER_SHARE, "use smaller dtypes, such as uint8 images, and convert on the device"),
+        ("communication", COMMUNICATION_SHARE, exchange_less + ("" if compressed else ", or set parallel.compression")),
+        ("optimizer", OPTIMIZER_SHARE, "" if fused else "pass fused=True to the optimizer"),
+    )
+    total = fmean(own.total for own in times)
     found = []
-    for phase, limit, remedy in _remedies(num_workers, compressed, fused):
-        seconds = fmean(getattr(each, phase) for each in times)
+    for phase, limit, remedy in remedies:
+        seconds = fmean(getattr(own, phase) for own in times)
         if seconds > limit * total and seconds > LEAST_SECONDS and remedy:
             found.append((seconds, f"{phase} {seconds / total:.0%}: {remedy}"))
     return max(found)[1] if found else None
@@ -138,7 +147,7 @@ def advice(
 
 def slowest_rank(times: Sequence[StepTimes]) -> tuple[int, float]:
     """The slowest rank, by `StepTimes.own`, and its time divided by the median of the other ranks' times."""
-    own = [each.own for each in times]
+    own = [rank_times.own for rank_times in times]
     rank = own.index(max(own))
     others = own[:rank] + own[rank + 1 :]
     usual = median(others) if others else own[rank]
@@ -159,36 +168,6 @@ def _about_rank(times: Sequence[StepTimes], rank: int, factor: float) -> str:
     }.get(phase, "check what else runs on its device (see `ddpkit devices`) and on its CPU cores")
     named = "callbacks and logging" if phase == "other" else phase
     return f"rank {rank} takes {factor:.1f}x the median time of the other ranks, mostly in {named}: {remedy}"
-
-
-def _about_compilation(steps: Sequence[int], graphs: int) -> str | None:
-    if len(steps) < COMPILED_AGAIN:
-        return None
-    ends = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
-    return (
-        f"torch.compile recompiled in the intervals that ended at steps {ends} ({graphs} graphs so far): pad "
-        "batches to a few lengths, and keep Python values that change out of the forward pass; to see the reasons, set "
-        "TORCH_LOGS=recompiles in the environment"
-    )
-
-
-def _about_waits(times: Sequence[StepTimes], idle: float) -> str | None:
-    if idle < IDLE_SHARE or fmean(each.total for each in times) > SHORT_STEP_SECONDS:
-        return None
-    return (
-        f"host-device synchronisation, or steps that are too small: the GPU ran out of work in {idle:.0%} of them. "
-        '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it waits'
-    )
-
-
-def _remedies(num_workers: int | str, compressed: bool, fused: bool) -> tuple[tuple[str, float, str], ...]:
-    exchange_less = "use larger micro-batches or more accumulation_steps"
-    return (
-        ("data", DATA_SHARE, f"raise data.num_workers (now {num_workers}) or use data.device_transform"),
-        ("transfer", TRANSFER_SHARE, "use smaller dtypes, such as uint8 images, and convert on the device"),
-        ("communication", COMMUNICATION_SHARE, exchange_less + ("" if compressed else ", or set parallel.compression")),
-        ("optimizer", OPTIMIZER_SHARE, "" if fused else "pass fused=True to the optimizer"),
-    )
 
 
 # --- Interval measurements --------------------------------------------------------------------------------------------
@@ -271,7 +250,11 @@ class Interval:
         own = norm.detach().double() / world.world_size  # equal on all ranks, so their sum is the norm
         means = self._logged.take()
         anything = torch.full((1,), float(bool(means)), dtype=torch.float64, device=world.device)
-        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times, _peaks(world)]
+        peaks = [0.0] * (world.world_size if world.device.type == "cuda" else 0)
+        if peaks:
+            peaks[world.rank] = float(torch.cuda.max_memory_allocated(world.device))
+        memory = torch.tensor(peaks, dtype=torch.float64).to(world.device, non_blocking=True)
+        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times, memory]
         if facts is not None:
             every = facts.new_zeros(world.world_size, len(facts))
             every[world.rank] = facts
@@ -279,8 +262,12 @@ class Interval:
         table = torch.cat(seen)
         if world.world_size > 1:
             dist.all_reduce(table)
-        logged = as_table(means, world.device)
-        return Reading(self, seconds, table, pairs, self._step_of, [*means], logged)
+        logged, arrived = as_table(means, world.device), None
+        if table.is_cuda:
+            table, logged = _to_pinned(table), _to_pinned(logged)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return Reading(world, self.steps, self.samples, seconds, table, [*means], logged, pairs, self._step_of, arrived)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """The (step, rank) of the first non-finite loss of the current interval; None if all losses are finite.
@@ -294,24 +281,13 @@ class Interval:
     def _fold(self) -> None:
         if not self._sums:
             return
-        sums = torch.stack([each.reshape(()) for each in self._sums]).double()
+        sums = torch.stack([total.reshape(()) for total in self._sums]).double()
         if any(isinstance(weight, Tensor) for weight in self._weights):
             weights = torch.stack([_on_device(exact_weight(weight), sums.device) for weight in self._weights])
         else:
             weights = torch.tensor(self._weights, dtype=torch.float64).to(sums.device, non_blocking=True)
         self._folded.append(torch.stack((sums * weights if self._plain else sums, weights), dim=1))
         self._sums, self._weights, self._before_step = [], [], 0
-
-
-def _peaks(world: World) -> Tensor:
-    """A float64 tensor [world_size] with the peak bytes allocated on this rank's GPU, and zeros for other ranks.
-
-    Empty if the device is a CPU.
-    """
-    peaks = [0.0] * (world.world_size if world.device.type == "cuda" else 0)
-    if peaks:
-        peaks[world.rank] = float(torch.cuda.max_memory_allocated(world.device))
-    return torch.tensor(peaks, dtype=torch.float64).to(world.device, non_blocking=True)
 
 
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
@@ -342,41 +318,35 @@ class Values:
     """The `facts` that each rank passed to `Interval.close`; empty for each rank if there were none."""
 
 
+@dataclass(frozen=True)
 class Reading:
     """An interval's sums over all ranks. On a GPU, they are copied to the host while later steps run."""
 
-    def __init__(
-        self,
-        interval: Interval,
-        seconds: float,
-        table: Tensor,
-        own_pairs: Tensor,
-        step_of: list[int],
-        names: list[str],
-        logged: Tensor,
-    ) -> None:
-        self.steps = interval.steps
-        self.samples = interval.samples
-        self.seconds = seconds
-        self._own_pairs = own_pairs
-        self._step_of = step_of
-        self._world = interval.world
-        self._arrived: torch.cuda.Event | None = None
-        self._table, self._names, self._logged = table, names, logged
-        if table.is_cuda:
-            self._table, self._logged = _to_pinned(table), _to_pinned(logged)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+    world: World
+    steps: int
+    samples: int
+    seconds: float
+    table: Tensor
+    """The reduced sums and times; see `Interval.close`."""
+    names: list[str]
+    """The names of the values that user code logged on this rank."""
+    logged: Tensor
+    own_pairs: Tensor
+    """This rank's (sum, weight) of each loss, on the device."""
+    step_of: list[int]
+    """The step of each of these losses."""
+    arrived: torch.cuda.Event | None
+    """Recorded when the copies to the host are complete; None on the CPU."""
 
     def values(self) -> "Values":
         """Wait for the copy to the host, and return the values. A collective if any rank has logged values."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        loss, weight, norm, anything, *rest = self._table.tolist()
-        logged = over_all_ranks(self._world, self._names, self._logged.tolist()) if anything else {}
-        ranks = self._world.world_size
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, weight, norm, anything, *rest = self.table.tolist()
+        logged = over_all_ranks(self.world, self.names, self.logged.tolist()) if anything else {}
+        ranks = self.world.world_size
         times, rest = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
-        peaks = ranks if self._world.device.type == "cuda" else 0
+        peaks = ranks if self.world.device.type == "cuda" else 0
         memory, facts = rest[:peaks], rest[peaks:]
         size = len(facts) // ranks
         return Values(
@@ -395,7 +365,7 @@ class Reading:
         If several ranks have such a loss in that step, returns the lowest of these ranks. `column`: pass WEIGHT to
         check the weights of the losses instead.
         """
-        return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
+        return _first_non_finite(self.world, self.own_pairs[:, column], self.step_of)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
@@ -421,6 +391,10 @@ _HINT = (
 )
 
 
+LONGEST_HISTORY = 10_000
+"""The number of newest rows to keep for `FitResult.history`: a row needs about a kilobyte. Loggers get every row."""
+
+
 @dataclass(frozen=True)
 class _Point:
     """What a log point keeps until its row is created."""
@@ -436,91 +410,126 @@ class _Point:
 
 
 class LogPoints:
-    """The current interval, and the rows of earlier intervals.
+    """Measures intervals of `log_every_steps` steps, and makes a row of each.
+
+    begin(first_step)
+    for each step:
+        note_rates()
+        ...                                          # the step adds its losses to `interval`
+        after_step(step)                             # at a log point: reduces the interval, passes rows to callbacks
+        exclude_time_since_step()                    # after evaluations and user code
+    end(step, epoch)
 
     On a GPU, a row is read one log point late: the copy to the host is complete by then, so the host does not wait.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        context: TrainerContext,
         clock: StepClock,
-        advise: Callable[[str], None] = lambda _: None,
-        utilisation: Callable[[float], float | None] = lambda _: None,
+        call_callbacks: Callable[..., None],
+        advise: Callable[[str], None],
+        utilisation: Callable[[float], float | None],
     ) -> None:
-        """`advise`: a function that is called with each line of advice.
+        """`call_callbacks`: a function that is called with "on_log" and a row, and passes the row to every callback.
 
-        `utilisation`: a function that returns the MFU for a given number of samples per second.
+        `advise`: a function that is called with each line of advice. `utilisation`: a function that returns the MFU for
+        a given number of samples per second.
         """
-        self._utilisation = utilisation
-        self._parts = parts
-        self._advise = advise
+        config = context.config
+        self._context = context
         self._clock = clock
-        self._rates: list[Tensor | float] = []
-        """The learning rates of the current step."""
+        self._call_callbacks = call_callbacks
+        self._advise = advise
+        self._utilisation = utilisation
+        self._rates: list[Tensor | float] = []  # the learning rates of the current step
         self._late: list[_Point] = []
-        self._reads_late = parts.world.device.type == "cuda"
+        self._reads_late = context.world.device.type == "cuda"
+        self._step_ended = 0.0
         self._adviser = Adviser(
-            self._parts.config.data.num_workers,
-            compressed=parts.config.parallel.compression is not None,
-            fused=any(group.get("fused") for group in parts.optimizer.param_groups),
-            waits=_waits(parts.config),
+            config.data.num_workers,
+            compressed=config.parallel.compression is not None,
+            fused=any(group.get("fused") for group in context.optimizer.param_groups),
+            waits=config.non_finite_gradients == "skip"
+            or config.precision == "fp16"
+            or config.parallel.share_gpus
+            or config.memory.offload is not None,
         )
         self.begin(first_step=1)
 
     def begin(self, first_step: int) -> None:
-        """Start a new interval at this optimizer step."""
-        self.interval = Interval(self._parts.world, first_step, self._parts.logged)
+        """Start a call of `fit` or `steps` with this optimizer step."""
+        self.interval = Interval(self._context.world, first_step, self._context.logged)
+        self.rows: deque[LogRow] = deque(maxlen=LONGEST_HISTORY)
+        """The newest rows of this call of `fit` or `steps`."""
 
     def note_rates(self) -> None:
         """Record the learning rates that the current step uses: the scheduler changes them before the log point."""
         self._rates = [
             rate.clone() if isinstance(rate := group.get("lr", nan), Tensor) else rate
-            for group in self._parts.optimizer.param_groups
+            for group in self._context.optimizer.param_groups
         ]
 
-    def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
-        """End the interval after this step. Returns the rows that are ready. A collective.
+    def after_step(self, step: Step, *, last: bool) -> LogRow | None:
+        """Record that a step is done. Returns the row that is ready, if any. `last`: whether this is the last step.
 
-        Raises `LossError` on all ranks if a loss or the gradient was not finite.
+        At a log point, a collective; raises `LossError` on all ranks if a loss or the gradient was not finite.
         """
+        self.interval.end_step(step.samples)
+        rows: list[LogRow] = []
+        if last or step.number % self._context.config.log_every_steps == 0:
+            self._close(step.number, step.epoch)
+            rows = self._take_rows(keep=1 if self._reads_late and not last else 0)
+        self._step_ended = time.perf_counter()
+        return rows[-1] if rows else None
+
+    def exclude_time_since_step(self) -> None:
+        """Do not count the time since the last step as training."""
+        self.interval.started += time.perf_counter() - self._step_ended
+
+    def end(self, step: int, epoch: int) -> None:
+        """After the last step, add the remaining rows to `rows`. A collective."""
+        if self.interval.steps:  # the run was stopped between two log points
+            self._close(step, epoch)
+        self._take_rows(keep=0)
+
+    def _close(self, step: int, epoch: int) -> None:
+        """End the interval after this step, and begin another. A collective."""
+        context, world, checksums = self._context, self._context.world, None
+        if world.world_size > 1:
+            weights = context.strategy.local_parameters()
+            checksums = consistency.row(context.config.verify_ranks, context.optimizer, weights, world.device)
         rates = tuple(map(float, self._rates))
-        reading = self.interval.close(self._clock, self._checksums())
+        reading = self.interval.close(self._clock, checksums)
         self._late.append(_Point(step, epoch, rates, reading, compilations(), self._clock.idle))
-        self.begin(step + 1)
-        ready = self._late[:-1] if self._reads_late and not last else self._late
+        self.interval = Interval(world, step + 1, context.logged)
+
+    def _take_rows(self, keep: int) -> list[LogRow]:
+        """Make rows of all closed intervals except for the last `keep`, and pass them to the callbacks."""
+        ready = self._late[: len(self._late) - keep]
         self._late = self._late[len(ready) :]
-        return [self._row(point) for point in ready]
-
-    def _checksums(self) -> Tensor | None:
-        """This rank's checksums, which are compared with those of other ranks; None if there is only one rank."""
-        parts, world = self._parts, self._parts.world
-        if world.world_size == 1:
-            return None
-        held = parts.strategy.local_parameters()
-        return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
-
-    def rest(self) -> list[LogRow]:
-        """Return the rows that have not been read yet. Called if a run ends right after a log point."""
-        late, self._late = self._late, []
-        return [self._row(point) for point in late]
+        rows = [self._row(point) for point in ready]
+        for row in rows:
+            self.rows.append(row)
+            self._call_callbacks("on_log", row)
+        return rows
 
     def _row(self, point: _Point) -> LogRow:
         reading, values = point.reading, point.reading.values()
         self._check(point, values)
         self._compare(point.step, values)
-        line = self._adviser.watch(Watched(point.step, reading.steps, values.times, point.graphs, point.idle))
+        line = self._adviser.watch(point.step, reading.steps, values.times, point.graphs, point.idle)
         if line is not None:
             logger.info("advice: {}", line)
-            self._parts.heartbeat.advise(line)
+            self._context.heartbeat.advise(line)
             self._advise(line)
         slowest, factor = slowest_rank(values.times)
-        own = values.times[self._parts.world.rank]
+        own = values.times[self._context.world.rank]
         samples_per_second = reading.samples / reading.seconds
         mfu = self._utilisation(samples_per_second)
         loss = values.loss / values.weight if values.weight else float("nan")
         if own.total:
-            self._parts.heartbeat.log_point(loss, own.data / own.total, own.communication / own.total, mfu or 0.0)
+            self._context.heartbeat.log_point(loss, own.data / own.total, own.communication / own.total, mfu or 0.0)
         return LogRow(
             step=point.step,
             epoch=point.epoch,
@@ -534,56 +543,50 @@ class LogPoints:
             times=own,
             slowest_rank=slowest,
             slowest_factor=factor,
-            rank_seconds=tuple(each.own for each in values.times),
+            rank_seconds=tuple(times.own for times in values.times),
             rank_memory=values.memory,
             mfu=mfu,
         )
 
     def check_before_save(self, step: int) -> None:
         """Raise `LossError` if the losses or the weights after `step` are not finite. A collective."""
-        if self._parts.config.non_finite_gradients == "skip":
+        if self._context.config.non_finite_gradients == "skip":
             return
-        self._check_losses()
-        device = self._parts.world.device  # with a device map, weights are on several
+        for point in self._late:  # the errors that the next log point would raise
+            self._check(point, point.reading.values())
+        _check_losses(self.interval)
+        device = self._context.world.device  # with a device map, weights are on several
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
         sums = [
             weight.sum(dtype=torch.float32).to(device, non_blocking=True)
-            for weight in self._parts.strategy.local_parameters()
+            for weight in self._context.strategy.local_parameters()
             if weight.is_floating_point()
         ]
         bad = bool(sums) and not torch.stack(sums).isfinite().all()
-        if any(row != [0] for row in gathered(self._parts.world, [int(bad)])):  # each rank may hold other weights
+        if any(row != [0] for row in gathered(self._context.world, [int(bad)])):  # each rank may hold other weights
             raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
-
-    def _check_losses(self) -> None:
-        """Raise the `LossError` that the next log point would raise. A collective."""
-        for point in self._late:
-            self._check(point, point.reading.values())
-        self._refuse_weight(self.interval.first_non_finite(WEIGHT))
-        self._refuse(self.interval.first_non_finite())
 
     def _check(self, point: _Point, values: Values) -> None:
         """Raise `LossError` for non-finite values. All ranks have the same values, so all or none raise it."""
-        if not isfinite(values.weight):
-            self._refuse_weight(point.reading.first_non_finite(WEIGHT))
-        if self._parts.config.non_finite_gradients == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
+        skips = self._context.config.non_finite_gradients == "skip"
+        if isfinite(values.weight) and (skips or (isfinite(values.loss) and isfinite(values.norm))):
             return
-        self._refuse(point.reading.first_non_finite())
-        if not isfinite(values.norm) and not self._parts.precision.scales:
+        _check_losses(point.reading, only_weights=skips)
+        if not skips and not isfinite(values.norm) and not self._context.precision.scales:
             raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
 
     def _compare(self, step: int, values: Values) -> None:
         """Raise `DataError` if checksums differ. All ranks have the same values, so all or none raise it."""
-        parts, strategy, world = self._parts, self._parts.strategy, self._parts.world
+        context, strategy, world = self._context, self._context.strategy, self._context.world
         what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
         if what is None:
             return
-        weights = consistency.facts_of_weights(parts.model, strategy.local_parameters(), world)
+        weights = consistency.facts_of_weights(context.model, strategy.local_parameters(), world)
         optimizer = consistency.facts_of_optimizer(
-            strategy.parameter_names(), parts.device_optimizer, parts.optimizer, world
+            strategy.parameter_names(), context.device_optimizer, context.optimizer, world
         )
         found = (
-            first_difference(world, {what: consistency.settings_of(parts.optimizer)})
+            first_difference(world, {what: consistency.settings_of(context.optimizer)})
             or first_difference(world, weights, strategy.replicas)
             or first_difference(world, optimizer, strategy.optimizer_replicas)
             or Difference(what)
@@ -595,73 +598,12 @@ class LogPoints:
             'verify_ranks="off" turns off the comparison of weights',
         )
 
-    def _refuse_weight(self, found: tuple[int, int] | None) -> None:
-        if found is not None:
-            raise bad_weight(*found)
 
-    def _refuse(self, found: tuple[int, int] | None) -> None:
-        if found is not None:
-            step, rank = found
-            what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
-            raise LossError(what, _HINT, step)
-
-
-def _waits(config: TrainerConfig) -> bool:
-    """Whether the settings may make the host wait for the device in each step."""
-    return (
-        config.non_finite_gradients == "skip"
-        or config.precision == "fp16"
-        or config.parallel.share_gpus
-        or config.memory.offload is not None
-    )
-
-
-# --- Log schedule -----------------------------------------------------------------------------------------------------
-
-
-LONGEST_HISTORY = 10_000
-"""The number of newest rows to keep for `FitResult.history`: a row needs about a kilobyte. Loggers get every row."""
-
-
-class LogSchedule:
-    """Closes the current interval every `log_every_steps` steps, and after the last step."""
-
-    def __init__(self, points: LogPoints, every: int, call_callbacks: Callable[..., None]) -> None:
-        """`call_callbacks`: a function that is called with "on_log" and a row, and passes the row to every callback."""
-        self._points = points
-        self._every = every
-        self._call_callbacks = call_callbacks
-        self._step_ended = 0.0
-        self.rows: deque[LogRow] = deque(maxlen=LONGEST_HISTORY)
-        """The newest rows of this call of `fit` or `steps`."""
-
-    def begin(self, first_step: int) -> None:
-        """Reset at the start of a call of `fit` or `steps`."""
-        self._points.begin(first_step)
-        self.rows = deque(maxlen=LONGEST_HISTORY)
-
-    def after_step(self, step: Step, *, last: bool) -> LogRow | None:
-        """Record that a step is done. Returns the row that is ready, if any. `last`: whether this is the last step."""
-        self._points.interval.end_step(step.samples)
-        rows: list[LogRow] = []
-        if last or step.number % self._every == 0:
-            rows = self._points.close(step.number, step.epoch, last=last)
-            self._note(rows)
-        self._step_ended = time.perf_counter()
-        return rows[-1] if rows else None
-
-    def exclude_time_since_step(self) -> None:
-        """Do not count the time since the last step as training."""
-        self._points.interval.started += time.perf_counter() - self._step_ended
-
-    def end(self, step: int, epoch: int) -> None:
-        """After the last step, add the remaining rows to `rows`."""
-        if self._points.interval.steps:  # the run was stopped between two log points
-            self._note(self._points.close(step, epoch, last=True))
-        else:
-            self._note(self._points.rest())
-
-    def _note(self, rows: Sequence[LogRow]) -> None:
-        for row in rows:
-            self.rows.append(row)
-            self._call_callbacks("on_log", row)
+def _check_losses(losses: Interval | Reading, *, only_weights: bool = False) -> None:
+    """Raise `LossError` for the first weight or loss that is not finite. A collective."""
+    if (found := losses.first_non_finite(WEIGHT)) is not None:
+        raise bad_weight(*found)
+    if not only_weights and (found := losses.first_non_finite()) is not None:
+        step, rank = found
+        what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
+        raise LossError(what, _HINT, step)

@@ -21,7 +21,7 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.precision import Precision
 from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_fake
-from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.context import TrainerContext
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------
 # The rates are stated by the manufacturers, for dense matrix products (without sparsity) at boost clock.
@@ -96,7 +96,7 @@ TABLE: tuple[PeakRates, ...] = (
 def peak_rates(device_name: str) -> Mapping[str, float]:
     """The peak FLOP/s of a device by data type; empty for devices that are not in the table, such as MIG slices."""
     name = device_name.removeprefix("NVIDIA ")
-    found = next((each.teraflops for each in TABLE if re.fullmatch(each.name, name)), {})
+    found = next((rates.teraflops for rates in TABLE if re.fullmatch(rates.name, name)), {})
     return {kind: rate * 1e12 for kind, rate in found.items()}
 
 
@@ -134,11 +134,22 @@ class ModelFlops:
         self._peak = peak_rates(device_name(world))
         if not self._peak:
             self._not_known(f"the peak rate of {device_name(world)} is not known")
-        elif config.parallel.share_gpus:
+            return
+        if config.parallel.share_gpus:
             self._not_known("ranks share GPUs")
-        else:
-            self._fakes = FakeTensors()
-            self._take(model, precision)
+            return
+        self._fakes = FakeTensors()
+        kept = set(map(id, precision.kept_buffers(model).values()))
+        # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
+        memo: dict[int, Any] = {
+            id(tensor): self._fakes.like(tensor, world.device, None if id(tensor) in kept else precision.weights_dtype)
+            for tensor in (*model.parameters(), *model.buffers())
+        }
+        try:
+            with _CopiesWithoutMemory(self._fakes):
+                self._copy = copy.deepcopy(model, memo)
+        except Exception as error:
+            self._not_known(f"{type(model).__name__} cannot be copied: {first_line(error)}")
 
     @property
     def ready(self) -> bool:
@@ -157,7 +168,11 @@ class ModelFlops:
             batch = fetch()
             if not self.ready:
                 samples, plain = unpacked(share.passes[0], batch)
-                self._note(plain, samples)
+                try:
+                    self._batch, self._samples = each_leaf(self._shape, plain), samples
+                except Exception as error:
+                    self._copy = None
+                    self._not_known(f"a batch of {type(plain).__name__} cannot be copied: {first_line(error)}")
             return batch
 
         return first
@@ -168,7 +183,7 @@ class ModelFlops:
             return None
         return samples_per_second * self._seconds_per_sample / self._devices
 
-    def count(self, parts: Parts, *, once_per_step: bool) -> None:
+    def count(self, context: TrainerContext, *, once_per_step: bool) -> None:
         """Count the FLOPs of one sample. May be called only once.
 
         `once_per_step`: whether a step evaluates a single loss, once per batch. If False, the FLOPs are not counted.
@@ -180,7 +195,7 @@ class ModelFlops:
             self._not_known("a step has several updates, or evaluates its loss several times")
             return
         try:
-            flops = self._counted(model, batch, parts)
+            flops = self._counted(model, batch, context)
         except NotCountedError as error:
             self._not_known(f"the FLOPs of {error} are not known")
         except Exception as error:
@@ -188,31 +203,10 @@ class ModelFlops:
         else:
             self._settle(flops)
 
-    def _take(self, model: nn.Module, precision: Precision) -> None:
-        place, dtype = self._world.device, precision.weights_dtype
-        kept = set(map(id, precision.kept_buffers(model).values()))
-        # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
-        memo: dict[int, Any] = {
-            id(each): self._fakes.like(each, place, None if id(each) in kept else dtype)
-            for each in (*model.parameters(), *model.buffers())
-        }
-        try:
-            with _CopiesWithoutMemory(self._fakes):
-                self._copy = copy.deepcopy(model, memo)
-        except Exception as error:
-            self._not_known(f"{type(model).__name__} cannot be copied: {first_line(error)}")
-
-    def _note(self, batch: Any, samples: int) -> None:
-        try:
-            self._batch, self._samples = each_leaf(self._shape, batch), samples
-        except Exception as error:
-            self._copy = None
-            self._not_known(f"a batch of {type(batch).__name__} cannot be copied: {first_line(error)}")
-
     def _shape(self, leaf: Any) -> Any:
         return self._fakes.like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
-    def _counted(self, model: nn.Module, batch: Any, parts: Parts) -> Mapping[torch.dtype, int]:
+    def _counted(self, model: nn.Module, batch: Any, context: TrainerContext) -> Mapping[torch.dtype, int]:
         if not model.training:
             model.train()
         for module in model.modules():
@@ -224,8 +218,8 @@ class ModelFlops:
             # Compiled functions run uncompiled. Attention runs as two matrix products: fused kernels recompute one of
             # them in the backward pass.
             with self._fakes.computing(), count, torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
-                with parts.precision.forward(), parts.logged.set_aside():
-                    value = checked(parts.loss_fn(model, batch), "the loss function")
+                with context.precision.forward(), context.logged.set_aside():
+                    value = checked(context.loss_fn(model, batch), "the loss function")
                 loss = value.loss if isinstance(value, Loss) else value
                 if not all(map(is_fake, _leaves(loss))):  # real gradients, and the hooks of DDP, must not be touched
                     raise NotCountedError("a loss that uses parameters from outside the model")

@@ -31,11 +31,13 @@ from ddp_kit.state_values import flag, real_number, whole_number
 # --- Position ---------------------------------------------------------------------------------------------------------
 
 
-class Position:
-    """The progress of a run. Checkpoints store it, and a resumed run continues from it.
+class Position(SavedPart):
+    """The progress of a run. A checkpoint stores it, and a resumed run continues from it.
 
-    The names of the attributes are used as keys in checkpoints.
+    The names of the attributes are the keys in the checkpoint.
     """
+
+    name = "progress"
 
     def __init__(self) -> None:
         self.step = 0
@@ -63,10 +65,6 @@ class Position:
         self.evaluated = -1
         """The last step at which callbacks received the metrics of an evaluation; -1: none."""
 
-    def begin_epoch(self, facts: Facts) -> None:
-        """Start or continue an epoch. `facts`: the facts that determine its samples; see `epoch_facts`."""
-        self.epoch_facts = facts
-
     def advance(
         self, samples: int, epoch_length: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
     ) -> None:
@@ -88,7 +86,7 @@ class Position:
             self.epoch_length = None
             self.epoch_facts = {}
 
-    def check(self, epoch_length: int | None, facts: Facts) -> None:
+    def check_facts(self, epoch_length: int | None, facts: Facts) -> None:
         """Raise `DataError` if `facts` have changed during the epoch: the run would continue with different samples.
 
         `epoch_length`: the number of steps in the epoch, if known. `facts`: see `epoch_facts`.
@@ -143,13 +141,10 @@ class Position:
         first = self.step + steps_per_epoch - self.steps_in_epoch
         return sum(end > after for end in range(first, last + 1, steps_per_epoch))
 
-    def state(self) -> dict[str, Any]:
-        """The attributes to save in a checkpoint: those that are equal on all ranks."""
-        return {name: value for name, value in vars(self).items() if name != "place"}
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return {name: value for name, value in vars(self).items() if name != "place"}  # what is equal on all ranks
 
-    @staticmethod
-    def check_state(state: dict[str, Any]) -> None:
-        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values."""
+    def check(self, state: Any) -> str | None:
         for name in ("step", "epoch", "steps_in_epoch", "samples"):
             whole_number(state[name], name)
         real_number(state["loss"], "loss")
@@ -163,33 +158,10 @@ class Position:
         for name, fact in state["epoch_facts"].items():
             if not isinstance(fact, str | int):
                 raise ValueError(f"{name} is {fact!r}")
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Set the attributes to the values in `state`, which come from the method `state()`."""
-        vars(self).update(state)
-
-
-# --- Saved parts ------------------------------------------------------------------------------------------------------
-
-
-class ProgressPart(SavedPart):
-    """The part of a checkpoint that contains the position of the run."""
-
-    name = "progress"
-
-    def __init__(self, position: Position) -> None:
-        self._position = position
-
-    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return self._position.state()
-
-    def check(self, state: Any) -> str | None:
-        Position.check_state(state)
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        own = self._position.state()
-        self._position.set_state({name: value for name, value in state.items() if name in own})
+        vars(self).update({name: value for name, value in state.items() if name in vars(self)})
 
 
 class StreamPart(SavedPart):
@@ -203,7 +175,14 @@ class StreamPart(SavedPart):
         self._position = position
 
     def rank_state(self) -> Any:
-        return place_as_text(self._position.place)
+        if not self._position.place:  # not a stream with state, or no epoch has started
+            return None
+        return json.dumps(
+            [
+                [reader.reader, reader.number, encoded(reader.random), as_text(reader.dataset)]
+                for reader in self._position.place
+            ]
+        )
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         return [*ranks]
@@ -214,13 +193,6 @@ class StreamPart(SavedPart):
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         self._position.place = place_of(state, self._world.rank, self._world.world_size)
-
-
-def place_as_text(place: Sequence[ReaderState]) -> str | None:
-    """A stream's position as JSON text; None if the data is not a stream with state, or no epoch has started."""
-    if not place:
-        return None
-    return json.dumps([[state.reader, state.number, encoded(state.random), as_text(state.dataset)] for state in place])
 
 
 def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:
@@ -262,15 +234,11 @@ class RunState:
         """Whether all ranks are known to have called `stop` in the current loop."""
         self.seeded = False
         """Whether the run's random states have been set."""
-        self._loop: object = None  # identifies the current loop; earlier ones may not continue
+        self.loop: object = None
+        """Identifies the loop that was started last; earlier ones may not continue."""
         self._in_loop = False
         self.callbacks = Nesting()
         """The context in which callbacks or an evaluation run."""
-
-    @property
-    def loop(self) -> object:
-        """An object that identifies the most recently started loop."""
-        return self._loop
 
     @property
     def may_save(self) -> bool:
@@ -284,12 +252,12 @@ class RunState:
 
     def begin_loop(self) -> object:
         """Start a new loop, which replaces the current one. Returns an object that identifies the new loop."""
-        self._loop, self.stop_agreed = object(), False
-        return self._loop
+        self.loop, self.stop_agreed = object(), False
+        return self.loop
 
     def check_current(self, loop: object) -> None:
         """Raise `DataError` if another loop was started, or a checkpoint was loaded, after `loop` was started."""
-        if self._loop is not loop:
+        if self.loop is not loop:
             raise DataError(
                 "another loop over steps() was started, or a checkpoint was loaded, before this loop was finished",
                 "finish or leave this loop first, then start another one or call trainer.resume(path)",
@@ -297,7 +265,7 @@ class RunState:
 
     def resumed(self) -> None:
         """Record that a checkpoint was loaded. A loop that was started before must not continue."""
-        self.seeded, self._loop = False, None
+        self.seeded, self.loop = False, None
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:

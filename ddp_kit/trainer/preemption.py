@@ -109,18 +109,15 @@ class Requests:
         if self._stop_at is not None and now >= self._stop_at:
             return StepRequest(Purpose.STOP, "max_seconds")
         checkpoints = self._checkpoints()
-        if self._end_time is not None and time.time() >= self._end_time - self._reserved(checkpoints):
-            return StepRequest(Purpose.STOP, "the approaching end of the job")
+        if self._end_time is not None:
+            save_seconds = 0.0 if checkpoints is None else checkpoints.save_seconds or 0.0
+            if time.time() >= self._end_time - max(self._reserve, _SAVES_IN_RESERVE * save_seconds):
+                return StepRequest(Purpose.STOP, "the approaching end of the job")
         if not self.saves or self._save_every is None or checkpoints is None:
             return None
         if now - checkpoints.saved_at >= self._save_every:
             return StepRequest(Purpose.SAVE, "every_seconds")
         return None
-
-    def _reserved(self, checkpoints: Checkpoints | None) -> float:
-        """Seconds to reserve for a save and the exit of all processes."""
-        measured = None if checkpoints is None else checkpoints.save_seconds
-        return max(self._reserve, _SAVES_IN_RESERVE * (measured or 0.0))
 
 
 class Preemption:
@@ -147,6 +144,7 @@ class Preemption:
 
     def __enter__(self) -> Self:
         if self._folder is not None:
+            self._consensus.begin()
             _saved_at_a_stop[self._number] = self
             _signals.__enter__()
         return self
@@ -164,11 +162,6 @@ class Preemption:
         Without a checkpoint folder, the context manager does nothing.
         """
         return nullcontext() if self._folder is None else _signals
-
-    def begin(self) -> None:
-        """Start listening for requests, before the first step."""
-        if self._folder is not None:
-            self._consensus.begin()
 
     def stops(self) -> bool:
         """Whether a stop request should interrupt an evaluation. The result may differ between ranks."""
@@ -243,7 +236,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
     """Save all other Trainers that have trained, at their current steps. A collective."""
     alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
     seen = [json.loads(text) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
-    for number in [number for number in alive if all(number in each for each in seen)]:
+    for number in [number for number in alive if all(number in others for others in seen)]:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:

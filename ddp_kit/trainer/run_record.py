@@ -50,8 +50,8 @@ def described_model(model: nn.Module) -> str:
     every = list(model.parameters())
     total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
     share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
-    kinds = sorted({str(each.dtype).removeprefix("torch.") for each in every})
-    size = sum(each.numel() * each.element_size() for each in every)
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in every})
+    size = sum(parameter.numel() * parameter.element_size() for parameter in every)
     return f"{type(model).__name__}: {_count(total)} parameters{share}, {size_text(size)} in {' and '.join(kinds)}"
 
 
@@ -82,14 +82,19 @@ def announce(
             logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
         return
     if model:
-        logger.info("{}; {}", model, _placement(config, world))
+        sizes = {name: getattr(config.parallel, name) for name in ("shard", "tensor", "pipeline")}
+        several = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+        one = "one device" if world.world_size == 1 else config.parallel.strategy
+        folder = config.checkpoint.dir
+        saves = "no checkpoints" if folder is None else f"checkpoints in {folder}"
+        logger.info("{}; {}; {}", model, several or one, saves)
     at_most = "" if plan.micro_batch * plan.accumulation * plan.world_size == plan.global_batch else ", at most"
     factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size}"
-    epochs = config.last_epoch
+    epochs, device = config.last_epoch, world.device.type
     logger.info(
         "{} on {}, {}: {}; {}{}{}{}",
         rank_count(world.world_size),
-        _device(world),
+        device if device != "cuda" else f"{device} ({torch.cuda.get_device_name(world.device)})",
         config.precision,
         division or f"global batch {plan.global_batch} = {factors}{at_most}",
         f"from step {done} to " if done else "",
@@ -97,23 +102,6 @@ def announce(
         "" if epochs is None else f", {epochs} {'epoch' if epochs == 1 else 'epochs'}",
         "" if planned is None else f"; planned memory {size_text(planned)} per device",
     )
-
-
-def _placement(config: TrainerConfig, world: World) -> str:
-    """A text that states the parallel strategy and where checkpoints are saved."""
-    sizes = {name: getattr(config.parallel, name) for name in ("shard", "tensor", "pipeline")}
-    several = [f"{name} {size}" for name, size in sizes.items() if size != 1]
-    strategy = ", ".join(several) or config.parallel.strategy
-    where = "one device" if world.world_size == 1 and not several else strategy
-    folder = config.checkpoint.dir
-    return f"{where}; " + ("no checkpoints" if folder is None else f"checkpoints in {folder}")
-
-
-def _device(world: World) -> str:
-    """The type of this rank's device; for a GPU, also its name."""
-    if world.device.type != "cuda":
-        return world.device.type
-    return f"cuda ({torch.cuda.get_device_name(world.device)})"
 
 
 def conclude(
@@ -139,7 +127,7 @@ def conclude(
         parts.append(f"{_duration(each)} each: {spent}")
     used = [(steps * row.step_seconds, row.mfu) for steps, row in _lengths(rows, began) if row.mfu is not None]
     if used:
-        parts.append(f"MFU {sum(each * mfu for each, mfu in used) / sum(each for each, _ in used):.1%}")
+        parts.append(f"MFU {sum(share * mfu for share, mfu in used) / sum(share for share, _ in used):.1%}")
     if seconds - trained > _WORTH_SAYING * seconds:
         parts.append(f"{_duration(seconds - trained)} for evaluations, checkpoints and callbacks")
     values = {"loss": result.loss} | {f"eval {name}": value for name, value in result.metrics.items()}
@@ -277,10 +265,12 @@ class RunRecord(Callback):
     def _open(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._rows, self._attempts = _Rows(folder / RECORD_ROWS), _Rows(folder / RECORD_ATTEMPTS)
-        self._rows.take_back(step)
+        self._rows.truncate_after(step)
 
     def _facts(self) -> dict[str, Any]:
         device, env = self._world.device, process_environment()
+        script = Path(sys.argv[0]).absolute().parent
+        commit, changed = _git(script, "rev-parse", "HEAD"), _git(script, "status", "--porcelain", "-uno")
         return {
             "format": FORMAT,
             "command": masked_words(sys.argv, env),
@@ -292,7 +282,7 @@ class RunRecord(Callback):
             "model": self._model,
             "config": self._config.model_dump(mode="json"),
             "versions": _versions(),
-            "git": _git(Path(sys.argv[0]).absolute().parent),
+            "git": None if commit is None else {"commit": commit, "changed": bool(changed)},
             "environment": reported_variables(masked_env(env)),
         }
 
@@ -316,7 +306,7 @@ class RunRecord(Callback):
 
 
 class _Rows(JSONLinesLogger):
-    """A JSON Lines file whose rows all belong to this run, so `take_back` may also remove those of earlier attempts."""
+    """A JSON Lines file whose rows all belong to this run: `truncate_after` may also remove those of other attempts."""
 
     def begin(self) -> int:
         return 0
@@ -334,16 +324,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
-    """The commit of the Git repository that contains `folder`, and whether tracked files have changed.
-
-    None if unknown.
-    """
-    commit, changed = _asked_git(folder, "rev-parse", "HEAD"), _asked_git(folder, "status", "--porcelain", "-uno")
-    return None if commit is None else {"commit": commit, "changed": bool(changed)}
-
-
-def _asked_git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *words: str) -> str | None:
+    """The output of a command about the Git repository that contains `folder`; None if it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL)

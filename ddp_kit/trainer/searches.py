@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.records import LearningRateSearch
 from ddp_kit.timing import StepClock
+from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.logging import Interval
-from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
 from ddp_kit.trainer.step import OptimizerStep, StepRecord
 
@@ -50,10 +49,10 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         self.error = error
         """This rank's error; None if another rank ran out of memory."""
 
-    def error_to_raise(self, parts: Parts) -> BaseException:
+    def error_to_raise(self, context: TrainerContext) -> BaseException:
         """Return the error to raise if not even one sample fits. On ranks that had enough memory, it is not printed."""
         if self.error is not None:
-            return with_hint(self.error, parts)
+            return with_hint(self.error, context)
         silent = LossError("another rank ran out of memory with a micro-batch of 1", "see that rank's error")
         silent.reported_elsewhere = True
         return silent
@@ -66,14 +65,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
-def with_hint(error: BaseException, parts: Parts) -> BaseException:
+def with_hint(error: BaseException, context: TrainerContext) -> BaseException:
     """Return the error, with a hint if a remedy is known; out-of-memory errors also name a memory snapshot, if any."""
     if "backward through the graph a second time" in str(error):
         error.add_note(f"hint: {_BACKWARD_TWICE_HINT}")
     if not is_out_of_memory(error):
         return error
-    path = save_memory_snapshot(parts.config.profile.dir, parts.world.rank)
-    hint = out_of_memory_hint(parts.model, parts.optimizer, parts.config, parts.world)
+    path = save_memory_snapshot(context.config.profile.dir, context.world.rank)
+    hint = out_of_memory_hint(context.model, context.optimizer, context.config, context.world)
     error.add_note(f"hint: {hint}" + (f"\nmemory snapshot: {path} (open it at pytorch.org/memory_viz)" if path else ""))
     return error
 
@@ -81,7 +80,7 @@ def with_hint(error: BaseException, parts: Parts) -> BaseException:
 # --- Micro-batch search -----------------------------------------------------------------------------------------------
 
 
-def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
+def largest_micro_batch(context: TrainerContext, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
     """Find the largest micro-batch for which a step fits in memory on every rank. A collective.
 
     Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
@@ -91,44 +90,44 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
     Raises the out-of-memory error if even one sample does not fit.
     """
     share = -(-plan.global_batch // plan.world_size)
-    before, found, failed = RunSnapshot(parts), 0, None
+    before, found, failed = RunSnapshot(context), 0, None
     for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
-        outcome, error = _tried(parts, batches_of, size, last=size == share)
+        outcome, error = _tried(context, batches_of, size, last=size == share)
         release_cached_memory()
         before.restore()
-        worst = max(outcome for (outcome,) in gathered(parts.world, [outcome]))
+        worst = max(outcome for (outcome,) in gathered(context.world, [outcome]))
         if worst == _TOO_LARGE:
             failed = OutOfMemory(error)
             break
         if worst == _FITS:
             found = size
     if not found and failed is not None:
-        raise failed.error_to_raise(parts) from None
+        raise failed.error_to_raise(context) from None
     found = found or share  # if BatchNorm needs more samples than the largest size, training raises the error
     logger.info("micro_batch_size='auto' chose {} samples (a rank has at most {} per step)", found, share)
     return found
 
 
 def _tried(
-    parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
+    context: TrainerContext, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
 ) -> tuple[int, BaseException | None]:
     """Try a micro-batch of `size` samples. Returns the outcome, and the out-of-memory error, if any.
 
     `last`: whether the micro-batch is the rank's whole share; training then does not accumulate gradients.
     """
     outcome, kept = _FITS, None
-    modes = {module: module.training for module in parts.model.modules()}
-    parts.model.train()
+    modes = {module: module.training for module in context.model.modules()}
+    context.model.train()
     try:
         batch, *_ahead = batches_of(size)
-        _pass(parts, batch)
-        for parameter in parts.strategy.parameters:
+        _pass(context, batch)
+        for parameter in context.strategy.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()  # the step should only allocate state, without non-finite values
-        parts.device_optimizer.step()
+        context.device_optimizer.step()
         if last:
-            _clear_gradients(parts.model)
-        _pass(parts, batch)
+            _clear_gradients(context.model)
+        _pass(context, batch)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -140,13 +139,13 @@ def _tried(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    _clear_gradients(parts.model)
+    _clear_gradients(context.model)
     return outcome, kept
 
 
-def _pass(parts: Parts, batch: Any) -> None:
-    with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
-        value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+def _pass(context: TrainerContext, batch: Any) -> None:
+    with context.precision.forward(), context.activations.forward_context(), context.logged.batch(0):
+        value = checked(context.loss_fn(context.model, batch), "the loss function")
     total = value.loss if isinstance(value, Loss) else value
     if total.requires_grad and not total.is_complex():  # otherwise the first step of training raises the error
         total.sum().backward()  # type: ignore[no-untyped-call]
@@ -177,7 +176,7 @@ class RecoverableStep(OptimizerStep):
     """
 
     def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
-        self._before, self._record, self._confirmed = StepSnapshot(self._parts), record, False
+        self._before, self._record, self._confirmed = StepSnapshot(self._context), record, False
         failed: BaseException
         try:
             super().run(share, batch, record, measure_norm=measure_norm)
@@ -189,7 +188,9 @@ class RecoverableStep(OptimizerStep):
             return
         self.clear()
         release_cached_memory()
-        if self._parts.world.world_size > 1:  # take part in the same collectives as the other ranks, in the same order
+        if (
+            self._context.world.world_size > 1
+        ):  # take part in the same collectives as the other ranks, in the same order
             if not self._loss.agreed:
                 self._loss.agree()
             self._loss.reduce_weights()
@@ -198,8 +199,8 @@ class RecoverableStep(OptimizerStep):
 
     def confirm_passes(self, failed: BaseException | None = None) -> None:
         flag = torch.tensor(int(failed is not None))
-        if self._parts.world.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._parts.world))
+        if self._context.world.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._context.world))
         self._confirmed = True
         if flag:
             self._before.restore()
@@ -216,24 +217,6 @@ _SMOOTHING = 0.9  # decay rate of the exponential moving average of the losses, 
 _DIVERGED = 4.0  # the loss has diverged if it is this many times the best smoothed loss
 
 
-@dataclass
-class _Curve:
-    """The rates tried so far, and their smoothed losses."""
-
-    rates: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    mean: float = 0.0
-
-    def add(self, rate: float, loss: float) -> bool:
-        """Record a step. Returns False if the loss has diverged."""
-        if not math.isfinite(loss):
-            return False
-        self.mean = _SMOOTHING * self.mean + (1 - _SMOOTHING) * loss
-        self.rates.append(rate)
-        self.losses.append(self.mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
-        return self.losses[-1] <= _DIVERGED * min(self.losses) or self.losses[-1] <= 0
-
-
 def rates_between(start: float, end: float, steps: int) -> list[float]:
     """The learning rates to try, spaced geometrically. Raises `ConfigError` for an invalid range."""
     if not 0 < start < end or steps < 2:
@@ -244,32 +227,42 @@ def rates_between(start: float, end: float, steps: int) -> list[float]:
     return [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
 
 
-def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]) -> LearningRateSearch:
+def find(
+    context: TrainerContext, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]
+) -> LearningRateSearch:
     """Train one step with each of the ascending `rates` until the loss diverges, then restore the state. A collective.
 
     Source: Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Parameter groups keep
     the ratios of their rates. The suggestion is the rate at which the smoothed loss, as a function of the logarithm of
     the rate, falls most steeply, before its minimum.
     """
-    before, skipped = RunSnapshot(parts), step.skipped
-    own = [float(group["lr"]) for group in parts.optimizer.param_groups]
-    curve = _Curve()
+    before, skipped = RunSnapshot(context), step.skipped
+    own = [float(group["lr"]) for group in context.optimizer.param_groups]
+    tried: list[float] = []
+    losses: list[float] = []
+    mean = 0.0  # of the losses, as an exponential moving average
     try:
         for rate, share in zip(rates, _shares(feed), strict=False):
-            for group, at_first in zip(parts.optimizer.param_groups, own, strict=True):
+            for group, at_first in zip(context.optimizer.param_groups, own, strict=True):
                 group["lr"] = rate * (at_first / own[0] if own[0] else 1.0)
-            interval = Interval(parts.world, 1)
+            interval = Interval(context.world, 1)
             clock.start()
-            with step.without_scheduler(), parts.logged.set_aside():
+            with step.without_scheduler(), context.logged.set_aside():
                 step.run(share, feed.batch, interval, measure_norm=False)
             interval.end_step(share.samples)
             values = interval.close(clock).values()
-            if not curve.add(rate, values.loss / values.weight if values.weight else math.nan):
+            loss = values.loss / values.weight if values.weight else math.nan
+            if not math.isfinite(loss):
+                break
+            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+            tried.append(rate)
+            losses.append(mean / (1 - _SMOOTHING ** len(tried)))
+            if losses[-1] > max(0.0, _DIVERGED * min(losses)):
                 break
     finally:
         before.restore()
         step.skipped = skipped
-    return LearningRateSearch(tuple(curve.rates), tuple(curve.losses), _steepest(curve))
+    return LearningRateSearch(tuple(tried), tuple(losses), _steepest(tried, losses))
 
 
 def _shares(feed: Feed) -> Iterator[Share]:
@@ -286,12 +279,11 @@ def _shares(feed: Feed) -> Iterator[Share]:
         epoch += 1
 
 
-def _steepest(curve: _Curve) -> float | None:
+def _steepest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """The rate at which the loss falls most steeply; None if it never falls.
 
     The slope at a rate is measured over a tenth of the curve on each side of it.
     """
-    losses, rates = curve.losses, curve.rates
     lowest = losses.index(min(losses)) if losses else 0
     reach = max(1, len(losses) // 10)
     falls = {

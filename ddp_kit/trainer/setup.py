@@ -17,7 +17,7 @@ from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metrics import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
-from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
+from ddp_kit.trainer.context import MetricFunction, SchedulerInterval
 
 
 def check_main() -> None:
@@ -99,13 +99,13 @@ def checked_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(*_no_module(model))
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    lazy = [name for name, each in tensors if is_lazy(each)]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise ConfigError(
             f"the model {type(model).__name__} has lazy modules that are not initialised: {some(lazy)}",
             "call the model once with a batch before creating the Trainer",
         )
-    meta = [name for name, each in tensors if each.is_meta]
+    meta = [name for name, tensor in tensors if tensor.is_meta]
     if meta:
         raise ConfigError(
             f"the model {type(model).__name__} has tensors on the meta device, which have no values: {some(meta)}",
@@ -116,7 +116,7 @@ def checked_model(model: object) -> None:
 def _no_module(model: object) -> tuple[str, str]:
     """The message and the hint for a model that is not a Module."""
     name = kind_of(model)
-    if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
+    if isinstance(model, Mapping) and model and all(isinstance(value, torch.Tensor) for value in model.values()):
         return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
     children = [*(model.values() if isinstance(model, Mapping) else model)] if isinstance(model, Iterable) else []
     if children and all(isinstance(each, nn.Module) for each in children):
@@ -155,33 +155,26 @@ def optimizer_for(
             else "pass a torch Optimizer, such as torch.optim.AdamW(model.parameters(), lr=1e-3), or a function "
             "parameters -> Optimizer",
         )
-    own = set(model.parameters())
-    unknown = sum(parameter not in own for group in made.param_groups for parameter in group["params"])
-    if unknown:
+    parameters = dict(model.named_parameters())
+    optimized = {parameter for group in made.param_groups for parameter in group["params"]}
+    if unknown := len(optimized - set(parameters.values())):
         raise ConfigError(
             f"the optimizer holds {unknown} parameters that the model does not have: their gradients would not be "
             "reduced over the ranks",
             "create the optimizer from model.parameters(); if the loss has parameters, make it a submodule of the "
             "model",
         )
-    _check_complete(model, made)
-    strategy.setup_optimizer(made)
-    if made.state:
-        made.load_state_dict(made.state_dict())  # moves the state to the parameters' current devices
-    return made
-
-
-def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held
-    ]
-    if missing:
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if missing := [name for name, parameter in trained.items() if parameter not in optimized]:
         raise ConfigError(
             f"the optimizer does not hold {some(missing)}, which require grad: they would never be updated",
             "create the optimizer from model.parameters(); call requires_grad_(False) on parameters that must not be "
             "trained",
         )
+    strategy.setup_optimizer(made)
+    if made.state:
+        made.load_state_dict(made.state_dict())  # moves the state to the parameters' current devices
+    return made
 
 
 def scheduler_for(
@@ -233,26 +226,28 @@ def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]
         raise ConfigError(f"metrics is {kind_of(metrics)}, not a dict", 'pass metrics={"accuracy": accuracy}')
     if "loss" in metrics:
         raise ConfigError("a metric is called 'loss', which is the name of the loss itself", "rename the metric")
-    return {name: _checked_metric(name, metric) for name, metric in metrics.items()}
-
-
-def _checked_metric(name: str, metric: Any) -> MetricFunction | MetricObject:
-    first, *rest = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
-    if isinstance(first, type) and is_metric_object(first):
-        raise ConfigError(f"metric {name!r} is {kind_of(first)}", f"pass an instance: {first.__name__}(...)")
-    if is_metric_object(first):
-        select = checked_function(rest[0], f"the second item of metric {name!r}", "output", "batch") if rest else None
-        return MetricObject(name, first, select)
-    function: MetricFunction = checked_function(metric, f"metric {name!r}", "output", "batch")
-    return function
+    checked: dict[str, MetricFunction | MetricObject] = {}
+    for name, metric in metrics.items():
+        first, *rest = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+        if isinstance(first, type) and is_metric_object(first):
+            raise ConfigError(f"metric {name!r} is {kind_of(first)}", f"pass an instance: {first.__name__}(...)")
+        if is_metric_object(first):
+            item = f"the second item of metric {name!r}"
+            checked[name] = MetricObject(
+                name, first, checked_function(rest[0], item, "output", "batch") if rest else None
+            )
+        else:
+            checked[name] = checked_function(metric, f"metric {name!r}", "output", "batch")
+    return checked
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """Return the callbacks as a tuple. Raises `ConfigError` if one is not a `Callback`."""
     if callbacks is None:
         raise ConfigError("callbacks is None", "leave it out, or pass a list: callbacks=[]")
-    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    for callback in given:
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    several = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    for callback in several:
         if isinstance(callback, type) and issubclass(callback, Callback):
             raise ConfigError(
                 f"callbacks contains the class {callback.__name__}", f"pass an instance: {callback.__name__}(...)"
@@ -262,21 +257,13 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
                 f"callbacks contains {kind_of(callback)}, which is not a Callback",
                 "write a subclass of ddp_kit.Callback with methods such as on_step(self, trainer); pass an instance",
             )
-        _check_events(callback)
-    return tuple(given)
+        # A method named almost like an event, or like an event of another framework, would never be called.
+        for name in sorted({name for name in dir(type(callback)) if name.startswith("on_")} - set(events)):
+            from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
-
-def _check_events(callback: Callback) -> None:
-    """Raise `ConfigError` for a method named almost like an event, or like one elsewhere: it would never be called."""
-    events = [name for name in vars(Callback) if name.startswith("on_")]
-    unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in events]
-    for name in unknown:
-        from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
-
-        if (answer := equivalent(name)) is not None:
-            raise ConfigError(f"{type(callback).__name__} has a method {name}, but there is no such event", answer)
-        if (likely := nearest(name, events)) is not None:
-            raise ConfigError(
-                f"{type(callback).__name__} has a method {name}, but there is no such event",
-                f"did you mean {likely}? The events are {', '.join(events)}",
-            )
+            message = f"{type(callback).__name__} has a method {name}, but there is no such event"
+            if (answer := equivalent(name)) is not None:
+                raise ConfigError(message, answer)
+            if (likely := nearest(name, events)) is not None:
+                raise ConfigError(message, f"did you mean {likely}? The events are {', '.join(events)}")
+    return tuple(several)

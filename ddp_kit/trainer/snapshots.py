@@ -12,7 +12,7 @@ from ddp_kit.checkpoint.model_state import load_optimizer_state
 from ddp_kit.distributed.world import random_states, set_random_states
 from ddp_kit.parallel.strategy import stored
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.context import TrainerContext
 
 # --- Buffers ----------------------------------------------------------------------------------------------------------
 
@@ -76,9 +76,9 @@ def _copied(buffer: Tensor) -> Tensor:
 class StepSnapshot:
     """Snapshot of the state that the passes of a step change, apart from gradients: buffers and random states."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._buffers = BufferCopies(parts.model, Tensor.clone)
-        self._random = random_states(parts.world)
+    def __init__(self, context: TrainerContext) -> None:
+        self._buffers = BufferCopies(context.model, Tensor.clone)
+        self._random = random_states(context.world)
 
     def restore(self) -> None:
         """Restore buffers and random states."""
@@ -87,11 +87,11 @@ class StepSnapshot:
 
 
 @contextmanager
-def without_trace(parts: Parts) -> Iterator[None]:
+def without_trace(context: TrainerContext) -> Iterator[None]:
     """Context manager for a forward pass that must leave buffers and random states unchanged."""
-    random = random_states(parts.world)
+    random = random_states(context.world)
     try:
-        with buffers_exchanged(parts.model):
+        with buffers_exchanged(context.model):
             yield
     finally:
         set_random_states(random)
@@ -103,14 +103,14 @@ class RunSnapshot:
     It is kept in host memory, so that trial steps can use all device memory.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._weights = [(weight, _on_host(weight)) for weight in parts.strategy.local_parameters()]
-        self._buffers = BufferCopies(parts.model, _on_host)
-        self._optimizer = pytree.tree_map(_on_host, parts.optimizer.state_dict())
-        self._scheduler = {} if parts.scheduler is None else copy.deepcopy(parts.scheduler.state_dict())
-        self._scaler = parts.precision.state()
-        self._random = random_states(parts.world)
+    def __init__(self, context: TrainerContext) -> None:
+        self._context = context
+        self._weights = [(weight, _on_host(weight)) for weight in context.strategy.local_parameters()]
+        self._buffers = BufferCopies(context.model, _on_host)
+        self._optimizer = pytree.tree_map(_on_host, context.optimizer.state_dict())
+        self._scheduler = {} if context.scheduler is None else copy.deepcopy(context.scheduler.state_dict())
+        self._scaler = context.precision.state()
+        self._random = random_states(context.world)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -118,10 +118,10 @@ class RunSnapshot:
         for weight, before in self._weights:
             weight.copy_(before)
         self._buffers.restore()
-        load_optimizer_state(self._parts.optimizer, copy.deepcopy(self._optimizer), keep_devices=False)
-        if self._parts.scheduler is not None:
-            self._parts.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
-        self._parts.precision.set_state(self._scaler)
+        load_optimizer_state(self._context.optimizer, copy.deepcopy(self._optimizer), keep_devices=False)
+        if self._context.scheduler is not None:
+            self._context.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
+        self._context.precision.set_state(self._scaler)
         set_random_states(self._random)
 
 

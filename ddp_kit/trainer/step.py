@@ -23,8 +23,8 @@ from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree, step_hooks
+from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
-from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import BufferCopies, without_trace
 
 # --- The optimizer step -----------------------------------------------------------------------------------------------
@@ -53,22 +53,22 @@ class OptimizerStep:
     At the end of an epoch, `end_epoch` steps the scheduler if `scheduler_every="epoch"`.
     """
 
-    def __init__(self, parts: Parts, clock: StepClock) -> None:
-        self._parts = parts
-        self._strategy = parts.strategy
+    def __init__(self, context: TrainerContext, clock: StepClock) -> None:
+        self._context = context
+        self._strategy = context.strategy
         self._clock = clock
-        self._parameters = RunParameters(parts.model, parts.optimizer, parts.device_optimizer)
-        self._loss = StepLoss(parts, clock, self._parameters)
+        self._parameters = RunParameters(context.model, context.optimizer, context.device_optimizer)
+        self._loss = StepLoss(context, clock, self._parameters)
         self._gradients: Gradients | None = None  # for callbacks, once a step has run
         # With fp16, the gradient scaler skips steps itself.
-        self._skips = parts.config.non_finite_gradients == "skip" and not parts.precision.scales
-        may_skip = self._skips or parts.precision.scales
-        self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
+        self._skips = context.config.non_finite_gradients == "skip" and not context.precision.scales
+        may_skip = self._skips or context.precision.scales
+        self._keeps_buffers = may_skip and any(True for _ in context.model.buffers())
         # The host waits to know whether a step was skipped, but only if something on the host depends on it.
-        ticks = parts.scheduler is not None and not (
-            isinstance(parts.scheduler, EveryEpoch) and parts.scheduler.steps == 0
+        ticks = context.scheduler is not None and not (
+            isinstance(context.scheduler, EveryEpoch) and context.scheduler.steps == 0
         )
-        self._waits = ticks or parts.config.non_finite_gradients == "skip"
+        self._waits = ticks or context.config.non_finite_gradients == "skip"
         self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
@@ -77,10 +77,10 @@ class OptimizerStep:
         `share`: the number of samples in each pass. `batch`: a function that returns the batch of the next pass.
         `record`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
         """
-        parts, precision = self._parts, self._parts.precision
-        buffers = BufferCopies(parts.model) if self._keeps_buffers else None
+        context, precision = self._context, self._context.precision
+        buffers = BufferCopies(context.model) if self._keeps_buffers else None
         finite = self.compute_gradient(share, batch, record, measure_norm=measure_norm)
-        if finite and precision.apply(parts.device_optimizer, wait=self._waits):  # optimizer.step()
+        if finite and precision.apply(context.device_optimizer, wait=self._waits):  # optimizer.step()
             if buffers is not None and precision.overflowed is not None:
                 buffers.restore_where(precision.overflowed)
             self.step_scheduler(record.step)
@@ -97,7 +97,7 @@ class OptimizerStep:
 
         Returns False if the gradient is not finite and the step must be skipped. For the arguments, see `run`.
         """
-        parts, strategy, loss, config = self._parts, self._strategy, self._loss, self._parts.config
+        context, strategy, loss, config = self._context, self._strategy, self._loss, self._context.config
         self.clear()  # gradients from another Trainer, or from user code
         strategy.begin_step()
         loss.begin(share, record)
@@ -108,15 +108,15 @@ class OptimizerStep:
         else:
             self._parameters.check_frozen()
         strategy.finish_reduction()  # a rank without passes contributes zeros
-        if parts.world.world_size > 1:
+        if context.world.world_size > 1:
             self._clock.mark(COMMUNICATION)
         self.confirm_passes()
-        parts.heartbeat.mark(Phase.OPTIMIZER)
-        parts.precision.unscale(parts.device_optimizer)
-        if (correction := loss.correction()) is not None:
+        context.heartbeat.mark(Phase.OPTIMIZER)
+        if (correction := loss.correction()) is not None:  # before unscale(), which finds a correction that is NaN
             scale_gradients(strategy.updated_parameters, correction)
-        if parts.on_gradients is not None:
-            self._call_on_gradients(parts.on_gradients)
+        context.precision.unscale(context.device_optimizer)
+        if context.on_gradients is not None:
+            self._call_on_gradients(context.on_gradients)
         if config.max_grad_norm is not None or measure_norm or self._skips:
             norm = strategy.grad_norm()
             if self._skips and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
@@ -134,10 +134,10 @@ class OptimizerStep:
 
         `passes`: the number of samples in each pass. `batch`: a function that returns the batch of the next pass.
         """
-        strategy, several_ranks = self._strategy, self._parts.world.world_size > 1
+        strategy, several_ranks = self._strategy, self._context.world.world_size > 1
         for number, samples in enumerate(passes):
             last = number == len(passes) - 1
-            self._parts.heartbeat.mark(Phase.DATA)
+            self._context.heartbeat.mark(Phase.DATA)
             with strategy.accumulating(last=last):
                 loss = self._loss.of_pass(batch(), samples)
                 if last:
@@ -151,21 +151,21 @@ class OptimizerStep:
 
     def step_scheduler(self, step: int) -> None:
         """Step the scheduler, if there is one. `step`: the number of this optimizer step, for error messages."""
-        scheduler = self._parts.scheduler
+        scheduler = self._context.scheduler
         if scheduler is not None:
             with explained_ticks(scheduler, step):
                 scheduler.step()
 
     def end_epoch(self, step: int) -> None:
         """Step the scheduler if `scheduler_every="epoch"`. `step`: the number of optimizer steps done."""
-        scheduler = self._parts.scheduler
+        scheduler = self._context.scheduler
         if isinstance(scheduler, EveryEpoch):
             with explained_ticks(scheduler, step):
                 scheduler.end_epoch()
 
     def _skip(self, record: StepRecord, buffers: BufferCopies | None) -> None:
         """Skip a step with a non-finite gradient: restore the buffers that its passes have changed."""
-        if self._parts.config.non_finite_gradients == "skip":
+        if self._context.config.non_finite_gradients == "skip":
             if self._loss.weighted and not bool(torch.isfinite(self._loss.weight())):
                 raise bad_weight(record.step)
             record.drop_step()
@@ -195,22 +195,22 @@ class OptimizerStep:
     @property
     def skipped(self) -> int:
         """The number of steps skipped because of a non-finite gradient. With fp16, reading it waits for the device."""
-        self._skipped += self._parts.precision.take_skipped_steps()
+        self._skipped += self._context.precision.take_skipped_steps()
         return self._skipped
 
     @skipped.setter
     def skipped(self, steps: int) -> None:
-        self._parts.precision.take_skipped_steps()
+        self._context.precision.take_skipped_steps()
         self._skipped = steps
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
         """Context manager that disables the scheduler, so that trial steps do not use up its total_steps."""
-        parts, self._parts = self._parts, replace(self._parts, scheduler=None)
+        context, self._context = self._context, replace(self._context, scheduler=None)
         try:
             yield
         finally:
-            self._parts = parts
+            self._context = context
 
     def clear(self) -> None:
         """Set all gradients to None."""
@@ -219,17 +219,17 @@ class OptimizerStep:
     def check_parameters(self) -> None:
         """Raise `ConfigError` for parameters that changed since the Trainer was created, and for unsupported hooks."""
         self._parameters.check()
-        check_step_hooks(self._parts)
+        check_step_hooks(self._context)
 
 
 class PipelineStep(OptimizerStep):
     """Runs steps of a pipeline, whose schedule determines the order of forward and backward passes."""
 
-    def __init__(self, parts: Parts, clock: StepClock) -> None:
+    def __init__(self, context: TrainerContext, clock: StepClock) -> None:
         from ddp_kit.parallel.pipeline.step import PipelinePasses  # slow to import
 
-        super().__init__(parts, clock)
-        self._passes = PipelinePasses(parts.strategy, self._loss, clock, parts.heartbeat)  # type: ignore[arg-type]
+        super().__init__(context, clock)
+        self._passes = PipelinePasses(context.strategy, self._loss, clock, context.heartbeat)  # type: ignore[arg-type]
 
     def run_passes(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
         self._passes.run(passes, batch)
@@ -259,8 +259,8 @@ class StepLoss:
     this exchange. The first loss has additional checks, which find most mistakes in a loss function.
     """
 
-    def __init__(self, parts: Parts, clock: StepClock, parameters: "RunParameters") -> None:
-        self._parts = parts
+    def __init__(self, context: TrainerContext, clock: StepClock, parameters: "RunParameters") -> None:
+        self._context = context
         self._clock = clock
         self._parameters = parameters
         self._kind = _UNKNOWN
@@ -287,7 +287,7 @@ class StepLoss:
         self._weight, self._missing_samples = 0.0, 0
         self._reduction = self._reduced_weight = None
         if not share.passes:
-            self._parts.heartbeat.mark(Phase.BACKWARD)
+            self._context.heartbeat.mark(Phase.BACKWARD)
             if not self.agreed:
                 self.agree()
 
@@ -297,16 +297,21 @@ class StepLoss:
         `samples`: the number of samples that the batch should have; 0 for a pass that runs only for its collectives.
         The first call is a collective; see `agree`.
         """
-        parts, number = self._parts, samples
+        context, number = self._context, samples
         if type(batch) is Partial:
             number, batch = min(batch.samples, samples), batch.batch
-        counted = number if parts.strategy.contributes else 0
-        parts.heartbeat.mark(Phase.FORWARD)
-        traceless = nullcontext() if number else without_trace(parts)
-        with traceless, parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
+        counted = number if context.strategy.contributes else 0
+        context.heartbeat.mark(Phase.FORWARD)
+        traceless = nullcontext() if number else without_trace(context)
+        with (
+            traceless,
+            context.precision.forward(),
+            context.activations.forward_context(),
+            context.logged.batch(counted),
+        ):
             value = self._value(batch) if self.agreed else self._first_value(batch)
         self._clock.mark(FORWARD)
-        parts.heartbeat.mark(Phase.BACKWARD)
+        context.heartbeat.mark(Phase.BACKWARD)
         if self.weighted != isinstance(value, Loss):
             raise LossError(
                 "the loss function returned a plain tensor at some steps and a Loss at others",
@@ -321,14 +326,14 @@ class StepLoss:
             if isinstance(value, Loss):
                 self._weight = self._weight + exact_weight(value.weight)
         # The strategy divides the sum of all gradients by its `divisor`.
-        share = (1 if isinstance(value, Loss) and number else number) * parts.strategy.divisor / self._share.samples
-        return parts.precision.scaled(total if share == 1.0 else total * share)
+        share = (1 if isinstance(value, Loss) and number else number) * context.strategy.divisor / self._share.samples
+        return context.precision.scaled(total if share == 1.0 else total * share)
 
     def reduce_weights(self) -> None:
         """Start the all-reduce that sums the weights of all ranks, unless this rank has already started it."""
         if not self.weighted or self._reduced_weight is not None:
             return
-        world = self._parts.world
+        world = self._context.world
         self._reduced_weight = torch.zeros((), dtype=torch.float64, device=world.device)
         self._reduced_weight += self._weight  # in place: a number is passed to the kernel, without a copy from the host
         if world.world_size > 1:
@@ -346,7 +351,7 @@ class StepLoss:
         if self.weighted:
             return _ratio(self._share.samples, self.weight())
         if self._missing_samples:  # on one rank only
-            device, samples = self._parts.world.device, self._share.samples
+            device, samples = self._context.world.device, self._share.samples
             present = torch.full((), samples - self._missing_samples, dtype=torch.float64, device=device)
             return _ratio(samples, present)
         return None
@@ -359,9 +364,9 @@ class StepLoss:
         """
         if value is None:
             # With fp16, this creates the scale of the loss, which is needed to unscale gradients.
-            self._parts.precision.scaled(torch.zeros((), device=self._parts.world.device))
+            self._context.precision.scaled(torch.zeros((), device=self._context.world.device))
         kind = _UNKNOWN if value is None else _WEIGHTED if isinstance(value, Loss) else _PLAIN
-        kinds = {*first_losses(self._parts.world, kind, value if isinstance(value, LossError) else None)}
+        kinds = {*first_losses(self._context.world, kind, value if isinstance(value, LossError) else None)}
         if len(kinds - {_UNKNOWN}) > 1:
             raise LossError(
                 "the loss function returned a plain tensor on some ranks and a Loss on others",
@@ -370,13 +375,13 @@ class StepLoss:
         self._kind = max(kinds)
 
     def _value(self, batch: object) -> "Tensor | Loss":
-        parts = self._parts
-        value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
+        context = self._context
+        value = checked(context.strategy.call(context.loss_fn, batch), "the loss function")
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
             self._parameters.check_frozen()  # frozen parameters are a likely cause; this error is clearer
             raise LossError(
                 f"the loss function returned a tensor that does not require grad at step {self._record.step} on rank "
-                f"{parts.world.rank}",
+                f"{context.world.rank}",
                 "compute the loss from the model's output, without .item(), .detach(), torch.no_grad() or argmax in "
                 "between",
                 self._record.step,
@@ -389,7 +394,7 @@ class StepLoss:
         Each rank would have to learn in each step how many samples the others have: a collective for everybody who has
         a collate function.
         """
-        if self._parts.world.world_size > 1:  # also in a pipeline, where only the last stage knows of it
+        if self._context.world.world_size > 1:  # also in a pipeline, where only the last stage knows of it
             raise LossError(
                 f"the collate function or __getitems__ has left out {missing} of the {samples} samples of a batch, but "
                 "the loss function returns a plain mean, which cannot be weighted with several ranks",
@@ -410,10 +415,10 @@ class StepLoss:
                     "the loss function returned a complex number, which cannot be minimised",
                     "return a real one, such as .abs() or .real of it",
                 )
-            lenient = self._parts.config.non_finite_gradients == "skip" or self._parts.precision.scales
+            lenient = self._context.config.non_finite_gradients == "skip" or self._context.precision.scales
             if not lenient and not bool(torch.isfinite(total)):
                 raise LossError(
-                    f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
+                    f"the loss is {total.item():g} in the first step of this run, on rank {self._context.world.rank}",
                     "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
                     "torch.autograd.set_detect_anomaly(True) names the operation",
                 )
@@ -427,9 +432,9 @@ class StepLoss:
 
     def _advise(self, value: "Tensor | Loss", batch: object) -> None:
         """Log advice if the loss is probably a mean over tokens: such a mean depends on how samples are grouped."""
-        parts = self._parts
-        divided = len(self._share.passes) > 1 or parts.strategy.data_ranks > 1
-        if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
+        context = self._context
+        divided = len(self._share.passes) > 1 or context.strategy.data_ranks > 1
+        if divided and context.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
             logger.info(
                 "advice: samples have from {} to {} tokens, but the loss is a plain tensor, which is treated as a mean "
                 "over samples. If it is a mean over tokens, return Loss(sum, number of tokens): the result is then the "
@@ -531,23 +536,23 @@ def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
     return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def check_step_hooks(parts: Parts) -> None:
+def check_step_hooks(context: TrainerContext) -> None:
     """Raise `ConfigError` if an optimizer with hooks of its step does not hold the model's own, whole parameters.
 
     Such a hook would have no effect on the model, or compute with this rank's part of a tensor as if it were whole.
     """
-    offloaded = parts.device_optimizer is not parts.optimizer
-    if not parts.strategy.shards and not offloaded:
+    offloaded = context.device_optimizer is not context.optimizer
+    if not context.strategy.shards and not offloaded:
         return
-    hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks(parts.optimizer)]
+    hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks(context.optimizer)]
     if hooks:
         where = "copies of the weights in host memory" if offloaded else "parts of the weights"
-        config = parts.config
+        config = context.config
         setting = f"parallel.strategy={config.parallel.strategy!r}"
         if offloaded:
             setting = f"memory.offload={config.memory.offload!r}"
         raise ConfigError(
-            f"the optimizer {type(parts.optimizer).__name__} has hooks around its step ({some(hooks)}), but with "
+            f"the optimizer {type(context.optimizer).__name__} has hooks around its step ({some(hooks)}), but with "
             f"{setting} it updates {where}, so hooks cannot read or change whole gradients and weights of the model",
             "write a Callback instead, which works at every placement: on_gradients(trainer, gradients) before the "
             "step, on_step(trainer) after it; or use parallel='ddp' without offload",
@@ -594,20 +599,20 @@ class ClosureStep(OptimizerStep):
     """
 
     def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
-        parts, batches, calls = self._parts, StepBatches(batch), 0
+        context, batches, calls = self._context, StepBatches(batch), 0
 
         def closure() -> Tensor:
             nonlocal calls
             if calls:
                 self.clear()
                 self._strategy.end_step()
-            of_call = _ClosureRecord(record, parts.world.device, first=calls == 0)
+            of_call = _ClosureRecord(record, context.world.device, first=calls == 0)
             calls += 1
-            with torch.enable_grad(), nullcontext() if of_call.first else parts.logged.set_aside():
+            with torch.enable_grad(), nullcontext() if of_call.first else context.logged.set_aside():
                 self.compute_gradient(share, batches.again(), of_call, measure_norm=measure_norm)
             return torch.tensor(reduced([of_call.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
-        parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
+        context.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
         self.step_scheduler(record.step)
         self.clear()
         self._strategy.end_step()

@@ -14,73 +14,36 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit import log
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import Gradients, check_metric
-from ddp_kit.checkpoint.manager import Checkpoints
-from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
-from ddp_kit.checkpoint.state import (
-    BestPart,
-    CallbacksPart,
-    ConfigPart,
-    PrecisionPart,
-    RandomPart,
-    SavedPart,
-    StrategyPart,
-)
-from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
 from ddp_kit.data import Data
 from ddp_kit.data.collate import unpacked
-from ddp_kit.data.comparison import SampleComparison, facts_of_data
-from ddp_kit.data.feed import DataRank, Feed, FeedBuilder, Share, loader_batch_size
+from ddp_kit.data.comparison import facts_of_data
+from ddp_kit.data.feed import Feed, Share, loader_batch_size
 from ddp_kit.data.sampler import BatchPlan, plan_batches
 from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.world import random_states_kept, seed_everything
-from ddp_kit.env import plan_request, rank_for_messages
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError, first_line
 from ddp_kit.heartbeat import Phase
-from ddp_kit.memory.choose import (
-    PlanPrinted,
-    check_fits,
-    check_weights_fit,
-    described,
-    device_memory,
-    first_that_fits,
-    planned,
-)
+from ddp_kit.memory.choose import PlanPrinted, described, device_memory, planned
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
-from ddp_kit.memory.measure import PeakMemory, TrainingPass, config_to_plan, measured
-from ddp_kit.metrics import MetricObject
-from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
-from ddp_kit.parallel.activations import Activations
-from ddp_kit.parallel.offload import OffloadedOptimizer
-from ddp_kit.parallel.strategy import sizes_of
-from ddp_kit.precision import Precision
-from ddp_kit.profile import Recorder
+from ddp_kit.memory.measure import TrainingPass, measured
+from ddp_kit.parallel import Parallelize
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
-from ddp_kit.timing import DATA, TRANSFER, step_clock
-from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
-from ddp_kit.trainer.learning_rates import (
-    DecayWatch,
-    Plateau,
-    WarmUp,
-    check_new_length,
-    check_ticks,
-    scale_learning_rate,
-    warmed_up,
-)
-from ddp_kit.trainer.logging import LogPoints, LogSchedule
-from ddp_kit.trainer.model_flops import ModelFlops
-from ddp_kit.trainer.parts import Logged, LoggedValues, LossFunction, MetricFunction, Parts, SchedulerInterval
-from ddp_kit.trainer.position import Loop, Position, ProgressPart, RunState, StreamPart, save_when_left
+from ddp_kit.timing import DATA
+from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_builder
+from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
+from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due
+from ddp_kit.trainer.learning_rates import WarmUp, check_new_length, check_ticks
+from ddp_kit.trainer.position import Loop, save_when_left
 from ddp_kit.trainer.prediction import PredictFunction, predict
-from ddp_kit.trainer.preemption import Preemption
-from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_model
-from ddp_kit.trainer.scheduler_state import SchedulerPart
+from ddp_kit.trainer.run_record import announce, conclude
 from ddp_kit.trainer.searches import (
     OutOfMemory,
     find,
@@ -89,29 +52,9 @@ from ddp_kit.trainer.searches import (
     release_cached_memory,
     with_hint,
 )
-from ddp_kit.trainer.setup import (
-    check_main,
-    checked_callbacks,
-    checked_config,
-    checked_loss,
-    checked_metrics,
-    checked_model,
-    optimizer_for,
-    scheduler_for,
-    use_deterministic_algorithms,
-)
-from ddp_kit.trainer.step import ClosureStep, OptimizerStep
-from ddp_kit.trainer.updates import (
-    JointOptimizer,
-    JointStep,
-    Update,
-    checked_updates,
-    joint_scheduler,
-    joint_step,
-    loss_to_evaluate,
-    optimizer_kind,
-    optimizer_step_for,
-)
+from ddp_kit.trainer.setup import check_main, checked_config
+from ddp_kit.trainer.step import ClosureStep
+from ddp_kit.trainer.updates import JointStep, Update
 from ddp_kit.uncaught import open_standard_streams, show_without_traceback
 
 
@@ -192,170 +135,40 @@ class Trainer:
         open_standard_streams()
         show_without_traceback(rank_for_messages())
         check_main()
-        self.config = checked_config(config)
-        self._plan_request = plan_request()
-        if isinstance(model, nn.Module):
-            model = without_wrappers(model, compiled=self._plan_request is None)
-        checked_model(model)
-        self.model = model
-        every = None if scheduler_every == "step" else scheduler_every
-        self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler, every), self.config)
-        self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
-        self._callbacks = checked_callbacks(callbacks)
-        if self.config.deterministic:
-            use_deterministic_algorithms()
-        self.world = barrier.join_world("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
-        settings, strategy = self._choose_placement(model, parallelize)
-        precision, activations = self._place_model(model, settings, strategy)
-        logged = LoggedValues(self.world.device)
-        if self._updates:
-            optimizer = JointOptimizer({update.name: update.optimizer for update in self._updates})
-            loss_fn = loss_to_evaluate(self._updates, logged)
-        self.optimizer = optimizer_for(model, optimizer, strategy)
-        device_optimizer = self.optimizer
-        if settings.memory.offload is not None:
-            device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
-        schedulers = self._schedulers(settings, scheduler, scheduler_every, plateau_metric)
-        self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
-        self._parts = Parts(
+        config = checked_config(config)
+        arguments = Arguments(
             model,
-            strategy,
-            self.optimizer,
-            device_optimizer,
-            self.scheduler,
-            checked_loss(loss_fn),
-            precision,
-            activations,
-            self.world,
-            settings,
-            logged,
-            on_gradients=self._call_on_gradients if any(map(_changes_gradients, self._callbacks)) else None,
+            optimizer,
+            loss_fn,
+            config,
+            updates,
+            scheduler,
+            scheduler_every,
+            plateau_metric,
+            metrics or {},
+            callbacks,
+            parallelize,
         )
-        counted = check_fits(model, strategy, self.optimizer, device_optimizer)
-        self._prepare_loop(settings, schedulers, counted)
-        barrier.watch(self.world, self._heartbeat)
-        self._checkpoints.resume()
-        self._heartbeat.set_step(self.step)
-        if self._plan_request is not None:  # what the script sees; the parts above work in this one process
-            ranks, per_node = self._plan_request.ranks, self._plan_request.per_node
-            self.world = replace(self.world, world_size=ranks, local_world_size=per_node)
-
-    def _choose_placement(self, model: nn.Module, parallelize: Parallelize | None) -> tuple[TrainerConfig, Strategy]:
-        """Return the strategy, and the settings with "auto" resolved; also set the batch plan. A collective."""
-        settings = self.config if self._plan_request is None else config_to_plan(self.config)
-        micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-        settings = first_that_fits(settings, model, self.world)
-        automatic = settings.micro_batch_size == "auto"
-        options = Options(automatic, parallelize, parameters_on_host=settings.memory.offload == "all")
-        strategy = strategy_for(settings.parallel, self.world, options)
-        data_ranks = strategy.data_ranks
-        if self._plan_request is not None:
-            data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
-        self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
-        strategy.check(model)
-        facts = consistency.facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
-        consistency.check_agreement(self.world, facts)
-        return settings, strategy
-
-    def _place_model(
-        self, model: nn.Module, settings: TrainerConfig, strategy: Strategy
-    ) -> tuple[Precision, Activations]:
-        """Convert the model to its precision, compile it, and distribute it over the ranks. A collective."""
-        precision = Precision(
-            settings.precision,
-            self.world.device,
-            sharded=strategy.shards,
-            gathered=strategy.divides_weights,
-            fp8_layers=settings.fp8_layers,
-            bf16_buffers=settings.bf16_buffers,
-            bf16_inputs=settings.bf16_inputs,
-        )
-        self._model_described = described_model(model)
-        self._flops = ModelFlops(model, settings, self.world, precision)
-        precision.prepare(model)
-        if settings.compile is not None:
-            compile_in_place(model, settings.compile)
-        activations = Activations(model, settings.memory, compiled=settings.compile is not None)
-        check_weights_fit(model, strategy)
-        strategy.setup(model)
-        return precision, activations
-
-    def _prepare_loop(self, settings: TrainerConfig, schedulers: dict[str, LRScheduler], counted: int | None) -> None:
-        """Create the objects that the loop calls. `counted`: bytes of weights, gradients and optimizer state."""
-        parts = self._parts
-        self._position = Position()
-        self._state = RunState()
-        self._heartbeat = parts.heartbeat
-        self._total_steps = settings.max_steps
-        self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
-        self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
-        self._clock = step_clock(self.world.device)
-        self._feeds = self._feed_builder(self.batch_plan)
-        if self._updates:
-            self._optimizer_step: OptimizerStep = joint_step(parts, self._clock, self._updates, schedulers)
-        else:
-            self._optimizer_step = optimizer_step_for(parts, self._clock)
-        self._decay_watch = DecayWatch(schedulers)
-        self._scheduler_intervals = [(schedulers.get(each.name), each.every) for each in self._updates] or [
-            (self.scheduler, 1)
-        ]
-        self._run_record = RunRecord(self.config, self.world, self._model_described)
-        self._log_points = LogPoints(parts, self._clock, self._run_record.advise, self._flops.utilisation)
-        call_callbacks = weak_method(self._call_callbacks)
-        self._log_schedule = LogSchedule(self._log_points, settings.log_every_steps, call_callbacks)
-        random = RandomPart(self.world, settings.seed, parts.strategy.data_rank, self._position)
-        best = BestPart(settings.checkpoint, self._position)
-        self._checkpoints = Checkpoints(
-            self.world,
-            settings,
-            parts.strategy,
-            self.optimizer,
-            self._saved_parts(random, best, schedulers if self._updates else {}),
-            random,
-            best,
-            self._position,
-            self._state,
-            self._log_points.check_before_save,
-        )
-        self._evaluator = Evaluator(
-            parts, self._metrics, self._checkpoints, self._position, self._state, call_callbacks
-        )
-        self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
-        self._sample_comparison = SampleComparison(self.world, settings.data, settings.seed)
-        self._profiler = Recorder(self.config.profile, self.world.rank)
+        run = build(arguments, weak_method(self._call_callbacks), weak_method(self._call_on_gradients))
+        self._run, self._context = run, run.context
+        self.config, self.world, self.batch_plan = config, run.context.world, run.model.placement.batch_plan
+        self.model, self.optimizer, self.scheduler = run.context.model, run.context.optimizer, run.context.scheduler
+        self._total_steps = run.context.config.max_steps
+        self._feeds = feed_builder(run.context, run.clock, self.batch_plan)
         self._garbage = DeferredGarbageCollection()
-        self._peak_memory = PeakMemory(self.world, counted)
-
-    def _saved_parts(
-        self, random: RandomPart, best: BestPart, by_update: Mapping[str, LRScheduler]
-    ) -> Sequence[SavedPart]:
-        """The parts of this run that a checkpoint holds, in the order in which they are loaded."""
-        world, config, strategy = self.world, self._parts.config, self._parts.strategy
-        device_optimizer, kind = self._parts.device_optimizer, optimizer_kind(self.optimizer)
-        return (
-            # First, so that nothing else is loaded if a callback rejects its state.
-            CallbacksPart(world, self._callbacks, pieces=strategy.divides_weights),
-            ModelPart(strategy, world, trainable_only=config.checkpoint.trainable_only),
-            OptimizerPart(strategy, self.optimizer, device_optimizer, kind),
-            SchedulerPart(self.scheduler, by_update),
-            PrecisionPart(self._parts.precision, self._optimizer_step),
-            ProgressPart(self._position),
-            StreamPart(world, self._position),
-            random,
-            best,
-            ConfigPart(config),
-            StrategyPart(strategy),
-        )
+        self._plan_request = request = run.arguments.plan_request
+        if request is not None:  # the script sees the ranks to plan for; there is only this process
+            self.world = replace(self.world, world_size=request.ranks, local_world_size=request.per_node)
 
     @property
     def step(self) -> int:
         """The number of optimizer steps done."""
-        return self._position.step
+        return self._run.position.step
 
     @property
     def epoch(self) -> int:
         """The number of epochs done."""
-        return self._position.epoch
+        return self._run.position.epoch
 
     @property
     def total_steps(self) -> int | None:
@@ -372,7 +185,7 @@ class Trainer:
 
         Ranks that hold parts of the same model replica have the same index.
         """
-        return self._parts.strategy.data_rank
+        return self._context.strategy.data_rank
 
     @property
     def data_ranks(self) -> int:
@@ -381,7 +194,7 @@ class Trainer:
 
     def model_state(self) -> dict[str, Any]:
         """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` of each sharded one."""
-        return self._parts.strategy.model_state()
+        return self._context.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Load what `model_state` returned, or whole tensors. Not a collective.
@@ -389,35 +202,7 @@ class Trainer:
         Args:
             state: Name -> value, with all names of the model's state_dict. A whole tensor may replace a `Piece`.
         """
-        self._parts.strategy.load_model_state(state)
-
-    def _schedulers(
-        self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval, plateau_metric: str | None
-    ) -> dict[str, LRScheduler]:
-        """The schedulers, including the warm-up, by update name; a single optimizer's scheduler has the name "".
-
-        Before a scheduler is created, the learning rates that it starts from are scaled.
-        """
-        found = {}
-        plateaus: list[Callback] = []
-        given = [(each.name, each.optimizer, each.scheduler, each.scheduler_every) for each in self._updates]
-        for name, optimizer, own, when in given or [("", self.optimizer, scheduler, every)]:
-            if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
-                scale_learning_rate(optimizer, rule, self.batch_plan.global_batch, reference, own)
-            made = scheduler_for(optimizer, own, when)
-            if isinstance(made, ReduceLROnPlateau):
-                plateau = Plateau(made, plateau_metric, settings.checkpoint, settings.warmup_steps)
-                plateaus, made = [plateau, *plateaus], None
-            made = warmed_up(optimizer, made, settings.warmup_steps, when)
-            if made is not None:
-                found[name] = made
-        if plateau_metric is not None and not plateaus:
-            raise ConfigError(
-                f"plateau_metric is {plateau_metric!r}, but there is no ReduceLROnPlateau",
-                "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
-            )
-        self._callbacks = (*plateaus, *self._callbacks)
-        return found
+        self._context.strategy.load_model_state(state)
 
     # --- what users call ----------------------------------------------------------------------------------------
 
@@ -447,49 +232,62 @@ class Trainer:
         """
         self._print_plan_instead(train_data)
         self._check_ranks_agree("fit()", train_data=train_data, eval_data=eval_data)
-        with self._preemption.handling_signals():
+        with self._run.preemption.handling_signals():
             return self._fit(train_data, eval_data)
 
     def _fit(self, train_data: Data, eval_data: Data | None) -> FitResult:
-        feed = self._feed(train_data)
-        self._evaluator.watch(eval_data)
+        run, feed = self._run, self._feed(train_data)
+        run.evaluator.watch(eval_data)
+        needed = [(type(callback).__name__, name) for callback in run.callbacks for name in callback.metrics_needed]
+        if (best := self.config.checkpoint.best_metric) is not None:
+            needed.append(("checkpoint.best_metric", best))
         evaluations = None
         if eval_data is not None:
-            batches, stopping = self._feeds.evaluation_data(eval_data, "eval_data"), lambda: self._state.stopping
-            evaluations = FitEvaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
+            batches = self._feeds.evaluation_data(eval_data, "eval_data")
+            evaluations = FitEvaluations(run.evaluator, run.position, run.state, batches, run.preemption.stops)
             if self.config.sanity_check == "auto" and self.step == 0 and batches.first is not None:
-                self._check_metrics(self._evaluator.rehearse(batches))
-        elif self.step == 0:
-            self._warn_about_metrics()
+                values = run.evaluator.rehearse(batches)
+                for owner, name in needed:
+                    check_metric(owner, name, values)
+        elif self.step == 0 and needed and self.world.is_main:
+            owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
+            log.logger.warning("fit has no eval_data, so {} will act only when you call trainer.evaluate", owners)
         total = self.total_steps
         began, began_at = self.step, time.perf_counter()
-        about, planned = self._model_described, self._peak_memory.planned
-        announce(self.world, self.batch_plan, self._parts.config, began, total, feed.division, about, planned)
-        self._state.stopping = False
+        planned_bytes = run.peak_memory.planned
+        config, model = self._context.config, run.model.description
+        announce(self.world, self.batch_plan, config, began, total, feed.division, model, planned_bytes)
+        run.state.stopping = False
         self._call_callbacks("on_fit_start")
-        with self._noting_an_interrupt(), ProgressReport(total, self.world.is_main, began) as progress:
-            for step in self._steps(train_data, feed, evaluations):
-                progress.step(step.number, self.total_steps)
-                if step.log is not None:
-                    progress.log(step.log.step, str(step.log))
-                if evaluations is not None and (evaluation_due(self.config, step) or self._is_finished()):
-                    evaluations.run()
-        rows = self._log_schedule.rows  # before a callback may begin another call of `fit`
+        try:
+            with ProgressReport(total, self.world.is_main, began) as progress:
+                for step in self._steps(train_data, feed, evaluations):
+                    progress.step(step.number, self.total_steps)
+                    if step.log is not None:
+                        progress.log(step.log.step, str(step.log))
+                    if evaluations is not None and (evaluation_due(self.config, step) or self._is_finished()):
+                        evaluations.run()
+        except KeyboardInterrupt as interrupt:
+            hint = "this step was not saved, because Ctrl-C was pressed twice"
+            if self.config.checkpoint.dir is None:
+                hint = 'nothing was saved; with checkpoint={"dir": "run"}, Ctrl-C saves, and the same command resumes'
+            interrupt.add_note(f"after step {self.step}; {hint}")
+            raise
+        rows = run.log_points.rows  # before a callback may begin another call of `fit`
         if evaluations is not None and evaluations.step != self.step:
             evaluations.run(whole=True)
         result = FitResult(
             steps=self.step,
-            samples=self._position.samples,
-            loss=rows[-1].loss if rows else self._position.loss,
+            samples=run.position.samples,
+            loss=rows[-1].loss if rows else run.position.loss,
             history=tuple(rows),
             metrics=evaluations.metrics if evaluations is not None else {},
-            skipped=self._optimizer_step.skipped,
+            skipped=run.optimizer_step.skipped,
         )
         self._call_callbacks("on_fit_end", result)
-        with self._heartbeat.during(Phase.CHECKPOINT):
-            self._checkpoints.finish()  # the last evaluation or a callback may have requested a save
-        seconds, best = time.perf_counter() - began_at, self._checkpoints.best
-        conclude(result, began, seconds, best, self._checkpoints.newest)
+        with self._context.heartbeat.during(Phase.CHECKPOINT):
+            run.checkpoints.finish()  # the last evaluation or a callback may have requested a save
+        conclude(result, began, time.perf_counter() - began_at, run.checkpoints.best, run.checkpoints.newest)
         # The callbacks of other ranks may still be writing files.
         barrier.wait_for_all(self.world, f"the end of trainer.fit() after step {self.step}")
         return result
@@ -513,9 +311,9 @@ class Trainer:
         """
         self._print_plan_instead(train_data)
         self._check_ranks_agree("steps()", train_data=train_data)
-        self._state.stopping = False
+        self._run.state.stopping = False
         steps = self._steps(train_data, self._feed(train_data), None)
-        return save_when_left(steps, self.world, self._checkpoints, self._state)
+        return save_when_left(steps, self.world, self._run.checkpoints, self._run.state)
 
     def save(self) -> None:
         """Write a checkpoint of the current step into `checkpoint.dir`. A collective: all ranks call it.
@@ -531,8 +329,8 @@ class Trainer:
         if self._plan_request is not None:
             return
         self._wait_for_all("save()")
-        with self._heartbeat.during(Phase.CHECKPOINT):
-            self._checkpoints.save_or_postpone()
+        with self._context.heartbeat.during(Phase.CHECKPOINT):
+            self._run.checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
         """Load the whole state of a run from a checkpoint: weights, optimizer, random states, position, callbacks.
@@ -548,9 +346,9 @@ class Trainer:
         if self._plan_request is not None:
             return
         self._wait_for_all("resume()")
-        self._checkpoints.load(absolute(path))
-        self._heartbeat.set_step(self.step)
-        self._state.resumed()
+        self._run.checkpoints.load(absolute(path))
+        self._context.heartbeat.set_step(self.step)
+        self._run.state.resumed()
 
     def log(self, values: Mapping[str, Logged]) -> None:
         """Add your own values to the next log row or, during an evaluation, to the metrics of that evaluation.
@@ -566,11 +364,11 @@ class Trainer:
         Raises:
             ConfigError: For values that are not numbers, and for names that are fields of `LogRow`.
         """
-        self._parts.logged.add(values)
+        self._context.logged.add(values)
 
     def stop(self) -> None:
         """End the run after the current step. All ranks must call it at the same step."""
-        self._state.stopping = True
+        self._run.state.stopping = True
 
     @named_arguments
     def evaluate(
@@ -594,10 +392,12 @@ class Trainer:
             LossError: For an unusable loss or metric.
         """
         if self._plan_request is not None:  # under `ddpkit plan` the model has no values
-            return dict.fromkeys(("loss", *self._metrics), math.nan)
+            return dict.fromkeys(("loss", *self._run.arguments.metrics), math.nan)
         self._check_ranks_agree("evaluate()", eval_data=data)
-        notify = self._evaluator.watches(data) if notify_callbacks is None else notify_callbacks
-        found = self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), notify_callbacks=notify, name=name)
+        notify = self._run.evaluator.watches(data) if notify_callbacks is None else notify_callbacks
+        found = self._run.evaluator.run(
+            self._feeds.evaluation_data(data, "eval_data"), notify_callbacks=notify, name=name
+        )
         return found or {}
 
     @named_arguments
@@ -608,21 +408,21 @@ class Trainer:
 
         Args:
             data: A Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-            predict_fn: A function `predict_fn(model, batch)` that returns tensors in any nested containers. The first
+            predict_fn: A function `predict_fn(model, batch)` that returns tensors in dicts, lists and tuples. The first
                 dimension of each tensor has one entry per sample. None: use the model's output if the batch is a single
                 tensor, and otherwise the model's last output inside the loss function.
 
         Returns:
-            The containers that `predict_fn` or the model returns, with tensors of shape [samples, ...].
+            The dicts, lists and tuples that `predict_fn` or the model returns, with tensors of shape [samples, ...].
 
         Raises:
             DataError: For unusable data, and if the ranks differ in data or settings.
             LossError: For outputs that cannot be concatenated.
         """
         self._check_ranks_agree("predict()", data=data)
-        self._parts.strategy.sync_buffers()
-        with self._heartbeat.during(Phase.EVALUATION):
-            return predict(self._parts, predict_fn, self._feeds.evaluation_data(data, "the data"))
+        self._context.strategy.sync_buffers()
+        with self._context.heartbeat.during(Phase.EVALUATION):
+            return predict(self._context, predict_fn, self._feeds.evaluation_data(data, "the data"))
 
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
@@ -648,7 +448,7 @@ class Trainer:
             DataError: For unusable data, and if the ranks differ.
             LossError: For an unusable loss.
         """
-        if self._updates:
+        if self._run.arguments.updates:
             raise ConfigError(
                 "find_learning_rate supports only one optimizer", "call it on a Trainer without updates=[...]"
             )
@@ -659,8 +459,8 @@ class Trainer:
         self._prepare(feed)
         while True:
             try:
-                with self._heartbeat.during(Phase.FORWARD):
-                    return find(self._parts, self._optimizer_step, feed, self._clock, rates)
+                with self._context.heartbeat.during(Phase.FORWARD):
+                    return find(self._context, self._run.optimizer_step, feed, self._run.clock, rates)
             except OutOfMemory as failed:
                 feed, _ = self._halve_micro_batch(failed, train_data)
 
@@ -680,26 +480,27 @@ class Trainer:
             ConfigError: If the strategy has already sharded the model. Use `ddpkit plan` instead.
             DataError: For unusable data.
         """
-        strategy = self._parts.strategy
+        strategy = self._context.strategy
         if strategy.shards:
             raise ConfigError(
                 f"trainer.plan needs the whole model, but parallel={self.config.parallel.strategy!r} has sharded it",
                 "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
             )
-        config, memory = self._parts.config, device_memory(self.world.device)
+        config, memory = self._context.config, device_memory(self.world.device)
         if self._plan_request is not None:
             config, memory = self.config, self._plan_request.memory
         model, _ = self._measured(data)
-        plan = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
-        self._peak_memory.compare_with(plan)
+        _, plan, _ = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
+        self._run.peak_memory.compare_with(plan)
         return plan
 
     def _measured(self, data: Data) -> tuple[ModelMemory, int]:
         """The model's memory, measured with fake tensors, and the number of samples per micro-batch."""
-        ranks = self._parts.strategy.data_ranks
+        ranks = self._context.strategy.data_ranks
         size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
-        feeds = self._feed_builder(BatchPlan(size * ranks, size, 1, ranks), timed=False)
-        with random_states_kept(), self._parts.logged.set_aside():
+        plan = BatchPlan(size * ranks, size, 1, ranks)
+        feeds = feed_builder(self._context, self._run.clock, plan, timed=False)
+        with random_states_kept(), self._context.logged.set_aside():
             feed = feeds.train_feed(data, 0, self._epoch_to_train)
             batch, problem = None, ""
             try:
@@ -710,23 +511,23 @@ class Trainer:
                 if self._plan_request is None:
                     raise
                 problem = f"the data cannot be read if the model has no values: {first_line(error)}"
-            parts, config = self._parts, self._parts.config
+            context, config = self._context, self._context.config
             if self._plan_request is not None:
                 config = config.model_copy(update={"parallel": self.config.parallel})
             on_gpu = self._plan_request is not None or self.world.device.type == "cuda"
             training = TrainingPass(
-                [update.loss_fn for update in self._updates] or [parts.loss_fn],
+                [update.loss_fn for update in self._run.arguments.updates] or [context.loss_fn],
                 batch,
-                parts.precision,
+                context.precision,
                 config,
                 self.world.device,
                 prefetched=config.data.prefetch_batches if on_gpu else 0,
                 problem=problem,
             )
-            optimizers = [(update.optimizer, update.optimizer) for update in self._updates]
+            optimizers = [(update.optimizer, update.optimizer) for update in self._run.arguments.updates]
             model = measured(
-                parts.model,
-                optimizers or [(parts.optimizer, parts.device_optimizer)],
+                context.model,
+                optimizers or [(context.optimizer, context.device_optimizer)],
                 training,
                 accumulates=self.batch_plan.accumulation > 1,
             )
@@ -739,74 +540,48 @@ class Trainer:
             sys.stdout.write(f"{described(model, self.config, self._plan_request, size)}\n")
             raise PlanPrinted(0)
 
-    def _metrics_needed(self) -> list[tuple[str, str]]:
-        """Pairs of (owner, metric) for each metric that a callback or `checkpoint.best_metric` needs."""
-        needed = [(type(each).__name__, name) for each in self._callbacks for name in each.metrics_needed]
-        best = self.config.checkpoint.best_metric
-        return needed if best is None else [*needed, ("checkpoint.best_metric", best)]
-
-    def _check_metrics(self, metrics: Mapping[str, float]) -> None:
-        for owner, name in self._metrics_needed():
-            check_metric(owner, name, metrics)
-
-    def _warn_about_metrics(self) -> None:
-        if (needed := self._metrics_needed()) and self.world.is_main:
-            owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
-            log.logger.warning("fit has no eval_data, so {} will act only when you call trainer.evaluate", owners)
-
-    @contextmanager
-    def _noting_an_interrupt(self) -> Iterator[None]:
-        """Context manager that adds a note to a KeyboardInterrupt: the last completed step and why it was not saved."""
-        try:
-            yield
-        except KeyboardInterrupt as interrupt:
-            if self.config.checkpoint.dir is None:
-                hint = 'nothing was saved; with checkpoint={"dir": "run"}, Ctrl-C saves, and the same command resumes'
-            else:
-                hint = "this step was not saved, because Ctrl-C was pressed twice"
-            interrupt.add_note(f"after step {self.step}; {hint}")
-            raise
-
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
-        loop = self._begin_loop(feed)
+        run, heartbeat = self._run, self._context.heartbeat
+        self._prepare(feed, ticks=True)
+        run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
+        run.record.begin(self.step, self.total_steps, run.peak_memory.planned)
+        loop = run.state.begin_loop()
         with self._loop_contexts():
-            self._repeat_interrupted_evaluation(evaluations)
+            if evaluations is not None and run.position.evaluation_pending:  # a stop has interrupted it
+                evaluations.repeat_interrupted()
+                run.checkpoints.save_again()
+                run.preemption.after_step(self._is_finished())
             while not self._is_finished():
                 share = self._begin_epoch(feed)
                 while share is not None and not self._is_finished():
-                    self._profiler.before_step(self.step + 1)
+                    run.profiler.before_step(self.step + 1)
                     feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
-                    share = self._next_share(feed)  # while the device is busy with the step
+                    heartbeat.mark(Phase.DATA)
+                    share = feed.next()  # while the device is busy with the step
+                    run.clock.mark(DATA)
                     step = self._advance(feed, done.samples, ends_epoch=share is None)
-                    self._profiler.after_step(step.number)
+                    run.profiler.after_step(step.number)
                     self._call_callbacks("on_step")
                     self._wait_at_a_stop()
                     self._garbage.collect_if_due()
                     self._count_flops()
-                    row = self._log_schedule.after_step(step, last=self._is_finished())
+                    row = run.log_points.after_step(step, last=self._is_finished())
                     if row is not None:
-                        self._position.loss = row.loss
-                    self._peak_memory.after_step()
-                    self._heartbeat.mark(Phase.BETWEEN_STEPS)
+                        run.position.loss = row.loss
+                    run.peak_memory.after_step()
+                    heartbeat.mark(Phase.BETWEEN_STEPS)
                     yield step if row is None else replace(step, log=row)
-                    self._state.check_current(loop)
-                    self._log_schedule.exclude_time_since_step()  # evaluations and the user's code are not training
-                    self._heartbeat.mark(Phase.CHECKPOINT)
-                    self._checkpoints.after_step()
-                    self._preemption.after_step(self._is_finished())
+                    run.state.check_current(loop)
+                    run.log_points.exclude_time_since_step()  # evaluations and the user's code are not training
+                    heartbeat.mark(Phase.CHECKPOINT)
+                    run.checkpoints.after_step()
+                    run.preemption.after_step(self._is_finished())
             self._wait_at_a_stop()  # a callback of a log point or evaluation may have called stop
-            self._log_schedule.end(self.step, self.epoch)
-            with self._heartbeat.during(Phase.CHECKPOINT):
-                self._checkpoints.finish()
-
-    def _begin_loop(self, feed: Feed) -> object:
-        """Prepare a loop over steps. Returns an object that identifies the loop."""
-        self._prepare(feed, ticks=True)
-        self._decay_watch.begin(self._position.epochs_left(self.config, self.total_steps, feed.steps))
-        self._run_record.begin(self.step, self.total_steps, self._peak_memory.planned)
-        return self._state.begin_loop()
+            run.log_points.end(self.step, self.epoch)
+            with heartbeat.during(Phase.CHECKPOINT):
+                run.checkpoints.finish()
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
@@ -814,95 +589,84 @@ class Trainer:
 
         On exit, it ends everything that it has started, even after an error.
         """
+        run, heartbeat = self._run, self._context.heartbeat
         with (
-            self._heartbeat.follow(self.step, self.total_steps),
-            self._heartbeat.during(Phase.DATA),
-            self._profiler,
+            heartbeat.follow(self.step, self.total_steps),
+            heartbeat.during(Phase.DATA),
+            run.profiler,
             self._garbage.deferred(),
-            self._checkpoints.in_loop(),
-            self._state.in_loop(),
-            self._preemption,
-            self._run_record.noting_a_stop(lambda: self.step),
+            run.checkpoints.in_loop(),
+            run.state.in_loop(),
+            run.preemption,
+            run.record.noting_a_stop(lambda: self.step),
         ):
-            self._preemption.begin()
             yield
+
+    def _begin_epoch(self, feed: Feed) -> Share | None:
+        """Start or continue an epoch, and return this rank's share of the next step.
+
+        If the epoch has an unexpected length, updates the run's number of steps, and checks that schedulers still fit.
+        """
+        run, position = self._run, self._run.position
+        self._context.heartbeat.mark(Phase.DATA)
+        run.clock.skip()
+        position.epoch_facts = feed.facts(self.epoch)
+        feed.begin(self.epoch, position.steps_in_epoch, position.place)
+        total, before = position.last_step(self.config, feed.steps_in), self._total_steps
+        if total is not None and before is not None and total != before:
+            self._total_steps = total
+            for scheduler, every in run.scheduler_intervals:
+                check_new_length(scheduler, total // every, before // every, self.step // every, self.epoch)
+        return feed.next()
 
     def _run_step(self, feed: Feed, share: Share, train_data: Data) -> tuple[Feed, Share]:
         """Run an optimizer step. If it runs out of memory, repeat it with half the micro-batch.
 
         Returns the feed and the share of the step that succeeded.
         """
-        number = self.step + 1
+        run, number = self._run, self.step + 1
         logged = number % self.config.log_every_steps == 0 or number == self.total_steps
         while True:
-            self._clock.start()
-            self._log_points.note_rates()
-            batch = self._flops.watched(feed.batch, share)
+            run.clock.start()
+            run.log_points.note_rates()
+            batch = run.model.flops.watched(feed.batch, share)
             try:
-                self._optimizer_step.run(share, batch, self._log_points.interval, measure_norm=logged)
+                run.optimizer_step.run(share, batch, run.log_points.interval, measure_norm=logged)
             except OutOfMemory as failed:
                 feed, share = self._halve_micro_batch(failed, train_data)
             except (RuntimeError, MemoryError) as error:
-                with_hint(error, self._parts)
+                with_hint(error, self._context)
                 raise
             else:
                 return feed, share
 
-    def _next_share(self, feed: Feed) -> Share | None:
-        self._heartbeat.mark(Phase.DATA)
-        share = feed.next()
-        self._clock.mark(DATA)
-        return share
-
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
         """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
-        number, epoch = self.step + 1, self.epoch
-        self._position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
-        self._decay_watch.after_step(number, epoch)
+        run, number, epoch = self._run, self.step + 1, self.epoch
+        run.position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
+        run.decay_watch.after_step(number, epoch)
         if ends_epoch:
-            self._optimizer_step.end_epoch(number)
-        self._heartbeat.step(number)
-        self._heartbeat.mark(Phase.CALLBACKS)
+            run.optimizer_step.end_epoch(number)
+        self._context.heartbeat.step(number)
+        self._context.heartbeat.mark(Phase.CALLBACKS)
         return Step(number, epoch, samples, ends_epoch, None)
 
     def _wait_at_a_stop(self) -> None:
         """After `stop`, wait once per loop until all ranks have called it, because the run ends with collectives."""
-        if self._state.stopping and not self._state.stop_agreed:
-            self._state.stop_agreed = True
+        if self._run.state.stopping and not self._run.state.stop_agreed:
+            self._run.state.stop_agreed = True
             if not self._is_complete():
                 self._wait_for_all("stop()")
 
     def _count_flops(self) -> None:
         """Count the FLOPs of the model, once, if `config.mfu` is set and a batch was recorded."""
-        if self._flops.ready:
+        run = self._run
+        if run.model.flops.ready:
             began = time.perf_counter()
-            self._flops.count(self._parts, once_per_step=not isinstance(self._optimizer_step, JointStep | ClosureStep))
-            self._log_points.interval.started += time.perf_counter() - began  # this is not training
-
-    def _begin_epoch(self, feed: Feed) -> Share | None:
-        """Start or continue an epoch, and return this rank's share of the next step."""
-        self._heartbeat.mark(Phase.DATA)
-        self._clock.skip()
-        self._position.begin_epoch(feed.facts(self.epoch))
-        feed.begin(self.epoch, self._position.steps_in_epoch, self._position.place)
-        self._count_steps(feed)
-        return feed.next()
-
-    def _count_steps(self, feed: Feed) -> None:
-        """Update the run's number of steps if this epoch has an unexpected length; check that schedulers still fit."""
-        total, before = self._position.last_step(self.config, feed.steps_in), self._total_steps
-        if total is None or before is None or total == before:
-            return
-        self._total_steps = total
-        for scheduler, every in self._scheduler_intervals:
-            check_new_length(scheduler, total // every, before // every, self.step // every, self.epoch)
-
-    def _repeat_interrupted_evaluation(self, evaluations: FitEvaluations | None) -> None:
-        """Repeat the evaluation that was interrupted when the run was stopped, if any."""
-        if evaluations is not None and self._position.evaluation_pending:
-            self._state.stopping |= evaluations.repeat_interrupted()
-            self._checkpoints.save_again()
-            self._preemption.after_step(self._is_finished())
+            run.model.flops.count(
+                self._context, once_per_step=not isinstance(run.optimizer_step, JointStep | ClosureStep)
+            )
+            run.log_points.interval.started += time.perf_counter() - began  # this is not training
 
     def _feed(self, train_data: Data) -> Feed:
         """Take the micro-batch size from the DataLoader, the settings or a search, and create the training feed."""
@@ -910,39 +674,15 @@ class Trainer:
         if (own := loader_batch_size(train_data, config)) is not None:
             self._set_batch_plan(None, own, config.accumulation_steps)
         if config.micro_batch_size == "auto":
-            found = self._position.micro_batches.get(str(self.world.world_size))
+            found = self._run.position.micro_batches.get(str(self.world.world_size))
             if found is None:
                 found = largest_micro_batch(
-                    self._parts, partial(self._feeds.trial_batches, train_data), self.batch_plan
+                    self._context, partial(self._feeds.trial_batches, train_data), self.batch_plan
                 )
             self._set_batch_plan(self.batch_plan.global_batch, found)
         feed = self._feeds.train_feed(train_data, self.step, self._epoch_to_train)
-        self._total_steps = self._position.last_step(config, feed.steps_in)
+        self._total_steps = self._run.position.last_step(config, feed.steps_in)
         return feed
-
-    def _feed_builder(self, plan: BatchPlan, *, timed: bool = True) -> FeedBuilder:
-        """Create the object that opens data. `plan`: how each step is divided into micro-batches.
-
-        `timed`: whether fetching and moving batches count as time of a step.
-        """
-        clock, heartbeat = self._clock, self._heartbeat  # not self, which holds the builder
-
-        def fetched() -> None:
-            clock.mark(DATA)
-            heartbeat.mark(Phase.TRANSFER)
-
-        strategy, precision = self._parts.strategy, self._parts.precision
-        return FeedBuilder(
-            self._parts.config,
-            self._parts.world,
-            DataRank(strategy.data_rank, strategy.data_ranks, strategy.contributes, strategy.equal_passes),
-            plan,
-            precision.batch_dtype,
-            precision.check_batch,
-            needs_equal_samples=any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()),
-            fetched=fetched if timed else lambda: None,
-            moved=partial(clock.mark, TRANSFER) if timed else lambda: None,
-        )
 
     @property
     def _epoch_to_train(self) -> int:
@@ -952,10 +692,10 @@ class Trainer:
 
     def _set_batch_plan(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """Set the batch plan of the following steps."""
-        self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._parts.strategy.data_ranks)
-        self._feeds = self._feed_builder(self.batch_plan)
+        self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._context.strategy.data_ranks)
+        self._feeds = feed_builder(self._context, self._run.clock, self.batch_plan)
         if self.config.micro_batch_size == "auto":
-            self._position.micro_batches[str(self.world.world_size)] = micro_batch
+            self._run.position.micro_batches[str(self.world.world_size)] = micro_batch
 
     def _halve_micro_batch(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share]:
         """Halve the micro-batch after a step ran out of memory. Returns the new feed and the new share of the step.
@@ -964,10 +704,10 @@ class Trainer:
         """
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
-            raise failed.error_to_raise(self._parts) from None
+            raise failed.error_to_raise(self._context) from None
         log.logger.warning("out of memory at step {}: the micro-batch of {} is halved", self.step + 1, micro_batch)
         release_cached_memory()
-        self._parts.strategy.setup(self.model)  # the failed step has left its reductions in an unknown state
+        self._context.strategy.setup(self.model)  # the failed step has left its reductions in an unknown state
         self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._feeds.train_feed(train_data, self.step, self.epoch)
         share = self._begin_epoch(feed)
@@ -976,40 +716,40 @@ class Trainer:
 
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
         """Check the state of the run and prepare the first step. `ticks`: whether the schedulers will be stepped."""
-        if self._position.steps_in_epoch:
-            facts = feed.facts(self.epoch)
-            self._position.check(feed.steps, facts)
-        self._optimizer_step.check_parameters()
+        if self._run.position.steps_in_epoch:
+            self._run.position.check_facts(feed.steps, feed.facts(self.epoch))
+        self._run.optimizer_step.check_parameters()
         last = self.total_steps
-        for scheduler, every in self._scheduler_intervals if ticks else ():
-            epochs = self._position.epochs_left(
+        for scheduler, every in self._run.scheduler_intervals if ticks else ():
+            epochs = self._run.position.epochs_left(
                 self.config, last, feed.steps, scheduler.steps if isinstance(scheduler, WarmUp) else 0
             )
             check_ticks(scheduler, None if last is None else last // every, self.step // every, epochs)
-        if not self._state.seeded:  # only once: a later call continues the random sequences
-            if not self._checkpoints.restore_random():
-                seed_everything(self.config.seed, self._parts.strategy.data_rank)
-            self._state.seeded = True
+        if not self._run.state.seeded:  # only once: a later call continues the random sequences
+            if not self._run.checkpoints.restore_random():
+                seed_everything(self.config.seed, self._context.strategy.data_rank)
+            self._run.state.seeded = True
         if not self.model.training:
             self.model.train()
-        self._optimizer_step.clear()  # gradients of an unfinished step, or from user code
-        self._log_schedule.begin(self.step + 1)
+        self._run.optimizer_step.clear()  # gradients of an unfinished step, or from user code
+        self._run.log_points.begin(self.step + 1)
 
     def _is_finished(self) -> bool:
         """Whether the run is over, because of `stop`, max_steps or the last epoch."""
-        return self._state.stopping or self._is_complete()
+        return self._run.state.stopping or self._is_complete()
 
     def _is_complete(self) -> bool:
-        return self._position.step >= self._max_steps or self._position.epoch >= self._max_epochs
+        steps, epochs = self._context.config.max_steps, self._context.config.last_epoch
+        return (steps is not None and self.step >= steps) or (epochs is not None and self.epoch >= epochs)
 
     def _call_callbacks(self, event: str, *values: Any) -> None:
-        with self._state.callbacks:
-            for callback in (*self._callbacks, self._run_record):
+        with self._run.state.callbacks:
+            for callback in (*self._run.callbacks, self._run.record):
                 getattr(callback, event)(self, *values)
 
     def _call_on_gradients(self, gradients: Gradients) -> None:
-        with self._state.callbacks:
-            for callback in filter(_changes_gradients, self._callbacks):
+        with self._run.state.callbacks:
+            for callback in filter(changes_gradients, self._run.callbacks):
                 callback.on_gradients(self, gradients)
 
     def _wait_for_all(self, call: str) -> None:
@@ -1026,22 +766,22 @@ class Trainer:
         if self.world.world_size == 1:
             return
         self._wait_for_all(call)
-        facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._metrics)
+        facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._run.arguments.metrics)
         consistency.check_agreement(self.world, facts)
         if self.step == 0 or "train_data" in data:
-            parts, strategy = self._parts, self._parts.strategy
+            context, strategy = self._context, self._context.strategy
             weights = consistency.facts_of_weights(self.model, strategy.local_parameters(), self.world)
             consistency.check_agreement(self.world, weights, strategy.replicas)
             optimizer = consistency.facts_of_optimizer(
-                strategy.parameter_names(), parts.device_optimizer, self.optimizer, self.world
+                strategy.parameter_names(), context.device_optimizer, self.optimizer, self.world
             )
             consistency.check_agreement(self.world, optimizer, strategy.optimizer_replicas)
             progress: consistency.Facts = {
                 "the scheduler and its state": consistency.schedule(self.scheduler),
-                "the state of the gradient scaling": repr(parts.precision.state()),
+                "the state of the gradient scaling": repr(context.precision.state()),
             }
             consistency.check_agreement(self.world, progress)
-        self._sample_comparison.compare(data)
+        self._run.sample_comparison.compare(data)
 
 
 def weak_method(method: Callable[..., None]) -> Callable[..., None]:
@@ -1058,11 +798,6 @@ def weak_method(method: Callable[..., None]) -> Callable[..., None]:
             bound(*values)
 
     return call
-
-
-def _changes_gradients(callback: Callback) -> bool:
-    """Whether a callback overrides `on_gradients`, in its class or on the object."""
-    return getattr(callback.on_gradients, "__func__", None) is not Callback.on_gradients
 
 
 class DeferredGarbageCollection:

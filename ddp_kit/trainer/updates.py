@@ -16,7 +16,7 @@ from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.parts import LoggedValues, LossFunction, Parts, SchedulerInterval
+from ddp_kit.trainer.context import LoggedValues, LossFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.searches import RecoverableStep
 from ddp_kit.trainer.setup import checked_loss
 from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecord
@@ -237,15 +237,17 @@ class JointStep(OptimizerStep):
         run its own `OptimizerStep`, with its loss function and optimizer, on the step's batches
     """
 
-    def __init__(self, parts: Parts, clock: StepClock, steps: Mapping[str, tuple[int, OptimizerStep]]) -> None:
-        super().__init__(parts, clock)
+    def __init__(
+        self, context: TrainerContext, clock: StepClock, steps: Mapping[str, tuple[int, OptimizerStep]]
+    ) -> None:
+        super().__init__(context, clock)
         self._steps = dict(steps)
 
     def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
         batches, norms = StepBatches(batch), []
         for number, (name, (every, step)) in enumerate(self._steps.items()):
             if record.step % every == 0:
-                of_update = _UpdateRecord(record, self._parts.logged, name, first=number == 0)
+                of_update = _UpdateRecord(record, self._context.logged, name, first=number == 0)
                 step.run(share, batches.again(), of_update, measure_norm=measure_norm)
                 norms += of_update.norms
         if norms:
@@ -296,31 +298,31 @@ class _UpdateRecord:
         self._logged.drop_step(keep=self._before)
 
 
-def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
+def optimizer_step_for(context: TrainerContext, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
     """Create the object that runs the steps of one optimizer. `closure`: whether its `step` takes a closure.
 
     Raises `ConfigError` for settings that are not supported with a closure.
     """
-    if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
-        combinations.check_with(parts.config, combinations.CLOSURE, type(parts.optimizer).__name__)
-        return ClosureStep(parts, clock)
-    if parts.config.parallel.pipeline > 1:
-        return PipelineStep(parts, clock)
-    return RecoverableStep(parts, clock) if parts.strategy.options.recoverable else OptimizerStep(parts, clock)
+    if closure or isinstance(context.optimizer, torch.optim.LBFGS):
+        combinations.check_with(context.config, combinations.CLOSURE, type(context.optimizer).__name__)
+        return ClosureStep(context, clock)
+    if context.config.parallel.pipeline > 1:
+        return PipelineStep(context, clock)
+    return RecoverableStep(context, clock) if context.strategy.options.recoverable else OptimizerStep(context, clock)
 
 
 def joint_step(
-    parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
+    context: TrainerContext, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
     """Create the object that runs steps of several updates each. A collective: DDP wraps the model for each update."""
     parameters = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
-    for update, strategy in zip(updates, parts.strategy.divided(parameters), strict=True):
-        config = parts.config
+    for update, strategy in zip(updates, context.strategy.divided(parameters), strict=True):
+        config = context.config
         if update.max_grad_norm is not None:
             config = config.model_copy(update={"max_grad_norm": update.max_grad_norm})
         of_update = replace(
-            parts,
+            context,
             strategy=strategy,
             optimizer=update.optimizer,
             device_optimizer=update.optimizer,
@@ -329,4 +331,4 @@ def joint_step(
             config=config,
         )
         steps[update.name] = update.every, optimizer_step_for(of_update, clock, closure=update.closure)
-    return JointStep(parts, clock, steps)
+    return JointStep(context, clock, steps)

@@ -7,45 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-SCRIPT = """
-import sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from ddp_kit import CSVLogger, EarlyStopping, EMA, JSONLinesLogger, Trainer, TrainerConfig, load_model
-
-torch.manual_seed(0)
-x = torch.randn(24, 3, dtype=torch.float64)
-data = TensorDataset(x, x.sum(dim=1, keepdim=True))
-model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-ema = EMA(decay=0.5)
-callbacks = [ema, EarlyStopping(mode="max", patience=3), CSVLogger("run.csv"), JSONLinesLogger("run.jsonl")]
-trainer = Trainer(
-    model,
-    torch.optim.SGD(model.parameters(), lr=0.05),
-    lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-    TrainerConfig(
-        epochs=20,
-        global_batch_size=6,
-        log_every_steps=4,
-        checkpoint={"dir": sys.argv[1], "best_metric": "loss", "best_mode": "max"},  # the worst, which is not the last
-    ),
-    callbacks=callbacks,
-)
-result = trainer.fit(data, data)
-flat = lambda tensors: [round(value, 10) for tensor in tensors for value in tensor.flatten().tolist()]
-best = load_model(sys.argv[1], model, which="best", ema=True)
-say("FOUND", trainer.world.rank, result.steps, best.step,
-    repr(flat(trainer.model.parameters()) + flat(ema.model_state().values())).replace(" ", ""))
-"""
+from launching import PROGRAMS
 
 
 @pytest.mark.slow
-def test_callbacks_at_two_ranks_return_the_results_of_one_rank(
-    start: Callable[..., Any], script: Callable[[str], Path], tmp_path: Path
-) -> None:
-    path = script(SCRIPT)
+def test_callbacks_at_two_ranks_return_the_results_of_one_rank(start: Callable[..., Any], tmp_path: Path) -> None:
+    path = PROGRAMS / "callbacks_at_two_ranks.py"
     found: dict[int, list[list[str]]] = {}
     logs: dict[int, list[dict[str, Any]]] = {}
     for ranks in (1, 2):

@@ -117,7 +117,7 @@ def test_each_call_of_a_closure_passes_its_gradients() -> None:
 
 def test_a_function_set_on_the_object_is_called_and_without_one_nothing_is_prepared() -> None:
     callback, calls = Callback(), []
-    assert trainer_for(callback)._parts.on_gradients is None
+    assert trainer_for(callback)._context.on_gradients is None
     callback.on_gradients = lambda trainer, gradients: calls.append([*gradients])  # type: ignore[method-assign]
     trainer_for(callback).fit(DATA)
     assert len(calls) == 1

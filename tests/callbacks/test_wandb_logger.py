@@ -8,30 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import run
+from launching import PROGRAMS, run
 
 from ddp_kit import ConfigError, WandbLogger
 from ddp_kit.callbacks.rows import require
-
-SCRIPT = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from ddp_kit import Trainer, TrainerConfig, WandbLogger
-
-x = torch.ones(16, 3)
-data = TensorDataset(x, x.sum(dim=1, keepdim=True))
-model = nn.Linear(3, 1)
-trainer = Trainer(
-    model,
-    torch.optim.SGD(model.parameters(), lr=0.01),
-    lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-    TrainerConfig(global_batch_size=4, log_every_steps=2),
-    callbacks=[WandbLogger("ours", mode="offline", dir=".", config={"note": "by hand"})],
-)
-trainer.fit(data, data)
-trainer.evaluate(data)
-"""
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -52,11 +32,9 @@ def records(file: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_run_has_its_rows_its_configuration_and_an_end(
-    start: Callable[..., Any], script: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_run_has_its_rows_its_configuration_and_an_end(start: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
-    done = start("ddpkit", 2, script(SCRIPT))
+    done = start("ddpkit", 2, PROGRAMS / "logged_to_wandb.py")
     assert done.returncode == 0, done.stderr
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
     assert len({file.name for file in files}) == 1  # the id of the run: rank 0's alone, and the same after the end

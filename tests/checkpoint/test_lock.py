@@ -3,14 +3,13 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
-from launching import started
+from launching import PROGRAMS, started
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -18,23 +17,6 @@ from ddp_kit import CheckpointError, Trainer, TrainerConfig
 from ddp_kit.checkpoint import lock as lock_module
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.lock import FolderLock
-
-HOLDS = """
-import os, sys
-from pathlib import Path
-from ddp_kit.checkpoint.lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]), "their-job")
-lock.acquire(resuming=True)
-ours, theirs = os.pipe()
-child = os.fork() if "fork" in sys.argv else 1  # as a DataLoader worker
-if child == 0:
-    os.write(theirs, b"!")
-    os.read(0, 1)  # until the test, which has the other end, is over
-if child > 1:
-    os.read(ours, 1)  # what happens in a fork has happened
-print(child, flush=True)
-os.read(0, 1)
-"""
 
 
 @pytest.fixture
@@ -62,12 +44,10 @@ def data() -> TensorDataset:
 
 
 @pytest.mark.usefixtures("no_patience")
-def test_lock_of_another_process_excludes_runs_until_it_is_killed(
-    script: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_lock_of_another_process_excludes_runs_until_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    with started(sys.executable, script(HOLDS), folder, "fork", stdin=PIPE, stderr=None) as holder:
+    with started(sys.executable, PROGRAMS / "holds_lock.py", folder, "fork", stdin=PIPE, stderr=None) as holder:
         assert holder.stdout is not None
         worker = int(holder.stdout.readline())
         try:

@@ -37,13 +37,23 @@ def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
 
+def cannot_exchange(*_: object) -> None:
+    raise OSError(errno.EINVAL, "as NFS says it")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step once more"])
+@pytest.mark.parametrize(
+    ("step", "exchanges"),
+    [(3, True), (2, True), (2, False)],
+    ids=["a new step", "a step once more", "a step once more, without exchange"],
+)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
-    step: int, after: bool, tmp_path: Path
+    step: int, exchanges: bool, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not exchanges:
+        monkeypatch.setattr(System, "exchange", cannot_exchange)
     outcomes = []
     for number in range(1, MOST):
         folder = tmp_path / str(number)
@@ -174,10 +184,7 @@ def test_write_without_locks_removes_only_old_leftovers(tmp_path: Path, monkeypa
 
 
 def test_write_without_exchange_replaces_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: object) -> None:
-        raise OSError(errno.EINVAL, "as NFS says it")
-
-    monkeypatch.setattr(System, "exchange", cannot)
+    monkeypatch.setattr(System, "exchange", cannot_exchange)
     for content in (b"x", b"y"):
         write(*job(tmp_path, 2, content * 5000))
     assert (tmp_path / name_of(2) / "state.json").read_bytes()[:1] == b"y"

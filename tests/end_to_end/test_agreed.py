@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = Path(__file__).with_name("agreed.py")
@@ -55,37 +56,6 @@ def test_what_ranks_share_stays_the_same_or_is_refused(start: Start, ranks: int)
             assert said in values if said else values == [], (each.__name__, values)
 
 
-DIFFERING = """
-import sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from ddp_kit import Callback, Trainer, TrainerConfig
-
-class Grows(Callback):
-    def on_step(self, trainer):
-        if trainer.step == 2 and (trainer.world.rank == 1 or sys.argv[2] == "both"):
-            trainer.model[0].table = torch.zeros(3 + trainer.world.rank, 2)
-
-torch.manual_seed(0)
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("table", torch.zeros(2, 2))
-    def forward(self, x):
-        self.table += 1.0
-        return self.layer(x)
-
-model = nn.Sequential(Block(), Block())
-parallel = {"pipeline": 2} if sys.argv[1] == "pipeline" else sys.argv[1]
-config = TrainerConfig(max_steps=6, global_batch_size=8, parallel=parallel)
-optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-trainer = Trainer(model, optimizer, lambda model, batch: model(batch[0]).square().mean(), config, callbacks=[Grows()])
-trainer.fit(TensorDataset(torch.randn(64, 4)))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "said"),
@@ -97,9 +67,9 @@ trainer.fit(TensorDataset(torch.randn(64, 4)))
     ],
 )
 def test_a_buffer_whose_shape_changes_on_some_ranks_ends_the_job_and_is_named(
-    start: Start, script: Callable[[str], Path], strategy: str, ranks: str, said: str
+    start: Start, strategy: str, ranks: str, said: str
 ) -> None:
-    run = start("ddpkit", 2, script(DIFFERING), strategy, ranks)
+    run = start("ddpkit", 2, PROGRAMS / "growing_buffer.py", strategy, ranks)
     assert run.returncode == 1, run.stderr
     where = "the shape of the buffer" if strategy == "pipeline" else "a comparison of buffers, because they changed:"
     assert re.search(rf"{where} 0.table .*from \(2, 2\) (torch\.)?float32 to \(4, 2\) (torch\.)?float32", run.stderr)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import PROGRAMS
 from torch import Tensor
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -148,29 +149,10 @@ def test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(
     print(f"{len(tried)} cases at {all_ranks} ranks: the largest difference is {largest:.1e}")
 
 
-SPARSE = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from ddp_kit import Trainer, TrainerConfig
-
-torch.manual_seed(0)
-data = TensorDataset(torch.arange(9) % 5, torch.randn(9, 1))
-model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-trainer = Trainer(
-    model,
-    torch.optim.SGD(model.parameters(), lr=0.1),
-    lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-    TrainerConfig(epochs=2, global_batch_size=4),
-)
-result = trainer.fit(data)
-say(trainer.world.rank, result.loss, *nn.utils.parameters_to_vector(model.parameters()).tolist())
-"""
-
-
 @pytest.mark.slow
-def test_a_rank_without_samples_stands_in_for_sparse_gradients_too(start: Start, script: Callable[[str], Path]) -> None:
-    runs = [start("ddpkit", processes, script(SPARSE)) for processes in (1, 2)]  # the last step has one sample
+def test_a_rank_without_samples_stands_in_for_sparse_gradients_too(start: Start) -> None:
+    # The last step has one sample.
+    runs = [start("ddpkit", processes, PROGRAMS / "sparse_gradients.py") for processes in (1, 2)]
     for run in runs:
         assert run.returncode == 0, run.stderr
     (alone,), several = ([[*map(float, line.split()[1:])] for line in run.stdout.splitlines()] for run in runs)
@@ -179,73 +161,9 @@ def test_a_rank_without_samples_stands_in_for_sparse_gradients_too(start: Start,
         assert found == pytest.approx(alone, abs=1e-5)
 
 
-CHANGING = """
-import torch
-from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
-from ddp_kit import Trainer, TrainerConfig, scheduler_steps
-
-DATA = torch.randn(32, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-class Changing:
-    def __init__(self, lengths):
-        self.lengths, self.epoch = lengths, 0
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-    def __len__(self):
-        return self.lengths[self.epoch]
-
-class Samples(Changing, Dataset):
-    def __getitem__(self, index):
-        assert index < len(self)
-        return DATA[index]
-
-class Order(Changing, Sampler):
-    def __iter__(self):
-        return iter(torch.randperm(32)[: len(self)].tolist())
-
-class Batches(Changing, BatchSampler):
-    def __init__(self, lengths):
-        Changing.__init__(self, lengths)
-    def __iter__(self):
-        yield from torch.randperm(32)[: 4 * len(self)].reshape(-1, 4).tolist()
-
-def train(data, **settings):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1).double()
-    seen = {}
-    def loss_fn(model, batch):
-        seen[trainer.epoch] = seen.get(trainer.epoch, 0) + len(batch)
-        return model(batch).square().mean()
-    config = TrainerConfig(epochs=3, log_every_steps=1, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    def schedule(optimizer):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=scheduler_steps(config, data))
-    trainer = Trainer(model, optimizer, loss_fn, config, scheduler=None if isinstance(data, Dataset) else schedule)
-    result = trainer.fit(data)
-    every = torch.tensor([seen.get(epoch, 0) for epoch in range(3)])
-    if trainer.world.world_size > 1:
-        torch.distributed.all_reduce(every)
-    assert not any(row.loss != row.loss for row in result.history)
-    if trainer.world.is_main:
-        weights = nn.utils.parameters_to_vector(model.parameters()).tolist()
-        say(*every.tolist(), result.steps, trainer.total_steps, *weights)
-    return trainer.world.world_size
-
-ranks = train(Samples([8, 12, 16]), global_batch_size=4)
-for sizes in ([16, 24, 32], [32, 9, 3]):
-    train(Samples(sizes), global_batch_size=8)
-    train(DataLoader(DATA, batch_size=8 // ranks, sampler=Order(sizes)))
-for batches in ([2, 3, 4], [8, 3, 1]):
-    train(DataLoader(DATA, batch_sampler=Batches(batches)), accumulation_steps=2 // ranks)
-"""
-
-
 @pytest.mark.slow
-def test_epochs_of_other_lengths_are_trained_on_whole_at_every_number_of_ranks(
-    start: Start, script: Callable[[str], Path]
-) -> None:
-    runs = [start("ddpkit", processes, script(CHANGING)) for processes in (1, 2)]
+def test_epochs_of_other_lengths_are_trained_on_whole_at_every_number_of_ranks(start: Start) -> None:
+    runs = [start("ddpkit", processes, PROGRAMS / "changing_epochs.py") for processes in (1, 2)]
     for run in runs:
         assert run.returncode == 0, run.stderr
     alone, together = ([[*map(float, line.split())] for line in run.stdout.splitlines()] for run in runs)
@@ -258,25 +176,9 @@ def test_epochs_of_other_lengths_are_trained_on_whole_at_every_number_of_ranks(
         assert two == pytest.approx(one, abs=1e-12)
 
 
-GROWS_ON_ONE_RANK = """
-import torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-
-torch.manual_seed(0)
-model, data = nn.Linear(3, 1), [*torch.randn(8, 3)]
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-config = TrainerConfig(epochs=3, global_batch_size=4)
-trainer = Trainer(model, optimizer, lambda model, batch: model(batch).mean(), config)
-for step in trainer.steps(data):
-    if step.ends_epoch:
-        data += [*torch.randn(4 * trainer.world.rank, 3)]
-"""
-
-
 @pytest.mark.slow
-def test_an_epoch_that_has_other_lengths_on_the_ranks_is_an_error(start: Start, script: Callable[[str], Path]) -> None:
-    run = start("ddpkit", 2, script(GROWS_ON_ONE_RANK))
+def test_an_epoch_that_has_other_lengths_on_the_ranks_is_an_error(start: Start) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "grows_on_one_rank.py")
     assert run.returncode == 1
     assert "the ranks do not agree on the number of samples: 8, 12 on ranks 0, 1" in run.stderr
     assert "after step 2" in run.stderr

@@ -10,68 +10,15 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from launching import seconds, started
+from launching import PROGRAMS, seconds, started
 from torch import Tensor
 
 from ddp_kit import LaunchError, UsageError, function_launch, launch
 
-SCRIPT = """
-import os, sys, threading
-import torch
-import torch.distributed as dist
-import helpers  # next to this script
-from ddp_kit import DataError, LaunchError, UsageError, launch
-
-def total(scale, *, times=lambda x: helpers.twice(x)):
-    dist.init_process_group("gloo")
-    value = torch.ones(1) * scale * (1 + dist.get_rank())
-    dist.all_reduce(value)
-    print(f"rank {dist.get_rank()} is done")
-    dist.destroy_process_group()
-    return times(value), os.environ["WORLD_SIZE"]
-
-value, ranks = launch(total, 2.0, processes=2)
-assert (value.item(), ranks) == (12.0, "2")
-
-class OwnError(Exception):
-    pass
-
-def fails(kind):
-    if os.environ["RANK"] == "1":
-        raise kind("no good")
-    threading.Event().wait()
-
-try:
-    launch(fails, OwnError, processes=2)
-except OwnError as error:
-    assert str(error) == "no good"
-    assert "in fails" in str(error.__cause__), error.__cause__
-else:
-    raise AssertionError("nothing was raised")
-
-lock = threading.Lock()
-
-def inner():
-    return lock
-
-def captures():
-    return inner()
-
-try:
-    launch(captures)
-except UsageError as error:
-    assert "lock is a lock" in str(error), error
-else:
-    raise AssertionError("it was copied")
-print("all is well")
-"""
-
 
 @pytest.mark.slow
-def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any], script: Callable[..., Path]) -> None:
-    path = script(SCRIPT)
-    script("def twice(x): return 2 * x", "helpers.py")
-    done = start("python", 1, path)
+def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any]) -> None:
+    done = start("python", 1, PROGRAMS / "launches_functions.py")
     assert done.returncode == 0, done.stderr
     assert "rank 1 is done" in done.stdout
     assert "all is well" in done.stdout
@@ -80,25 +27,9 @@ def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any], sc
     assert done.stderr.count("Traceback") == 0, "the caller shows it, if at all"
 
 
-READS_STDIN = """
-import os, sys
-from ddp_kit import launch
-
-def reads():
-    assert sys.stdin.read() == "" and os.read(0, 1) == b""
-    return input("name? ")
-
-try:
-    launch(reads, processes=2)
-except EOFError as error:
-    print("EOFError", error)
-print("still there:", sys.stdin.readline())
-"""
-
-
 @pytest.mark.slow
-def test_function_that_reads_standard_input_finds_it_empty(script: Callable[..., Path]) -> None:
-    with started(sys.executable, script(READS_STDIN), stdin=subprocess.PIPE) as caller:
+def test_function_that_reads_standard_input_finds_it_empty() -> None:
+    with started(sys.executable, PROGRAMS / "reads_stdin.py", stdin=subprocess.PIPE) as caller:
         assert caller.stdin is not None
         output, errors = caller.communicate("of the caller\n", timeout=seconds(120))
     assert output.endswith("EOFError EOF when reading a line\nstill there: of the caller\n\n"), (output, errors)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import PROGRAMS
 from test_exact import apart, by_hand, cases
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -67,25 +68,9 @@ def test_a_rank_too_many_is_refused_with_what_to_do(ddpkit: Run, tmp_path: Path)
     assert "share_gpus" in done.stderr
 
 
-ALONE = """
-import os, torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-total = torch.ones(1 << 20, device=device)
-dist.all_reduce(total)
-model = DistributedDataParallel(nn.Linear(4, 4).to(device), device_ids=[device.index])
-model(torch.ones(2, 4, device=device)).sum().backward()
-say("reduced", total.sum().item() / (1 << 20), model.module.weight.grad.abs().sum().item() > 0)
-dist.destroy_process_group()
-"""
-
-
-def test_nccl_works_in_a_forked_worker(ddpkit: Run, script: Callable[[str], Path]) -> None:
+def test_nccl_works_in_a_forked_worker(ddpkit: Run) -> None:
     ranks = torch.cuda.device_count()
-    done = ddpkit("launch", "--nproc-per-node", ranks, script(ALONE))
+    done = ddpkit("launch", "--nproc-per-node", ranks, PROGRAMS / "nccl_all_reduce.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"reduced {float(ranks)} True"] * ranks
     assert "starting cold" not in done.stderr

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = Path(__file__).with_name("incomplete.py")
@@ -19,23 +20,9 @@ def test_samples_left_out_of_batches_do_not_count_at_any_number_of_ranks(start: 
     assert "has left out samples of a batch" in run.stderr + run.stdout
 
 
-MEAN = """
-import torch
-from ddp_kit import Trainer, TrainerConfig
-
-model = torch.nn.Linear(1, 1)
-config = TrainerConfig(global_batch_size=8, data={"collate_fn": lambda samples: torch.stack(samples[1:])})
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-Trainer(model, optimizer, lambda model, batch: model(batch).square().mean(), config).fit([torch.ones(1)] * 16)
-"""
-
-
 @pytest.mark.slow
-def test_plain_mean_of_batches_with_samples_left_out_is_refused_with_several_ranks(
-    start: Start, tmp_path: Path
-) -> None:
-    script = tmp_path / "mean.py"
-    script.write_text(MEAN)
+def test_plain_mean_of_batches_with_samples_left_out_is_refused_with_several_ranks(start: Start) -> None:
+    script = PROGRAMS / "omits_samples.py"
     run = start("ddpkit", 2, script)
     assert run.returncode == 1
     assert "has left out 1 of the 4 samples of a batch, but the loss function returns a plain mean" in run.stderr

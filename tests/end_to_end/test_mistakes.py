@@ -259,7 +259,7 @@ elif PLACE == "saves":
 elif PLACE == "fit":
     trainer.fit(data) if trainer.world.is_main else say("ends")
 elif PLACE == "made":
-    Trainer(model, optimizer, trainer._parts.loss_fn, config) if trainer.world.is_main else say("ends")
+    Trainer(model, optimizer, trainer._context.loss_fn, config) if trainer.world.is_main else say("ends")
 elif PLACE == "other":
     trainer.evaluate(data) if trainer.world.is_main else trainer.fit(data)
 else:

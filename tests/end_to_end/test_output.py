@@ -13,28 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, seconds, started
+from launching import DDPKIT, PROGRAMS, seconds, started
 
-FIT = """
-import torch
-from loguru import logger
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-
-model = nn.Linear(2, 1)
-config = TrainerConfig(global_batch_size=4, log_every_steps=5)
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
-trainer.fit(torch.ones(80, 2))
-logger.info("of the user's own")
-say(f"done on rank {trainer.world.rank}")
-"""
+FIT = PROGRAMS / "fits.py"
 
 
 @pytest.mark.slow
-def test_elsewhere_there_are_plain_lines_of_rank_0(
-    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
-) -> None:
-    run = start("ddpkit", 2, script(FIT))
+def test_elsewhere_there_are_plain_lines_of_rank_0(start: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
+    run = start("ddpkit", 2, FIT)
     assert run.returncode == 0, run.stderr
     said = [line for line in run.stderr.splitlines() if "INFO" in line]
     lines = [line.split("INFO")[1].strip() for line in said if "__main__" not in line]
@@ -69,9 +55,8 @@ def on_a_terminal(*command: object, columns: int) -> str:
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
-    main = script(FIT + "trainer.evaluate(torch.ones(84, 2))\n")
-    shown = on_a_terminal(DDPKIT, "launch", "--nproc-per-node", 2, main, columns=100)
+def test_on_a_terminal_there_is_one_bar() -> None:
+    shown = on_a_terminal(DDPKIT, "launch", "--nproc-per-node", 2, FIT, "evaluate", columns=100)
     assert "20/20" in shown
     assert "/21" in shown, "the evaluation has one of its own"
     assert "step 20/20" not in shown, "no plain lines next to the bar"
@@ -80,9 +65,8 @@ def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_on_a_terminal_no_line_is_too_long_and_no_figure_is_cut(script: Callable[[str], Path], columns: int) -> None:
-    main = script(f"{FIT}trainer.fit(torch.ones(80, 2), torch.ones(84, 2))\n")
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_a_terminal(sys.executable, main, columns=columns))
+def test_on_a_terminal_no_line_is_too_long_and_no_figure_is_cut(columns: int) -> None:
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_a_terminal(sys.executable, FIT, "fit", columns=columns))
     lines = [line.rpartition("\r")[2].rstrip() for line in shown.replace("\r\n", "\n").split("\n")]
     assert max(len(line) for line in lines if "__main__" not in line) <= columns, "the user's own stay as they are"
     words = re.sub(r"\s+", " ", " ".join(lines))
@@ -94,7 +78,7 @@ def test_on_a_terminal_no_line_is_too_long_and_no_figure_is_cut(script: Callable
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path]) -> None:
     # Not signal.pause(): a signal just before it would not end it.
     text = "import os, signal; wakes, wake = os.pipe(); os.set_blocking(wake, False); signal.set_wakeup_fd(wake)\n"
     text += "say('up')\nwhile True: os.read(wakes, 1)"
@@ -110,18 +94,9 @@ def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [3, 100_000])
-def test_output_to_a_full_disk_fails_the_job_and_names_the_reason(
-    script: Callable[[str], Path], tmp_path: Path, lines: int
-) -> None:
-    body = f"""
-import os
-from pathlib import Path
-for number in range({lines}):
-    print(number, 'x' * 40)
-Path({str(tmp_path)!r}, os.environ['RANK']).touch()
-"""
+def test_output_to_a_full_disk_fails_the_job_and_names_the_reason(tmp_path: Path, lines: int) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [DDPKIT, "launch", "--nproc-per-node", "2", script(body)]
+        command = [DDPKIT, "launch", "--nproc-per-node", "2", PROGRAMS / "prints_lines.py", lines, tmp_path]
         with started(*command, stdout=full, stderr=subprocess.PIPE) as run:
             _, said = run.communicate(timeout=seconds(120))
     assert run.returncode == 1, said

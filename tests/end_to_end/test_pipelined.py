@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import seconds
+from launching import PROGRAMS, seconds
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = Path(__file__).with_name("pipelined.py")
@@ -203,59 +203,18 @@ def test_a_pipeline_resumes_bitwise_and_its_checkpoints_fit_other_placements(sta
                 assert rank["read"][part] < most * found[f"one {name}"][0]["read"][part], (name, rank["rank"], part)
 
 
-REFUSED = """
-import torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-torch.manual_seed(0)
-class Penalised(nn.Sequential): pass
-model = Penalised(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)))
-def loss_fn(model, batch):
-    return model(batch[0]).square().mean() + 0.1 * sum(each.square().sum() for each in model.parameters())
-config = TrainerConfig(max_steps=3, global_batch_size=4, parallel={"pipeline": 2})
-data = torch.utils.data.TensorDataset(torch.randn(12, 2))
-Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, config).fit(data)
-"""
-
-
 @pytest.mark.slow
-def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start, tmp_path: Path) -> None:
-    script = tmp_path / "penalised.py"
-    script.write_text(REFUSED)
-    done = start("ddpkit", 2, script)
+def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start) -> None:
+    done = start("ddpkit", 2, PROGRAMS / "penalised.py")
     assert done.returncode == 1
     assert "rank 1 of the pipeline used 0.0.weight" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-OUT_OF_ORDER = """
-import sys, torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-torch.manual_seed(0)
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(6))
-    def forward(self, x):
-        for number in map(int, sys.argv[1]):
-            x = self.blocks[number](x)
-        return x
-model = Model()
-config = TrainerConfig(max_steps=3, global_batch_size=4, parallel={"pipeline": 3})
-data = torch.utils.data.TensorDataset(torch.randn(12, 2))
-Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), config).fit(data)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "found"), [("102345", "blocks.1"), ("012354", "blocks.5")])
-def test_a_model_that_calls_blocks_out_of_order_is_one_error(
-    start: Start, tmp_path: Path, order: str, found: str
-) -> None:
-    script = tmp_path / "out_of_order.py"
-    script.write_text(OUT_OF_ORDER)
-    done = start("ddpkit", 3, script, order)
+def test_a_model_that_calls_blocks_out_of_order_is_one_error(start: Start, order: str, found: str) -> None:
+    done = start("ddpkit", 3, PROGRAMS / "blocks_out_of_order.py", order)
     assert done.returncode == 1
     assert done.stderr.count("hint: ") == 1
     assert f"out of order: {found}" in done.stderr

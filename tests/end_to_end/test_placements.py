@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from launching import ROOT, seconds
+from launching import PROGRAMS, ROOT, seconds
 
 Ddpkit = Callable[..., object]
 MOVED = Path(__file__).with_name("moved.py")
@@ -65,68 +65,18 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
     assert moved["state"] == pytest.approx(stayed["state"], abs=1e-12)
 
 
-AVERAGED = """
-import json, sys, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from ddp_kit import EMA, Callback, Trainer, TrainerConfig
-
-class Samples(Callback):
-    def on_evaluate(self, trainer, metrics):
-        with torch.no_grad():
-            trainer.model(x[:1])
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
-config = TrainerConfig(max_steps=4, global_batch_size=4, eval_every_steps=1, parallel=sys.argv[1])
-trainer = Trainer(
-    model,
-    lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-    lambda model, batch: model(batch[0]).square().mean(),
-    config,
-    callbacks=[EMA(0.5), Samples()],
-)
-x = torch.randn(16, 3, dtype=torch.float64)
-trainer.evaluate(TensorDataset(x))
-result = trainer.fit(TensorDataset(x), TensorDataset(x))
-say("ended", json.dumps(result.metrics["loss"]))
-"""
-
-
 @pytest.mark.slow
-def test_an_evaluation_of_averaged_weights_leaves_none_of_them_behind(
-    start: Ddpkit, script: Callable[[str], Path]
-) -> None:
-    runs = [start("ddpkit", 2, script(AVERAGED), parallel) for parallel in ("ddp", "fsdp")]
+def test_an_evaluation_of_averaged_weights_leaves_none_of_them_behind(start: Ddpkit) -> None:
+    runs = [start("ddpkit", 2, PROGRAMS / "averaged_evaluation.py", parallel) for parallel in ("ddp", "fsdp")]
     found = [[float(text) for text in re.findall(r"ended (\S+)", run.stdout)] for run in runs]  # type: ignore[attr-defined]
     assert len(found[0]) == 2, runs[0].stderr  # type: ignore[attr-defined]
     assert len(found[1]) == 2, runs[1].stderr  # type: ignore[attr-defined]
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
-CHANNELS_LAST = """
-import json, torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-
-found = {}
-for parallel in ("ddp", "zero1", "fsdp"):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(4, 3)).double()
-    model = model.to(memory_format=torch.channels_last)
-    adagrad = lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
-    loss = lambda model, x: model(x).square().mean()
-    config = TrainerConfig(max_steps=5, global_batch_size=4, log_every_steps=1, parallel=parallel)
-    trainer = Trainer(model, adagrad, loss, config)
-    found[parallel] = [row.loss for row in trainer.fit(torch.randn(16, 2, 2, 2, dtype=torch.float64)).history]
-if trainer.world.is_main:
-    say("found", json.dumps(found))
-"""
-
-
 @pytest.mark.slow
-def test_channels_last_and_adagrad_train_alike_everywhere(start: Ddpkit, script: Callable[[str], Path]) -> None:
-    run = start("ddpkit", 2, script(CHANNELS_LAST))
+def test_channels_last_and_adagrad_train_alike_everywhere(start: Ddpkit) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "channels_last.py")
     assert run.returncode == 0, run.stderr  # type: ignore[attr-defined]
     (line,) = re.findall(r"found (.*)", run.stdout)  # type: ignore[attr-defined]
     found = json.loads(line)
@@ -175,7 +125,7 @@ def test_an_overflow_of_fp16_is_left_out_on_all_ranks_of_every_strategy(ddpkit: 
 
 
 @pytest.mark.slow
-def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("misplaced.py"))
     assert run.returncode == 0, run.stderr
     found = dict(line.removeprefix("[rank 0] ").split(": ", 1) for line in run.stdout.splitlines() if ": " in line)

@@ -89,7 +89,15 @@ def test_at_another_number_of_ranks_the_run_goes_on_and_says_what_differs(ddpkit
 @pytest.mark.slow
 def test_a_save_that_is_being_written_when_its_rank_is_killed_is_gone_on_from(ddpkit: Ddpkit, tmp_path: Path) -> None:
     script = Path(__file__).with_name("unfinished.py")
-    run = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script, tmp_path / "run")
+    run = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script, tmp_path / "run", 0)
     assert run.returncode == 0, run.stderr
     assert "killed by SIGKILL" in run.stderr
     assert "step-00000004 after step 4" in run.stderr
+
+
+@pytest.mark.slow
+def test_save_of_a_killed_rank_is_completed_before_the_launcher_exits(ddpkit: Ddpkit, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("unfinished.py")
+    run = ddpkit("launch", "--nproc-per-node", 1, script, tmp_path / "run", 300)
+    assert run.returncode == 137, run.stderr
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run", hashes=True) if checkpoint.whole] == [4, 2]

@@ -4,34 +4,11 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, clean_environment, launch, run, seconds, started, wait_until
-
-TRAIN = """
-import os, sys, time
-from pathlib import Path
-import torch
-from torch import nn
-from ddp_kit import Callback, Trainer, TrainerConfig
-
-class Trouble(Callback):
-    def on_step(self, trainer):
-        if trainer.step == 11 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.world.rank == 1:
-            while not list(Path().glob("**/samples-0.jsonl")):
-                time.sleep(0.05)
-            raise RuntimeError("boom")
-
-saves = {"dir": "run", "every_steps": 5} if "save" in sys.argv else {}
-model = nn.Linear(2, 1)
-config = TrainerConfig(max_steps=20, global_batch_size=4, log_every_steps=2, eval_every_steps=10, checkpoint=saves)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config, callbacks=[Trouble()])
-trainer.fit(torch.ones(80, 2), torch.ones(8, 2))
-"""
+from launching import DDPKIT, PROGRAMS, clean_environment, launch, run, seconds, started, wait_until
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -39,8 +16,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tmp_path: Path) -> None:
-    words = ["--nproc-per-node", 2, "--max-restarts", 1, script(TRAIN), "save", "--token", "abcdef123"]
+def test_a_job_that_restarts_leaves_one_record(tmp_path: Path) -> None:
+    words = ["--nproc-per-node", 2, "--max-restarts", 1, PROGRAMS / "fails_once.py", "save", "--token", "abcdef123"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run" / "record"
@@ -70,10 +47,8 @@ def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tm
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(
-    script: Callable[[str], Path], tmp_path: Path
-) -> None:
-    words = ["--nproc-per-node", 2, "--log-dir", "logs", "--max-restarts", 1, script(TRAIN)]
+def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(tmp_path: Path) -> None:
+    words = ["--nproc-per-node", 2, "--log-dir", "logs", "--max-restarts", 1, PROGRAMS / "fails_once.py"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("logs/*/record")
@@ -81,30 +56,9 @@ def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(
     assert not list(tmp_path.glob("**/ddpkit-record")), "the launcher's note is removed"
 
 
-STOPPED = """
-import time
-from pathlib import Path
-import torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-
-model = nn.Linear(2, 1)
-config = TrainerConfig(max_steps=20, global_batch_size=4, log_every_steps=5, checkpoint={"dir": "run"})
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config)
-for step in trainer.steps(torch.ones(80, 2)):
-    if step.number == 7:
-        Path("at-7").touch()
-        while not Path("go").exists():
-            time.sleep(0.05)
-"""
-
-
 @pytest.mark.slow
-def test_a_second_job_that_is_refused_leaves_the_record_of_the_first_alone(
-    script: Callable[[str], Path], tmp_path: Path
-) -> None:
-    path = script(STOPPED)
+def test_a_second_job_that_is_refused_leaves_the_record_of_the_first_alone(tmp_path: Path) -> None:
+    path = PROGRAMS / "waits_at_step_7.py"
     with started(DDPKIT, "launch", "--cold", path, cwd=tmp_path) as first:
         wait_until((tmp_path / "at-7").exists, "step 7", within=120)
         second = launch("--cold", path, cwd=tmp_path)

@@ -12,9 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +26,6 @@ from ddp_kit import Callback, CheckpointError, DataError, LossError, Trainer, Tr
 from ddp_kit.checkpoint.format import checkpoints
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-Pair = namedtuple("Pair", "first second")
-
-
-@dataclass
-class Output:
-    logits: Tensor
-    pair: Pair
-    hidden: Tensor | None = None
 
 
 def trainer_for(folder: Path | None = None, optimizer: Any = None, **settings: Any) -> Trainer:
@@ -127,22 +117,14 @@ def a_stream_is_read_on_by_ranks_whose_shares_differ(folder: Path) -> None:
     assert resumed.fit(Stream(60)).steps == resumed.step, "the epoch has ended: all of it may change"
 
 
-def records_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
+def containers_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
     for samples in (1, RANKS, 20):
         x = torch.arange(float(samples)).reshape(-1, 1)
-        found = trainer_for().predict(x, lambda _, batch: Output(batch, Pair(2 * batch, {"a": (batch, batch + 1)})))
-        assert type(found) is Output
-        assert type(found.pair) is Pair
-        assert torch.equal(found.logits, x)
-        assert torch.equal(found.pair.second["a"][1], x + 1)
-        assert found.hidden is None
-
-    @dataclass
-    class Local:
-        x: Tensor
-
-    local = (lambda: trainer_for().predict(torch.zeros(1, 1), lambda _, batch: Local(batch)), LossError)
-    refused(*local, "a rank without samples cannot rebuild the structure of the prediction")
+        found = trainer_for().predict(x, lambda _, batch: {"logits": batch, 2: [2 * batch, {"a": (batch, batch + 1)}]})
+        assert list(found) == ["logits", 2]
+        assert torch.equal(found["logits"], x)
+        assert isinstance(found[2][1]["a"], tuple)
+        assert torch.equal(found[2][1]["a"][1], x + 1)
 
 
 def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
@@ -276,7 +258,7 @@ SCENARIOS = (
     a_function_in_a_parameter_group_is_no_difference,
     a_short_stream_is_an_error,
     a_stream_is_read_on_by_ranks_whose_shares_differ,
-    records_are_predicted_also_by_ranks_without_samples,
+    containers_are_predicted_also_by_ranks_without_samples,
     entries_stay_what_they_are_whatever_a_rank_calls_them,
     metrics_with_list_states_need_no_sample_on_each_rank,
     a_loop_left_at_a_due_step_saves_it,

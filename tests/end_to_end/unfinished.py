@@ -1,4 +1,4 @@
-"""Run by test_resume.py: killed while its second save is being written, once."""
+"""Run by test_resume.py: killed while its second save is being written, once. Arguments: folder, MiB of the model."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class DiesWriting(Callback):
     """At the fifth step; from the fourth on, nothing is written."""
 
     def on_step(self, trainer: Any) -> None:
-        saver = trainer._checkpoints._saver
+        saver = trainer._run.checkpoints._saver
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.step == 4:
             saver.wait()
             os.kill(saver._writer.pid, signal.SIGSTOP)
@@ -26,6 +26,7 @@ class DiesWriting(Callback):
 if __name__ == "__main__":
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     model = torch.nn.Linear(4, 1)
+    model.register_buffer("ballast", torch.zeros(int(sys.argv[2]) << 18))
     Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),

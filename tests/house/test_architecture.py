@@ -27,7 +27,7 @@ FLOOR = {
     "trainer": 6,
 }  # fmt: skip
 LAUNCHER_LAYER = {  # of a folder or module of launcher/
-    "parser": 0, "verdict": 0, "clusters.request": 0, "warm.messages": 0, "trace": 0,
+    "parser": 0, "diagnosis": 0, "verdict": 0, "clusters.request": 0, "warm.messages": 0, "trace": 0,
     "job": 1, "output": 1, "devices": 1, "clusters": 1,
     "spec": 2,
     "rendezvous": 3,
@@ -184,7 +184,7 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Two to find the buffers that are in the state_dict, in each step.
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
     "torch_internals": 29,
-    "launcher.agent.torch_versions": 1,
+    "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }
 
@@ -218,7 +218,7 @@ def test_torch_s_private_members_are_used_in_one_module_of_a_worker() -> None:
 
 def test_the_agent_uses_torch_s_private_members_in_one_module() -> None:
     found = {name_of(path): private_uses(path) for path in (PACKAGE / "launcher" / "agent").glob("*.py")}
-    allowed = "launcher.agent.torch_versions"
+    allowed = "launcher.agent.torchrun"
     assert len(found.pop(allowed)) <= PRIVATE_USES[allowed]
     assert found.keys() >= {"launcher.agent.loop", "launcher.agent.workers"}
     assert not {name: uses for name, uses in found.items() if uses}

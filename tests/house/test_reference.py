@@ -15,7 +15,7 @@ from launching import ROOT
 import ddp_kit
 from ddp_kit import env
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher import verdict
+from ddp_kit.launcher import diagnosis
 
 DOCS = ROOT / "docs"
 
@@ -140,7 +140,9 @@ def test_the_messages_of_ddpkit_are_in_its_source(heading: str) -> None:
 def test_the_messages_of_others_are_those_that_get_a_hint() -> None:
     quoted = messages("Messages of torch and Python, to which the launcher adds a hint")
     for message in quoted:
-        assert verdict.hint(message, 1), f"there is no hint for {message!r}"
-    advice = {next(cause.advice for cause in verdict.CAUSES if re.search(cause.pattern, message)) for message in quoted}
-    missing = {cause.advice for cause in verdict.CAUSES} - advice
+        assert diagnosis.hint(message, 1), f"there is no hint for {message!r}"
+    advice = {
+        next(cause.advice for cause in diagnosis.CAUSES if re.search(cause.pattern, message)) for message in quoted
+    }
+    missing = {cause.advice for cause in diagnosis.CAUSES} - advice
     assert not missing, f"troubleshooting.md has no row for this advice: {missing}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import clean_environment, free_port, seconds, started
 
-from ddp_kit.launcher.verdict import CAUSES, hint, is_secondary
+from ddp_kit.launcher.diagnosis import CAUSES, hint, is_secondary
 
 SHARED, HOST, CRASHED = "--shm-size=8g or --ipc=host", "memory.max", "PYTHONFAULTHANDLER=1"
 LATE, ANOTHER = "did not reach this point", "another rank ended first"

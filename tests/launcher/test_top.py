@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, seconds, started, wait_until
+from launching import DDPKIT, PROGRAMS, seconds, started, wait_until
 from rich.console import Console
 
 from ddp_kit.env import RECORD_NOTE
@@ -30,33 +30,13 @@ from ddp_kit.launcher.readings import (
 )
 from ddp_kit.launcher.record import RoundFile, RoundRecord, WorkerRecord
 
-SCRIPT = """
-import sys, time, torch
-from pathlib import Path
-from torch.utils.data import TensorDataset
-from ddp_kit import Trainer, TrainerConfig
-
-def loss_fn(model, batch):
-    time.sleep(0.02 * trainer.world.rank)  # rank 1 is slow
-    return model(batch[0]).square().mean()
-
-model = torch.nn.Linear(3, 1)
-config = TrainerConfig(global_batch_size=4, log_every_steps=5, max_steps=10**6, checkpoint={"dir": "run"})
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
-for step in trainer.steps(TensorDataset(torch.ones(64, 3))):
-    if step.number % 5 == 0:
-        ends = torch.tensor(int(Path(sys.argv[1]).exists()))
-        torch.distributed.broadcast(ends, 0)  # all ranks stop at the same step
-        if ends:
-            trainer.stop()
-"""
-
 
 @pytest.mark.slow
 def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
     script: Callable[..., Path], ddpkit: Callable[..., Any], tmp_path: Path
 ) -> None:
-    path = script(SCRIPT, f"watched_{os.getpid()}.py")  # `ddpkit top` shows all jobs here, those of other tests too
+    # Under another name in each process: `ddpkit top` shows all jobs here, those of other tests too.
+    path = script((PROGRAMS / "slow_rank.py").read_text(), f"watched_{os.getpid()}.py")
     end, said = tmp_path / "end", tmp_path / "output"
     command = [DDPKIT, "launch", "--nproc-per-node", "2", "--log-dir", "logs", path, end]
 

@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import cli, plan, spec
-from ddp_kit.launcher.agent import torch_versions
-from ddp_kit.launcher.agent.logs import streams
+from ddp_kit.launcher.agent import torchrun as our_torchrun
+from ddp_kit.launcher.agent.torchrun import streams
 from ddp_kit.launcher.devices.cpus import Cpus
 
 
@@ -79,14 +79,14 @@ def test_the_host_can_be_part_of_the_prefix_of_lines() -> None:
 
 
 def test_the_defaults_are_those_of_the_installed_torchrun() -> None:
-    assert torch_versions.torchrun_defaults() == vars(torchrun.get_args_parser().parse_args(["script.py"]))
-    assert torch_versions.torchrun_defaults().keys() <= planned().torchrun.keys()
+    assert our_torchrun.torchrun_defaults() == vars(torchrun.get_args_parser().parse_args(["script.py"]))
+    assert our_torchrun.torchrun_defaults().keys() <= planned().torchrun.keys()
 
 
 def test_torch_is_asked_for_the_cores_of_a_gpu_in_its_own_words() -> None:
     """Where there is no such GPU, or nothing is known of it, torch says so; it has no word on its arguments."""
     try:
-        found = torch_versions.numa_cpus(0, "node")
+        found = our_torchrun.numa_cpus(0, "node")
     except TypeError:
         raise
     except Exception as error:
@@ -198,5 +198,5 @@ def test_settings_of_a_later_torch_have_their_defaults_for_its_own_agent(monkeyp
     parser.add_argument("--new-flag", default="new")
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
     monkeypatch.setattr(torchrun, "config_from_args", lambda settings: [given.append(settings)])
-    torch_versions.launch_config(argparse.Namespace(role="ours"))
+    our_torchrun.launch_config(argparse.Namespace(role="ours"))
     assert (given[0].role, given[0].new_flag) == ("ours", "new")

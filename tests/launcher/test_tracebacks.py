@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from launching import run
 
-from ddp_kit.launcher.verdict import WarningFilter, failed_at_start, is_interrupt, message_of, shortened, split
+from ddp_kit.launcher.diagnosis import failed_at_start, is_interrupt, message_of, shortened, split
+from ddp_kit.launcher.output import WarningFilter
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 
@@ -128,13 +129,13 @@ def test_a_store_s_warning_of_an_error_that_it_raises_is_left_out_with_its_stack
     store = warned("TCPStore.cpp:125", "recvValue failed on SocketImpl(fd=15, addr=[10d7:dbdf:687f]:57307)")
     lines = [b"step 1\n", *store, b"\n", b"frame #1 of 2\n", *store, b"step 2\n"]
     kept = [b"step 1\n", b"\n", b"frame #1 of 2\n", b"step 2\n"]
-    assert WarningFilter().kept(b"".join(lines)) == b"".join(kept)
+    assert WarningFilter().without_stacks(b"".join(lines)) == b"".join(kept)
     in_parts = WarningFilter()
-    assert [part for line in lines if (part := in_parts.kept(line))] == kept
+    assert [part for line in lines if (part := in_parts.without_stacks(line))] == kept
 
 
 def test_other_warnings_are_kept_without_their_stack_and_an_error_s_stack_is_kept() -> None:
     other = warned("ProcessGroupNCCL.cpp:1783", "Failed to check the should dump flag")
-    assert WarningFilter().kept(b"".join(other)) == other[0]
+    assert WarningFilter().without_stacks(b"".join(other)) == other[0]
     error = [b"RuntimeError: what\n", *other[1:]]
-    assert WarningFilter().kept(b"".join(error)) == b"".join(error), "asked for by TORCH_SHOW_CPP_STACKTRACES"
+    assert WarningFilter().without_stacks(b"".join(error)) == b"".join(error), "asked for by TORCH_SHOW_CPP_STACKTRACES"

@@ -46,17 +46,17 @@ def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: 
 )
 def test_the_command_for_another_node_differs_where_it_has_to(flags: str, static: bool, host: str, others: str) -> None:
     commands = Commands(typed(flags), "train.py ...", 2, static)
-    assert commands.for_host() == f"ddpkit launch {host or flags} train.py ..."
-    assert commands.for_others() == f"ddpkit launch {others or flags} train.py ..."
+    assert commands.command_for_host() == f"ddpkit launch {host or flags} train.py ..."
+    assert commands.command_for_other_nodes() == f"ddpkit launch {others or flags} train.py ..."
 
 
 def test_with_a_master_address_the_command_names_one_that_others_can_reach() -> None:
     commands = Commands(typed("--nnodes 3 --master-port=29501"), "train.py", 3, True, ("10.0.0.1", 29501))
     where = "--master-addr 10.0.0.1 --master-port 29501 train.py"
-    assert commands.for_others() == f"ddpkit launch --nnodes 3 --node-rank N {where}"
-    assert commands.for_host() == f"ddpkit launch --nnodes 3 --node-rank 0 {where}"
+    assert commands.command_for_other_nodes() == f"ddpkit launch --nnodes 3 --node-rank N {where}"
+    assert commands.command_for_host() == f"ddpkit launch --nnodes 3 --node-rank 0 {where}"
     alone = Commands(typed("--nnodes 2"), "train.py", 2, True, ("127.0.0.1", 29500))
-    assert f"--master-addr {socket.gethostname()} " in alone.for_others()
+    assert f"--master-addr {socket.gethostname()} " in alone.command_for_other_nodes()
 
 
 def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:

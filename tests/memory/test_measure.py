@@ -59,15 +59,16 @@ def of(planner: Trainer, data: Any) -> ModelMemory:
 def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
     planner = trainer()
     model = of(planner, data())
-    parts, batch = planner._parts, next(iter(DataLoader(data(), 16)))
+    parts, batch = planner._context, next(iter(DataLoader(data(), 16)))
     training = TrainingPass([parts.loss_fn], batch, parts.precision, parts.config, parts.world.device)
-    real = measure._largest_pass(planner.model, [planner.model[2], planner.model[3]], training)  # type: ignore[index]
+    blocks = [planner.model[2], planner.model[3]]  # type: ignore[index]
+    real = measure._pass(planner.model, blocks, training, parts.loss_fn)
     assert model.problems == ()
     assert model.passed == real
     assert real.kept > 2 * 16 * 4 * WIDTH * 4
     assert all(block.kept >= 16 * 4 * WIDTH * 4 and block.input == 16 * WIDTH * 4 for block in real.blocks)
     assert real.batch == 16 * 4 * 4
-    found = {row.name: (row.shape, row.unit, row.state_per_value, row.state_besides) for row in model.rows}
+    found = {row.name: (row.shape, row.unit, row.state_per_value, row.constant_state_bytes) for row in model.rows}
     assert found["2.inner.weight"] == ((4 * WIDTH, WIDTH), "2", 8, 4)
     assert found["0.weight"] == ((WIDTH, 3), "", 8, 4)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from launching import PROGRAMS
 from torch import Tensor, nn
 
 from ddp_kit.checkpoint.model_state import in_pieces, of_pieces
@@ -58,49 +59,9 @@ def test_the_optimizer_state_of_a_scalar_comes_back_as_it_was(name: str, rank: i
             assert torch.equal(value, before)
 
 
-MOVED = """
-import json
-import torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.6))
-    def forward(self, x):
-        return self.up(x) * self.scale.exp()
-
-def made(parallel, folder, steps=6):
-    torch.manual_seed(0)
-    optimizer = lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01)
-    config = TrainerConfig(
-        max_steps=steps, global_batch_size=8, max_grad_norm=0.5, log_every_steps=1, parallel=parallel,
-        checkpoint={"dir": f"{name}/{folder}", "every_steps": 3},
-    )
-    return Trainer(Scaled().double(), optimizer, lambda model, x: model(x).square().mean(), config)
-
-data = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-for name in sys.argv[1:]:
-    norms = {parallel: [row.grad_norm for row in made(parallel, parallel).fit(data).history]
-             for parallel in ("ddp", "zero1")}
-    made("zero1", "resumed", steps=3).fit(data)
-    made("zero1", "resumed").fit(data)
-    for before, after in (("ddp", "zero1"), ("zero1", "ddp")):
-        moved = made(after, f"{before}-{after}")
-        moved.resume(f"{name}/{before}/step-00000003")
-        moved.save()
-        moved.fit(data)
-    if moved.world.is_main:
-        say("norms", json.dumps(norms))
-"""
-
-
 @pytest.mark.slow
-def test_a_model_with_a_scalar_is_resumed_bitwise_and_moves_between_ddp_and_zero1(
-    start: Start, script: Callable[[str], Path], tmp_path: Path
-) -> None:
-    run = start("ddpkit", 2, script(MOVED), *OPTIMIZERS)
+def test_a_model_with_a_scalar_is_resumed_bitwise_and_moves_between_ddp_and_zero1(start: Start, tmp_path: Path) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "scalar_parameter.py", *OPTIMIZERS)
     assert run.returncode == 0, run.stderr
     every = [json.loads(line) for line in re.findall(r"norms (.*)", run.stdout)]
     assert len(every) == len(OPTIMIZERS)

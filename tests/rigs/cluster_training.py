@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from launching import ROOT, launch
+from launching import PROGRAMS, ROOT, launch
 
 STEPS = 345
 _DIGITS = ROOT / "examples" / "digits.py"
@@ -34,19 +34,7 @@ _SAVED = {
 _EVERY_DIGIT = {"result.loss:.8f": "result.loss!r"}
 
 
-EXITS = """\
-import os, sys
-from pathlib import Path
-attempts, codes = Path(sys.argv[1]), sys.argv[2:]
-if os.environ["RANK"] == "1":
-    done = attempts.read_text().split() if attempts.exists() else []
-    code = codes[min(len(done), len(codes) - 1)]
-    with attempts.open("a") as file:
-        file.write(f"{code} ")
-    if code == "137":
-        os.kill(os.getpid(), 9)
-    sys.exit(int(code))
-"""
+EXITS = (PROGRAMS / "exit_codes.py").read_text()
 """A script whose rank 1 ends with another code in each attempt; arguments: the file of attempts, the codes.
 
 What a job prints is no count of its attempts: `ray job submit` prints all of it again after it lost the connection.

@@ -30,9 +30,10 @@ class Counting(System):
                 if name == "write":
                     found(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 self.instead()
-            result = found(*arguments)
-            if self.done == self.fatal:
-                self.instead()
-            return result
+            try:
+                return found(*arguments)
+            finally:
+                if self.done == self.fatal:
+                    self.instead()
 
         return operation

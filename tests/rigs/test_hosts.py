@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Host, Tree, user_environment
-from launching import DDPKIT, seconds, wait_until
+from launching import DDPKIT, PROGRAMS, seconds, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -24,60 +24,6 @@ REPLACEMENT = f"{seconds(50):g}"
 SECONDS = 60.0
 """How long to wait for what must come; benchmarks measure how soon it does."""
 STEP_SECONDS = 0.05
-
-TRAIN = f"""\
-import os, signal, sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo", timeout=timedelta(seconds={seconds(60)}))  # gloo's own is half an hour
-told = os.environ
-name = f"{{os.uname().nodename}}-{{told['LOCAL_RANK']}}"
-attempt, rank = told["TORCHELASTIC_RESTART_COUNT"], told["RANK"]
-fault, stop = Path(name + ".fault"), Path("stop")
-step = 0
-with open(name + ".rows", "a", buffering=1) as rows:
-    while True:
-        total = torch.tensor([1.0, stop.exists()])
-        dist.all_reduce(total)
-        rows.write(f"{{attempt}} {{total[0]:.0f}} {{step}} {{rank}}\\n")
-        if total[1] > 0:  # seen by all ranks in the same step
-            break
-        if fault.exists():
-            code = int(fault.read_text())
-            fault.unlink()
-            if code < 0:
-                os.kill(os.getpid(), -code)
-            os._exit(code)  # at once: with its threads alive, torch may abort while Python ends
-        step += 1
-        time.sleep({STEP_SECONDS})
-dist.destroy_process_group()
-"""
-
-TRAINER = """\
-import os, time
-from pathlib import Path
-import torch
-from torch import nn
-from ddp_kit import Callback, Trainer, TrainerConfig
-
-class Notes(Callback):
-    def on_step(self, trainer):
-        world = trainer.world
-        rows.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {world.world_size} {trainer.step} {world.rank}\\n")
-        while trainer.step == 5 and not Path("go on").exists():
-            time.sleep(0.05)
-
-rows = open(f"{os.uname().nodename}-{os.environ['LOCAL_RANK']}.rows", "a", buffering=1)
-torch.manual_seed(0)  # all ranks build the same dataset
-model = nn.Linear(1000, 250)  # a megabyte of gradients
-config = TrainerConfig(max_steps=8, global_batch_size=8)
-optimizer = torch.optim.SGD(model.parameters())
-trainer = Trainer(model, optimizer, lambda model, x: model(x).square().mean(), config, callbacks=[Notes()])
-trainer.fit([sample for sample in torch.randn(64, 1000)])
-"""
 
 
 @dataclass(frozen=True)
@@ -103,16 +49,19 @@ class Job:
     folder: Path
     processes: int = 2
     """Per host."""
-    script: str = TRAIN
+    script: str = "trains_until_stopped.py"
+    """In tests/programs."""
     agents: dict[str, Tree] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.folder / "train.py").write_text(self.script)
+        (self.folder / "train.py").write_text((PROGRAMS / self.script).read_text())
 
     def start(self, host: Host, *flags: str, env: dict[str, str] | None = None) -> Tree:
         """Start this host's agent; the next one on the same host takes its place."""
         command = ("env", "-C", self.folder, DDPKIT, "launch", "--nproc-per-node", self.processes)
-        self.agents[host.name] = host.start(*command, *flags, "train.py", env=user_environment(**(env or {})))
+        self.agents[host.name] = host.start(
+            *command, *flags, "train.py", STEP_SECONDS, seconds(60), env=user_environment(**(env or {}))
+        )
         return self.agents[host.name]
 
     def rows(self, host: Host) -> list[list[Row]]:
@@ -331,7 +280,7 @@ def test_a_host_that_is_cut_off_stops_by_itself_and_the_majority_goes_on(hosts: 
 
 def test_a_slow_network_is_not_a_dead_one(hosts: Hosts, tmp_path: Path) -> None:
     h1, h2 = hosts(2)
-    job = Job(tmp_path, processes=1, script=TRAINER)
+    job = Job(tmp_path, processes=1, script="trains_on_hosts.py")
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", *RENDEZVOUS)
     job.trains(h1, h2, world_size=2, steps=5)

@@ -21,16 +21,17 @@ import psutil
 import pytest
 from hosts import ALONE
 from labels import unlabelled
-from launching import BIN, ROOT, free_port, seconds
+from launching import BIN, PROGRAMS, ROOT, free_port, seconds
 
 from ddp_kit.launcher.commands import submit
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "setpriv", "unshare")
+REPORT = PROGRAMS / "slurm_report.py"
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "setpriv", "unshare")
 T = TypeVar("T")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-_missing = [name for name in PROGRAMS if shutil.which(name) is None]
+_missing = [name for name in COMMANDS if shutil.which(name) is None]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(_missing), reason=f"Slurm is not installed: no {', '.join(_missing)}"),
@@ -226,38 +227,13 @@ def _field(shown: str, name: str) -> str:
     return found[1]
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> Path:
-    """A script that tells what it was given. With `fail` rank 0 exits with 7 and the others do not end.
-
-    With `fail-once` that happens in the first attempt alone. With `hang-last` the last task of an array ends with 124.
-    """
-    script = tmp_path / "report.py"
-    script.write_text(
-        "import json, os, pathlib, sys, time\n"
-        "told = {name: os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'SLURMD_NODENAME')}\n"
-        "sys.stdout.write(json.dumps(told | {'words': sys.argv[1:]}) + '\\n')  # one piece, whoever else writes\n"
-        "seen = pathlib.Path('started-on-' + told['SLURMD_NODENAME'])\n"
-        "first = not seen.exists()\n"
-        "seen.touch()\n"
-        "last = os.environ.get('SLURM_ARRAY_TASK_ID') == '1'\n"
-        "if 'hang-last' in sys.argv and last:\n"
-        "    sys.exit(124)\n"
-        "if 'fail' in sys.argv or 'fail-once' in sys.argv and first:\n"
-        "    while len(list(pathlib.Path().glob('started-on-*'))) < 2:\n"
-        "        time.sleep(0.05)\n"
-        "    sys.exit(7) if told['RANK'] == '0' else time.sleep(600)\n"
-    )
-    return script
-
-
 def _reports(job: Job) -> list[dict[str, object]]:
     lines = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["RANK"])
 
 
-def test_both_nodes_take_part_and_the_script_gets_its_arguments(slurm: Slurm, report: Path, tmp_path: Path) -> None:
-    job = slurm.run(tmp_path, report, "--lr", "0.1", "two words", "$HOME *")
+def test_both_nodes_take_part_and_the_script_gets_its_arguments(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.run(tmp_path, REPORT, "--lr", "0.1", "two words", "$HOME *")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     told = _reports(job)
     assert [(line["RANK"], line["GROUP_RANK"], line["WORLD_SIZE"]) for line in told] == [
@@ -268,9 +244,9 @@ def test_both_nodes_take_part_and_the_script_gets_its_arguments(slurm: Slurm, re
     assert all(line["words"] == ["--lr", "0.1", "two words", "$HOME *"] for line in told)
 
 
-def test_flags_before_the_script_are_the_launchers(slurm: Slurm, report: Path, tmp_path: Path) -> None:
+def test_flags_before_the_script_are_the_launchers(slurm: Slurm, tmp_path: Path) -> None:
     flags = ("--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2")
-    job = slurm.run(tmp_path, "--nproc-per-node", "2", report, flags=flags)
+    job = slurm.run(tmp_path, "--nproc-per-node", "2", REPORT, flags=flags)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     assert [(line["RANK"], line["GROUP_RANK"], line["WORLD_SIZE"]) for line in _reports(job)] == [
         ("0", "0", "2"),
@@ -278,25 +254,23 @@ def test_flags_before_the_script_are_the_launchers(slurm: Slurm, report: Path, t
     ]
 
 
-def test_a_failing_rank_ends_the_job_on_all_nodes(slurm: Slurm, report: Path, tmp_path: Path) -> None:
-    job = slurm.run(tmp_path, report, "fail")
+def test_a_failing_rank_ends_the_job_on_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.run(tmp_path, REPORT, "fail")
     assert job.state == "FAILED", job.log
     assert job.exit_code == 7, "all nodes end with the worker's own"
     assert "rank 0 failed first: exit code 7" in job.log
 
 
-def test_max_restarts_starts_the_processes_of_all_nodes_again(slurm: Slurm, report: Path, tmp_path: Path) -> None:
-    job = slurm.run(tmp_path, "--max-restarts", "1", report, "fail-once")
+def test_max_restarts_starts_the_processes_of_all_nodes_again(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.run(tmp_path, "--max-restarts", "1", REPORT, "fail-once")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     assert sorted(str(line["SLURMD_NODENAME"]) for line in _reports(job)) == ["n1", "n1", "n2", "n2"]
 
 
-def test_of_a_job_array_the_task_that_hung_is_queued_again_and_counted_alone(
-    slurm: Slurm, report: Path, tmp_path: Path
-) -> None:
+def test_of_a_job_array_the_task_that_hung_is_queued_again_and_counted_alone(slurm: Slurm, tmp_path: Path) -> None:
     """The last task of an array has the array's own number, by which Slurm knows all of its tasks."""
     flags = ("--array=0-1%1", "--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2")
-    array = slurm.submit(tmp_path, report, "hang-last", flags=flags)
+    array = slurm.submit(tmp_path, REPORT, "hang-last", flags=flags)
     again = slurm.until(
         f"{array}_1", lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING"
     )

@@ -370,7 +370,7 @@ def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
     resumed = trainer_for(tmp_path, max_steps=6, **settings)
     resumed.fit(data())
     assert same(resumed.model.state_dict(), whole.model.state_dict())
-    assert resumed._parts.precision.state() == whole._parts.precision.state()
+    assert resumed._context.precision.state() == whole._context.precision.state()
 
 
 class Saves(Callback):
@@ -463,7 +463,7 @@ def test_weights_that_are_spoilt_on_another_rank_end_the_run_on_this_one_too(
     trainer.fit(data())
     monkeypatch.setattr("ddp_kit.trainer.logging.gathered", lambda _, own: [own, [1] if own == [0] else own])
     with pytest.raises(LossError, match="the weights are not finite after step 2"):
-        trainer._log_points.check_before_save(2)
+        trainer._run.log_points.check_before_save(2)
 
 
 def test_a_save_after_the_loop_is_on_disk_when_it_returns_and_its_failure_an_error(tmp_path: Path) -> None:

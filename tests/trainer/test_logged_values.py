@@ -1,5 +1,6 @@
 """Values that user code logs: exact means in rows and metrics, and none of what does not count."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,14 +48,14 @@ def test_elsewhere_each_call_counts_once_and_evaluations_have_their_own() -> Non
             trainer.log({"reward": trainer.step})
 
     trainer = made(lambda trainer, x: trainer.log({"mean": x.mean()}))
-    trainer._callbacks = (Logs(),)
+    trainer._run = replace(trainer._run, callbacks=(Logs(),))
     result = trainer.fit(TensorDataset(X), TensorDataset(X[:6] + 100))
     assert [row.values["reward"] for row in result.history] == [2, 5]
     assert [row.values["mean"] for row in result.history] == [4.5, 4.5]
     assert result.metrics["mean"] == 102.5
     assert trainer.evaluate(TensorDataset(X))["mean"] == 4.5
     trainer.predict(TensorDataset(X))
-    assert not trainer._parts.logged.take()
+    assert not trainer._context.logged.take()
 
 
 def test_a_repeated_or_skipped_step_does_not_count() -> None:

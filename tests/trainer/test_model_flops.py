@@ -229,7 +229,7 @@ def test_the_loss_function_is_called_once_more_and_steps_have_no_further_work() 
         loss_fn,
         TrainerConfig(global_batch_size=SAMPLES, max_steps=4, mfu=True),
     )
-    trainer._optimizer_step.__class__ = Noted
+    trainer._run.optimizer_step.__class__ = Noted
     trainer.fit(TensorDataset(torch.randn(16, WIDTH)))
     assert seen == ["Tensor", "FakeTensor", "Tensor", "Tensor", "Tensor"]
     assert len(set(fetches[1:])) == 1, "the feed's own function"
@@ -411,12 +411,12 @@ def test_the_copy_of_a_model_takes_no_memory() -> None:
     model = Hiding()
     config = TrainerConfig(global_batch_size=SAMPLES, max_steps=4, log_every_steps=1, mfu=True)
     trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), squares, config)
-    copied: Any = trainer._flops._copy
+    copied: Any = trainer._run.model.flops._copy
     held = (*copied.parameters(), copied.hidden[0].weight, copied.hidden[0].bias, copied.table, copied.computed)
     assert all(map(is_fake, held))
     assert not any(map(is_fake, (*model.parameters(), model.hidden[0].weight, model.table, model.computed)))
     assert per_sample(trainer.fit(TensorDataset(torch.randn(16, WIDTH)))) == 2 * 2 * WIDTH * 32 + 3 * 2 * 32 * 2
-    assert trainer._flops._copy is None
+    assert trainer._run.model.flops._copy is None
 
 
 def test_batches_of_any_kind_are_seen() -> None:

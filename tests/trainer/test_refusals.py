@@ -181,6 +181,18 @@ def test_an_invalid_weight_is_an_error(weight: Any) -> None:
         trainer.fit(data())
 
 
+@pytest.mark.parametrize("config", [{}, {"non_finite_gradients": "skip"}], ids=["raise", "skip"])
+def test_step_in_fp16_with_an_invalid_weight_leaves_the_parameters_finite(config: dict[str, Any]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        weight = torch.tensor(torch.nan if trainer.step == 1 else 4.0)
+        return Loss(squares(model, batch) * 1e-3, weight=weight)  # a larger loss would overflow in the first steps
+
+    trainer = trainer_for(loss, config={"precision": "fp16"} | config)
+    with pytest.raises(LossError, match="the weight of a Loss is .* at step 2"):
+        trainer.fit(data())
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
 class OnADevice(Tensor):
     """A tensor of the CPU that says that it is on a device: its value may not be looked at there."""
 

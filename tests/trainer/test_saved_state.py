@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import TensorDataset
 from ddp_kit import Callback, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints, name_of
 from ddp_kit.checkpoint.reader import load
+from ddp_kit.checkpoint.state import RandomPart
+from ddp_kit.distributed.world import World, encoded, random_states, random_states_kept
 
 STEPS = 6
 WIDE = 256  # large enough to be worth copying concurrently
@@ -196,7 +199,7 @@ def test_a_step_that_is_left_out_spoils_no_checkpoint(settings: dict[str, Any], 
 
     trainer = trainer_for(tmp_path, Model(spoil), **settings)
     expected = trained(trainer)
-    assert trainer._optimizer_step.skipped >= 1
+    assert trainer._run.optimizer_step.skipped >= 1
     check_saved(tmp_path, expected)
 
 
@@ -209,7 +212,7 @@ def test_an_exception_in_the_step_after_leaves_the_checkpoint(error: type[BaseEx
     trainer = trainer_for(tmp_path, Model(fail))
     with pytest.raises(error):
         trained(trainer)
-    saver = trainer._checkpoints._saver
+    saver = trainer._run.checkpoints._saver
     assert saver is not None
     saver.wait()
     assert [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole] == [3, 2, 1]
@@ -286,3 +289,19 @@ def test_state_carried_from_batch_to_batch_is_resumed(tmp_path: Path) -> None:
     weights_after(3, "parts")
     resumed = weights_after(6, "parts")
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+@pytest.mark.parametrize("saved_ranks", [1, 2], ids=["saved on a CPU", "saved with other ranks"])
+def test_restore_of_states_without_this_gpu_seeds_the_gpu_for_the_step(
+    saved_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    world = World(0, 1, 0, 1, 0, torch.device("cuda", 0))
+    with random_states_kept():
+        for step in (4, 4, 5):
+            part = RandomPart(world, 1, 0, SimpleNamespace(step=step))
+            part.load_state_dict([encoded(random_states())] * saved_ranks, Path())
+            assert part.restore()
+    assert len(seeds) == 3, "without a seed, each process draws other numbers on the GPU"
+    assert seeds[0] == seeds[1] != seeds[2]

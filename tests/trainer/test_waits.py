@@ -102,6 +102,7 @@ def test_weights_on_several_gpus_are_checked_before_a_save() -> None:
     strategy = SimpleNamespace(local_parameters=lambda: [on_gpu(torch.ones(3)), on_gpu(torch.ones(3), 1)])
     world = World(0, 1, 0, 1, 0, torch.device("cuda", 0))
     parts = SimpleNamespace(config=TrainerConfig(), strategy=strategy, world=world)
-    points: Any = SimpleNamespace(_parts=parts, _check_losses=lambda: None)
+    losses = SimpleNamespace(first_non_finite=lambda _column=0: None)
+    points: Any = SimpleNamespace(_context=parts, _late=[], interval=losses)
     with computing(), pytest.raises(ReadsFakeValue):  # it reads the one answer, after it has added up both GPUs
         LogPoints.check_before_save(points, 1)

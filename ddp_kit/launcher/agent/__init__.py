@@ -2,20 +2,18 @@
 
 This is the only launcher folder that imports torch.
 
-    run.py       runs a plan: connects to the job, runs the agent, returns the outcome
+    run.py       runs a plan: connects to the job, runs the agent, returns the outcome; or runs torch's own agent
     loop.py      the agent: receives orders from the job, sends reports to it
     inbox.py     the event queue of the loop, listening sockets, and the messages of a node that is waiting
     workers.py   the worker processes of one round
     hangs.py     detects workers that hang; stacks.py reads their stacks
-    logs.py      where the workers' output goes: torch's log settings and file names, and ddpkit's streams
     nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several nodes
 
-    torch_agent.py     runs torch's own agent instead, for etcd and rendezvous plug-ins
-    torch_versions.py  uses of torch APIs that are not public or differ between versions
-    probe.py           the program that `ddpkit doctor` runs to test torch; not imported here
+    torchrun.py  what is taken from torchrun, and uses of torch APIs that are not public or differ between versions
+    probe.py     the program that `ddpkit doctor` runs to test torch; not imported here
 """
 
 from ddp_kit.launcher.agent.run import check, nproc_per_node, run
-from ddp_kit.launcher.agent.torch_versions import torchrun_defaults, torchrun_parser
+from ddp_kit.launcher.agent.torchrun import torchrun_defaults, torchrun_parser
 
 __all__ = ["check", "nproc_per_node", "run", "torchrun_defaults", "torchrun_parser"]

@@ -6,14 +6,15 @@ import select
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher.agent.stacks import Stack, read_stacks, wait_channel
 from ddp_kit.launcher.output import open_log
-from ddp_kit.launcher.verdict import rank_list
+from ddp_kit.launcher.verdict import Failure, rank_list
 from ddp_kit.launcher.warm.cleanup import is_stopped, state
 from ddp_kit.masking import masked
 
@@ -98,8 +99,8 @@ class HangRule:
         """
         passed = min(now - self._last_check, 2 * self.check_interval)
         self._last_check = now
-        known = self._ranks
-        self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in heartbeats.items()}
+        before = self._ranks
+        self._ranks = {rank: self._after(before.get(rank), heartbeat, passed) for rank, heartbeat in heartbeats.items()}
         self._stopped = self._stopped + passed if stopped else 0.0
         idle, limit = min(rank.idle for rank in self._ranks.values()), self.limit
         if stopped:
@@ -124,27 +125,27 @@ class HangRule:
 
         If not, a higher limit applies, because start-up and saving may be slow.
         """
-        every = [rank.heartbeat for rank in self._ranks.values()]
-        settled = all(map(self._has_settled, self._ranks.values()))
-        return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
+        for rank in self._ranks.values():
+            has_trainer = rank.heartbeat.step is not None
+            has_begun = self._any_script and rank.collectives >= _FIRST_COLLECTIVES
+            if not (rank.heartbeat.steps >= _FIRST_STEPS if has_trainer else has_begun):
+                return False
+            if rank.heartbeat.phase is Phase.CHECKPOINT:
+                return False
+        return True
 
-    def _has_settled(self, rank: _Rank) -> bool:
-        if rank.heartbeat.step is None:
-            return self._any_script and rank.collectives >= _FIRST_COLLECTIVES
-        return rank.heartbeat.steps >= _FIRST_STEPS
-
-    def _after(self, known: _Rank | None, found: Heartbeat, passed: float) -> _Rank:
-        if known is None:
-            return _Rank(found, collectives=found.collectives)
-        after = _Rank(found, collectives=found.collectives or known.collectives)
-        if known.heartbeat.python_at == found.python_at:
-            after.in_native_code = known.in_native_code + passed
-        if known.heartbeat.counted_at == found.counted_at:
-            after.uncounted = known.uncounted + passed
-        if known.heartbeat == found:
-            after.idle = known.idle + passed
-        elif self._in_trainer(known.heartbeat):  # pauses in user code do not show how long the Trainer takes
-            self._pause = max(self._pause, known.idle)
+    def _after(self, before: _Rank | None, heartbeat: Heartbeat, passed: float) -> _Rank:
+        if before is None:
+            return _Rank(heartbeat, collectives=heartbeat.collectives)
+        after = _Rank(heartbeat, collectives=heartbeat.collectives or before.collectives)
+        if before.heartbeat.python_at == heartbeat.python_at:
+            after.in_native_code = before.in_native_code + passed
+        if before.heartbeat.counted_at == heartbeat.counted_at:
+            after.uncounted = before.uncounted + passed
+        if before.heartbeat == heartbeat:
+            after.idle = before.idle + passed
+        elif self._in_trainer(before.heartbeat):  # pauses in user code do not show how long the Trainer takes
+            self._pause = max(self._pause, before.idle)
         return after
 
     def _progress_expected(self) -> bool:
@@ -153,9 +154,11 @@ class HangRule:
         True if a rank is running Trainer code, if some ranks have started more collectives than others, or if all
         ranks are stuck in native code.
         """
-        every = [rank.heartbeat for rank in self._ranks.values()]
-        apart = self._any_script and len({each.collectives for each in every}) > 1
-        return apart or any(map(self._in_trainer, every)) or all(map(self._is_in_native_code, self._ranks.values()))
+        heartbeats = [rank.heartbeat for rank in self._ranks.values()]
+        apart = self._any_script and len({beat.collectives for beat in heartbeats}) > 1
+        if apart or any(map(self._in_trainer, heartbeats)):
+            return True
+        return all(map(self._is_in_native_code, self._ranks.values()))
 
     def _is_in_native_code(self, rank: _Rank) -> bool:
         """Whether the rank's main thread has executed no Python code for as long as the limit.
@@ -179,10 +182,10 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
     """
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
-        stack, own = stacks.get(rank, Stack()), heartbeats[rank]
-        step = -1 if own.step is None else own.step
-        within = (own.phase - Phase.CALLBACKS) % len(Phase)  # the end of a step is recorded before its callbacks
-        counts = own.collectives, step, own.all_collectives, within
+        stack, beat = stacks.get(rank, Stack()), heartbeats[rank]
+        step = -1 if beat.step is None else beat.step
+        within = (beat.phase - Phase.CALLBACKS) % len(Phase)  # the end of a step is recorded before its callbacks
+        counts = beat.collectives, step, beat.all_collectives, within
         return (not stack.stopped, bool(stack.waits_for_ranks), *counts, rank)
 
     return min(heartbeats, key=order)
@@ -191,11 +194,6 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
 def all_wait_for_ranks(stacks: Collection[Stack]) -> bool:
     """Whether all these processes are only waiting for other ranks. The cause of the hang is then elsewhere."""
     return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
-
-
-def may_take_long(heartbeat: Heartbeat) -> bool:
-    """Whether a rank is running the user's code, which may take so long that other ranks have to wait for it."""
-    return heartbeat.phase.in_user_code or heartbeat.phase is Phase.CALLBACKS
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:
@@ -209,29 +207,20 @@ def is_debugged(stacks: Iterable[Stack]) -> bool:
 
 _RAISE_LIMIT = "if the rank is only slow, raise the limit with --hang-timeout SECONDS; --hang-timeout 0 disables it"
 _NO_STACK = ", but the stack cannot be read: py-spy is not installed, or the kernel prevents py-spy from reading it"
+_RAISE_TIMEOUT = "if the rank is only slow, raise the timeout: init_process_group(timeout=...)"
+_LOOK_IN_DMESG = (
+    "look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait is expected, "
+    "raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+)
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Hung:
-    """A worker that hangs."""
-
-    message: str
-    trace: str
-    """The worker's stack, in the form of a traceback."""
-    others: tuple[str, ...]
-    """Lines of text that say what the other ranks of this node were doing."""
-    hint: str
-    waits: bool = False
-    """Whether the worker is only waiting for other ranks. The cause of the hang is then elsewhere."""
 
 
 class HangMonitor:
     """Monitors the workers of one round on this node.
 
-    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `interrupted`: a
-    function that returns whether to stop reading stacks.
+    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `host`: the name of
+    this node in failures. `interrupted`: a function that returns whether to stop reading stacks.
     """
 
     def __init__(
@@ -239,22 +228,25 @@ class HangMonitor:
         hang_timeout: float | None,
         envs: Mapping[int, Mapping[str, str]],
         error_files: Mapping[int, str],
+        host: str,
         interrupted: Callable[[], bool],
     ) -> None:
         self._ranks = {local_rank: int(env[RANK]) for local_rank, env in envs.items()}
         self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
+        self._host = host
+        self._began = time.monotonic()
         self._interrupted = interrupted
         self._has_user_limit = hang_timeout is not None  # if not, doubtful cases are left to torch's own timeouts
         self._left_to_other_nodes = False
         floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
-        self._rule = HangRule(floor, hang_timeout is not None, time.monotonic()) if floor else None
+        self._rule = HangRule(floor, hang_timeout is not None, self._began) if floor else None
         self.count_interval = (
             self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
         )
         """Seconds between counts of a worker's collectives, which show progress without a Trainer; 0: never."""
-        self.found: dict[int, Hung] = {}
-        """Hung workers by local rank; at most one."""
+        self.failure: Failure | None = None
+        """The failure of the worker that hangs, with its stack; None: no worker hangs."""
         self.others: tuple[str, ...] = ()
         """Lines of text that say what the running ranks were doing when a collective timed out on another rank."""
         self.stacks: dict[int, str] = {}
@@ -262,7 +254,7 @@ class HangMonitor:
 
     def next_check(self) -> float | None:
         """Seconds until the next call of `check`, or None if no further call is needed."""
-        return None if self._rule is None or self.found else self._rule.next_check(time.monotonic())
+        return None if self._rule is None or self.failure is not None else self._rule.next_check(time.monotonic())
 
     def check(self, pids: Mapping[int, int]) -> int | None:
         """Return the local rank that hangs, or None. `pids`: the process ids of the running workers, by local rank."""
@@ -279,7 +271,8 @@ class HangMonitor:
             self._rule.reset()
             return None
         stacks = self._read_stacks(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, no_progress.limit / 2)))
-        if self._interrupted() or any(map(_has_ended, pids.values())) or self._read_heartbeats(pids) != heartbeats:
+        has_ended = any(state(pid) in ("", "Z", "X") for pid in pids.values())
+        if self._interrupted() or has_ended or self._read_heartbeats(pids) != heartbeats:
             return None
         if is_debugged(stacks.values()):
             self._rule.reset()
@@ -289,11 +282,13 @@ class HangMonitor:
             self._left_to_other_nodes = True
             return None
         local_rank = culprit(heartbeats, stacks)
-        if not self._has_user_limit and may_take_long(heartbeats[local_rank]) and not stacks[local_rank].stopped:
+        phase = heartbeats[local_rank].phase
+        in_user_code = phase.in_user_code or phase is Phase.CALLBACKS  # which may take any amount of time
+        if not self._has_user_limit and in_user_code and not stacks[local_rank].stopped:
             self._rule.reset()
             return None
         message = self._message(heartbeats, read_at, no_progress, waits)
-        self._record(local_rank, heartbeats, stacks, message, _RAISE_LIMIT, waits)
+        self._fail_with_stack(local_rank, heartbeats, stacks, message, _RAISE_LIMIT, waits)
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
@@ -306,13 +301,7 @@ class HangMonitor:
         if len(late) != 1 or heartbeats[late[0]].phase is Phase.EXITING or _is_ending(pids[late[0]]):
             return None
         message = "this rank did not reach the collective that timed out on other ranks"
-        self._record(
-            late[0],
-            heartbeats,
-            stacks,
-            message,
-            "if the rank is only slow, raise the timeout: init_process_group(timeout=...)",
-        )
+        self._fail_with_stack(late[0], heartbeats, stacks, message, _RAISE_TIMEOUT)
         return late[0]
 
     def check_sleeping(self, pids: Mapping[int, int]) -> int | None:
@@ -320,18 +309,14 @@ class HangMonitor:
 
         This reads no stack, because py-spy would block until the process wakes up.
         """
-        found = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
-        if found is not None and found not in self.found:
-            where = wait_channel(pids[found])
-            self.found[found] = Hung(
-                message="the process is in uninterruptible sleep (state D)"
-                + (f", in the kernel function {where}" if where else ""),
-                trace="",
-                others=(),
-                hint="look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait "
-                "is expected, raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
-            )
-        return found
+        local_rank = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
+        if local_rank is not None and self.failure is None:
+            function = wait_channel(pids[local_rank])
+            where = f", in the kernel function {function}" if function else ""
+            message = f"the process is in uninterruptible sleep (state D){where}"
+            step = read_heartbeat(self._error_files[local_rank]).step
+            self.failure = self._failure(local_rank, pids[local_rank], step, message, _LOOK_IN_DMESG)
+        return local_rank
 
     def _read_stacks(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
         return read_stacks(pids, native_seconds, {rank: self.stacks_file(rank) for rank in pids}, self._interrupted)
@@ -347,20 +332,20 @@ class HangMonitor:
     def _message(self, heartbeats: Mapping[int, Heartbeat], read_at: int, no_progress: NoProgress, waits: bool) -> str:
         message = f"no progress for more than {no_progress.limit:.3g} s"
         # A rank that holds the interpreter lock has stopped counting, and may have started more collectives since.
-        is_current = all(read_at - each.counted_at < no_progress.limit / 2 * 1e9 for each in heartbeats.values())
-        counts = sorted({each.collectives for each in heartbeats.values()}) if is_current else []
+        is_current = all(read_at - beat.counted_at < no_progress.limit / 2 * 1e9 for beat in heartbeats.values())
+        counts = sorted({beat.collectives for beat in heartbeats.values()}) if is_current else []
         if waits and self._several_nodes:
             return f"{message}; the cause may be on another node"
         if waits:
             ended = len(heartbeats) < len(self._ranks)
             return f"{message}; {'other ranks have ended' if ended else 'all ranks are waiting for each other'}"
-        if len(counts) > 1 and all(each.step is None for each in heartbeats.values()):
+        if len(counts) > 1 and all(beat.step is None for beat in heartbeats.values()):
             return (
                 f"{message}; this rank has started {counts[0]} collectives, but other ranks have started {counts[-1]}"
             )
         return message
 
-    def _record(
+    def _fail_with_stack(
         self,
         local_rank: int,
         heartbeats: Mapping[int, Heartbeat],
@@ -369,18 +354,36 @@ class HangMonitor:
         hint: str,
         waits: bool = False,
     ) -> None:
-        stack = stacks[local_rank]
+        """Set `failure` to that of a worker whose stack has been read, and keep the stacks of all workers."""
+        stack, heartbeat = stacks[local_rank], heartbeats[local_rank]
         how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
-        others = {rank: each for rank, each in stacks.items() if rank != local_rank}
-        self.others = self._locations(others, heartbeats)
-        self.found[local_rank] = Hung(
-            message=f"{message}; {stack.doing(heartbeats[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
-            trace=_trace(self._ranks[local_rank], stack),
-            others=self.others,
-            hint=hint,
-            waits=waits,
+        message = f"{message}; {stack.doing(heartbeat.phase)}{how}{'' if stack.frames else _NO_STACK}"
+        process = f"rank {self._ranks[local_rank]} (pid {stack.pid})"
+        if stack.loader is not None:
+            process = f"a DataLoader worker (pid {stack.loader.pid}) of {process}"
+        lines = (stack.loader or stack).as_trace()
+        trace = f"Stack of {process}, most recent call last:\n{lines}" if lines else ""
+        self.failure = replace(
+            self._failure(local_rank, stack.pid, heartbeat.step, message, hint),
+            trace=masked(trace, os.environ),
+            others=self._locations({rank: stacks[rank] for rank in stacks if rank != local_rank}, heartbeats),
+            secondary=waits,
         )
         self._write_stacks(stacks)
+
+    def _failure(self, local_rank: int, pid: int, step: int | None, message: str, hint: str) -> Failure:
+        return Failure(
+            rank=self._ranks[local_rank],
+            local_rank=local_rank,
+            pid=pid,
+            exit_code=ExitCode.HUNG,
+            after=time.monotonic() - self._began,
+            host=self._host,
+            message=masked(message, os.environ),
+            step=step,
+            hint=hint,
+            hung=True,
+        )
 
     def _locations(self, stacks: Mapping[int, Stack], heartbeats: Mapping[int, Heartbeat]) -> tuple[str, ...]:
         """Lines that say what the ranks are doing; ranks at the same location share a line."""
@@ -389,7 +392,8 @@ class HangMonitor:
             doing = stack.doing(heartbeats[local_rank].phase)
             by_activity.setdefault(doing, []).append(self._ranks[local_rank])
         return tuple(
-            f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in by_activity.items()
+            masked(f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}", os.environ)
+            for doing, ranks in by_activity.items()
         )
 
     def remove_empty_files(self) -> None:
@@ -409,10 +413,6 @@ class HangMonitor:
                     file.write(text)
 
 
-def _has_ended(pid: int) -> bool:
-    return state(pid) in ("", "Z", "X")
-
-
 def _is_ending(pid: int) -> bool:
     """Wait up to a second for a process to end, and return whether it did.
 
@@ -428,12 +428,3 @@ def _is_ending(pid: int) -> bool:
         return bool(poll.poll(_ENDING_SECONDS * 1000))
     finally:
         os.close(end)
-
-
-def _trace(rank: int, stack: Stack) -> str:
-    shown = stack if stack.loader is None else stack.loader
-    who = f"rank {rank} (pid {stack.pid})"
-    if stack.loader is not None:
-        who = f"a DataLoader worker (pid {shown.pid}) of {who}"
-    lines = shown.as_trace()
-    return f"Stack of {who}, most recent call last:\n{lines}" if lines else ""

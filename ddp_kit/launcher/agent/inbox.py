@@ -127,10 +127,10 @@ class Inbox:
         `wait` then waits for the next item. Call `take` until it returns None before waiting for the earlier ones.
         """
         self._clear_wake_ups()
-        found = next((item for item in self._items if isinstance(item, StopSignal)), None)
-        if found is not None:
-            self._items.remove(found)
-        return found
+        stop = next((item for item in self._items if isinstance(item, StopSignal)), None)
+        if stop is not None:
+            self._items.remove(stop)
+        return stop
 
     def _clear_wake_ups(self) -> None:
         with suppress(BlockingIOError):
@@ -278,11 +278,11 @@ class Commands:
         """Whether no flag sets a node rank or an endpoint, for example if `--nnodes 2` is the only flag."""
         return not any(name in _STATIC_SETTINGS or name.startswith("rdzv_") for name in self.flags)
 
-    def for_host(self) -> str:
+    def command_for_host(self) -> str:
         """The command for the node that hosts the rendezvous."""
         return self._command(0, "1")
 
-    def for_others(self) -> str:
+    def command_for_other_nodes(self) -> str:
         """The command for another node."""
         return self._command(1 if self.nodes == 2 else None, "0")
 
@@ -314,7 +314,9 @@ def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlac
             f"no launcher answers at {endpoint} ({why}), which is the address of node 0 in {place.environment}"
             f"{_to_check(place)}"
         )
-    return f"no launcher answers at {endpoint} ({why}); on the node with this address, type: {commands.for_host()}"
+    return (
+        f"no launcher answers at {endpoint} ({why}); on the node with this address, type: {commands.command_for_host()}"
+    )
 
 
 def waiting_for_answer(endpoint: str, limits: Limits) -> str:
@@ -341,9 +343,9 @@ def waiting_for_nodes(
     if is_loopback(endpoint[0]):
         return (
             f"{waiting}, which no other machine can reach. To use several machines, start ddpkit on each with this "
-            f"machine's address and a different node rank: {commands.for_others()}"
+            f"machine's address and a different node rank: {commands.command_for_other_nodes()}"
         )
-    return f"{waiting}; on the other nodes, type: {commands.for_others()}"
+    return f"{waiting}; on the other nodes, type: {commands.command_for_other_nodes()}"
 
 
 def _to_check(place: JobPlace) -> str:

@@ -7,10 +7,9 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -20,19 +19,8 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.timer import FileTimerServer
 
-from ddp_kit.env import (
-    FILE_TIMER,
-    FILE_TIMER_PATH,
-    NOTE_AT_START,
-    NOTE_MARK,
-    NOTE_PRINTED,
-    NOTE_PRINTED_HERE,
-    NOTE_SECONDARY,
-)
-from ddp_kit.exit_codes import ExitCode
+from ddp_kit.env import FILE_TIMER, FILE_TIMER_PATH, NOTE_MARK
 from ddp_kit.heartbeat import read_heartbeat
-from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent.hangs import Hung
 from ddp_kit.launcher.agent.inbox import (
     Disconnected,
     Inbox,
@@ -43,81 +31,12 @@ from ddp_kit.launcher.agent.inbox import (
     own_loopback,
 )
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
-from ddp_kit.launcher.agent.workers import Workers, note_of
+from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop, combined_steps
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.masking import masked
-
-# --- Description of a failure -----------------------------------------------------------------------------------------
-# Built from the worker's exit code, final output, error file and heartbeat, and from the kernel's counters.
-
-
-_SERVER_LOST = "the process that forks the workers was killed, along with all workers"
-
-
-def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
-    """Build the `Failure` of the worker with global rank `rank`."""
-    code = failure.exitcode
-    after, terminated = workers.end_of(failure.local_rank)
-    output, note = workers.final_output(failure.local_rank), note_of(failure)
-    extra = note.get("extraInfo") or {}
-    trace = output.trace or str(extra.get("py_callstack", "")).rstrip()
-    noted = str(note.get("message", "")).strip()
-    message = noted.partition("\n")[0] or verdict.message_of(trace)
-    trace = trace or (noted if "\n" in noted else "")
-    if workers.lost(failure.local_rank):
-        message = _SERVER_LOST
-    timed_out = verdict.is_timeout(noted or message)
-    hung = workers.hang_monitor.found
-    secondary = bool(extra.get(NOTE_SECONDARY)) or verdict.is_secondary(noted or message) or (timed_out and bool(hung))
-    if terminated and code == -SIGTERM and message and not secondary:
-        code = 1  # the worker was already ending with its own exception when SIGTERM arrived
-    out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()
-    found = Failure(
-        rank=rank,
-        local_rank=failure.local_rank,
-        pid=failure.pid,
-        exit_code=code,
-        after=after,
-        host=host,
-        message=masked(message, os.environ),  # masked on this node: other nodes lack the secrets
-        trace=masked(trace, os.environ),
-        step=read_heartbeat(workers.error_files[failure.local_rank]).step,
-        hint=masked(verdict.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
-        at_start=bool(extra.get(NOTE_AT_START)) or verdict.failed_at_start(trace),
-        terminated=terminated,
-        secondary=secondary,
-        printed=bool(extra.get(NOTE_PRINTED)),
-        printed_here=bool(extra.get(NOTE_PRINTED_HERE)),
-        out_of_memory=out_of_memory,
-        others=workers.hang_monitor.others if timed_out and not hung else (),
-    )
-    return _hung(found, hung[failure.local_rank]) if failure.local_rank in hung else found
-
-
-def _hung(found: Failure, hung: Hung) -> Failure:
-    """The failure of a worker that the launcher killed because it hung."""
-    return replace(
-        found,
-        exit_code=ExitCode.HUNG,
-        hung=True,
-        message=masked(hung.message, os.environ),
-        trace=masked(hung.trace, os.environ),
-        others=tuple(masked(line, os.environ) for line in hung.others),
-        hint=hung.hint,
-        terminated=False,
-        secondary=hung.waits,
-    )
-
-
-def steps_of(error_files: Iterable[str]) -> Steps | None:
-    """The range of steps that these workers have run; None if no worker has begun a step."""
-    heartbeats = map(read_heartbeat, error_files)
-    known = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
-    return combined_steps([Steps(began, step) for began, step in known])
-
+from ddp_kit.uncaught import read_error_file
 
 # --- Event records ----------------------------------------------------------------------------------------------------
 # Records for --event-log-handler, with the same names and fields as in torch's agent.
@@ -161,7 +80,7 @@ class EventRecords:
             self._record("FAILED", raw_error=f"stopped by signal {outcome.stopped_by}")
             return
         if self._workers is not None:
-            failures = {failure.local_rank: failure for failure in self._workers.failures().values()}
+            failures = {failure.local_rank: failure for failure in self._workers.process_failures()}
             others = "SUCCEEDED" if outcome == Outcome() else "TERMINATED"
             for local_rank in self._workers.pids:
                 self._record("FAILED" if local_rank in failures else others, local_rank, failures.get(local_rank))
@@ -187,7 +106,7 @@ class EventRecords:
             "group_world_size": assignment.group_world_size if assignment is not None else None,
             "entry_point": Path(plan.command[0]).name,
         }
-        found = {
+        metadata = {
             "run_id": plan.rendezvous.run_id,
             "global_rank": None,
             "group_rank": assignment.group_rank if assignment is not None else None,
@@ -202,7 +121,7 @@ class EventRecords:
             "duration_ms": None,
         }
         if local_rank is not None and assignment is not None and self._workers is not None:
-            found |= {
+            metadata |= {
                 "global_rank": assignment.first_rank + local_rank,
                 "worker_id": str(self._workers.pids[local_rank]),
             }
@@ -213,7 +132,7 @@ class EventRecords:
                 "exit_code": [failure and failure.exitcode],
                 "worker_pid": [failure and failure.pid],
             }
-        return found | {"metadata": json.dumps(inner)}
+        return metadata | {"metadata": json.dumps(inner)}
 
 
 # --- Timer server -----------------------------------------------------------------------------------------------------
@@ -242,6 +161,21 @@ def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer
 
 _CONNECTIONS = 2  # from each worker to the workers' store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a job on this node."""
+
+    outcome: Outcome
+    shown: frozenset[int] = frozenset()
+    """The ranks whose tracebacks are the last output on the console and need not be shown again."""
+    folder: str = ""
+    """The log folder; empty: no logs are kept."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """The stacks of this node's ranks, if a rank has hung."""
+    lost_output: str = ""
+    """Why output of workers could not be written to the console; empty: all of it was written."""
 
 
 class Agent:
@@ -281,7 +215,7 @@ class Agent:
         self._latest: tuple[Failure, ...] = ()  # the failures in this node's latest report
         self._outcome: Outcome | None = None
 
-    def run(self) -> Outcome:
+    def run(self) -> RunResult:
         """Run until the job ends or this node leaves it."""
         self._link.join()
         try:
@@ -291,7 +225,14 @@ class Agent:
             self._stop_workers()
             self._store = None
         self._events.job_ended(self._outcome)
-        return self._outcome
+        workers, folder = self._workers, self._attempt_folder
+        return RunResult(
+            self._outcome,
+            self._shown(),
+            "" if folder is None else str(folder.parent),
+            {} if workers is None else workers.hang_monitor.stacks,
+            "" if workers is None else workers.lost_output,
+        )
 
     def _act(self) -> None:
         item = self._inbox.take()
@@ -334,7 +275,10 @@ class Agent:
             self._print_reason(order.why)
         assignment = order.assignment
         self._store = self._serve(assignment)
-        self._keep_logs(assignment)
+        folder = self._attempt_folder
+        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
+            # This round has the same restart count as the previous one, whose logs torch would delete.
+            folder.rename(f"{folder}.round_{assignment.round - 1}")
         self._timers = serve(self._plan.rendezvous.run_id, self._events.timer)
         self._workers = Workers(
             self._plan,
@@ -369,15 +313,6 @@ class Agent:
             master_listen_fd=listening.detach(),
         )
 
-    def _keep_logs(self, assignment: RankAssignment) -> None:
-        """Rename the previous round's logs if this round has the same restart count.
-
-        torch would otherwise delete them.
-        """
-        folder = self._attempt_folder
-        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
-            folder.rename(f"{folder}.round_{assignment.round - 1}")
-
     @property
     def _attempt_folder(self) -> Path | None:
         """The log folder of this node's latest workers, or None if there are no logs."""
@@ -387,7 +322,7 @@ class Agent:
     def _print_reason(self, why: str) -> None:
         """Print, before a restart, the traceback of this node's first failure, and then the reason for the restart."""
         causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
-        if causes and causes[0].rank not in self.shown and causes[0].trace:
+        if causes and causes[0].rank not in self._shown() and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
             self._print_message(f"rank {causes[0].rank} failed:\n" + "\n  ".join(lines))
         self._latest = ()
@@ -397,7 +332,7 @@ class Agent:
         if self._workers is None or not self._running or not self._workers.poll():
             return
         self._stop_workers()
-        if self._workers.failures():
+        if self._workers.failures:
             self._report_stopped(State.FAILED)
         else:
             self._workers.record_end(Outcome())
@@ -423,10 +358,12 @@ class Agent:
         """Close the round's store, and report that all workers of the round on this node have ended."""
         assert self._workers is not None
         workers = self._workers
-        self._latest, self._store, self._latest_reported = self._failures(workers), None, self._round
+        self._latest, self._store, self._latest_reported = workers.failures, None, self._round
         workers.record_end(Outcome(self._latest, restarts=workers.assignment.restarts))
-        ended_well, steps = workers.ended_well(), steps_of(workers.error_files.values())
-        self._report(state, self._latest, ended_well=ended_well, steps=steps)
+        heartbeats = map(read_heartbeat, workers.error_files.values())
+        ranges = [(beat.began, beat.step) for beat in heartbeats if beat.began is not None and beat.step is not None]
+        steps = combined_steps([Steps(began, reached) for began, reached in ranges])
+        self._report(state, self._latest, ended_well=workers.ended_well(), steps=steps)
         self._events.wait_begins()
 
     def _leave(self, item: StopSignal) -> None:
@@ -440,7 +377,7 @@ class Agent:
             if self._running:
                 self._workers.stop(item.number)
             # The workers may have saved earlier, when another node left.
-            failures = self._failures(self._workers) if self._workers.saved() else ()
+            failures = self._workers.failures if self._workers.saved() else ()
         self._outcome = Outcome(failures, stopped_by=item.number)
         if self._workers is not None and self._round != self._latest_reported:
             self._workers.record_end(self._outcome)
@@ -454,12 +391,7 @@ class Agent:
     def _report(self, state: State, failures: tuple[Failure, ...] = (), **more: Any) -> None:
         self._link.report(Report(self._link.number, self._round, state, failures, **more))
 
-    def _failures(self, workers: Workers) -> tuple[Failure, ...]:
-        host = socket.gethostname() if self._plan.rendezvous.limits.max_nodes > 1 else ""
-        return tuple(failure_of(workers, rank, each, host) for rank, each in workers.failures().items())
-
-    @property
-    def shown(self) -> frozenset[int]:
+    def _shown(self) -> frozenset[int]:
         """The ranks on this node whose tracebacks are already on the console."""
         if self._workers is None:
             return frozenset()
@@ -467,30 +399,9 @@ class Agent:
         latest = [failure for failure in self._latest if not failure.hung]  # a hung worker has not printed its stack
         return frozenset(failure.rank for failure in latest if final_output(failure.local_rank).shown)
 
-    @property
-    def lost_output(self) -> str:
-        """Why output of the latest round could not be written to the console; empty: all of it was written."""
-        return "" if self._workers is None else self._workers.lost_output
-
-    @property
-    def stacks(self) -> dict[int, str]:
-        """The stacks of this node's ranks, if a rank has hung in the latest round."""
-        return {} if self._workers is None else self._workers.hang_monitor.stacks
-
-    @property
-    def folder(self) -> str:
-        """The folder of this job's logs on this node, or an empty string if there are no logs."""
-        return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
-
-    def recorded_failures(self) -> dict[int, ProcessFailure]:
-        """This node's failures by rank; empty if the script wrote no error file for any of them.
-
-        Scripts that use torch's @record write such files.
-        """
-
-        def by_script(failure: ProcessFailure) -> bool:
-            note = note_of(failure)
-            return bool(note) and NOTE_MARK not in (note.get("extraInfo") or {})
-
-        failures = self._workers.failures() if self._workers is not None else {}
-        return failures if any(map(by_script, failures.values())) else {}
+    def recorded_failures(self) -> tuple[ProcessFailure, ...]:
+        """This node's failures; empty if the script has written no error file, as it does with torch's @record."""
+        failures = () if self._workers is None else self._workers.process_failures()
+        contents = (read_error_file(failure.error_file) for failure in failures)
+        written = any(content is not None and NOTE_MARK not in content[1] for content in contents)
+        return failures if written else ()

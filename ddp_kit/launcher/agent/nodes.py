@@ -315,7 +315,7 @@ class MultiNodeLink:
         self._abandoned = threading.Event()
         self._store: Any = None  # a TCPStore; torch's type stubs lack half of the methods of this class
         try:
-            self._node = self._wait_for(lambda: self._enter(node, rendezvous))
+            self._node = self._wait_for(lambda: self._register(node, rendezvous))
         except (DistError, OSError) as error:
             raise LaunchError(
                 f"lost the connection to the rendezvous at {self._host}:{self._port} while joining the job: {error}",
@@ -386,21 +386,22 @@ class MultiNodeLink:
             "start ddpkit on the host of the rendezvous, and check that this node can reach that port",
         )
 
-    def _enter(self, node: Node, rendezvous: Rendezvous) -> Node:
+    def _register(self, node: Node, rendezvous: Rendezvous) -> Node:
+        """Connect to the rendezvous, get a node number, and open a port for the workers' store."""
         self._store = self._connect(rendezvous.run_id, rendezvous.is_host)
-        return self._register(node, rendezvous.run_id)
-
-    def _register(self, node: Node, run_id: str) -> Node:
-        """Get a node number, and open a port for the workers' store."""
         self._orders = self._store.clone()  # a separate connection, because it blocks most of the time
         number = self._store.add(NODES, 1) - 1
-        address = node.address if self._coordinator else self._own_address(node)
+        address = node.address
+        if self._coordinator is None and address == self._host:  # not set by --local-addr
+            with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()) as probe:
+                address = probe.getsockname()[0]
+            address = "127.0.0.1" if is_loopback(address) else address
         serves_control = self._coordinator is not None and node.rank is not None
         self._listening = None if serves_control else listen(address, 0)
         port = self._port if self._listening is None else self._listening.getsockname()[1]
         if self._coordinator is not None:
             self._coordinator.start()
-            self._store.set(_JOB, run_id)  # other nodes wait for this key, so that the host gets number 0
+            self._store.set(_JOB, rendezvous.run_id)  # other nodes wait for this key, so that the host gets number 0
         return replace(node, number=number, address=address, port=port)
 
     def _connect(self, run_id: str, is_host: bool | None) -> Any:
@@ -417,11 +418,11 @@ class MultiNodeLink:
                     raise  # no other node can host the rendezvous
         store: Any = self._reach()
         try:
-            found = store.get(_JOB).decode()
+            job = store.get(_JOB).decode()
         except DistError:
-            found = ""
-        if found != run_id:
-            taken = f"belongs to job {found!r}" if found else "does not belong to a ddpkit job"
+            job = ""
+        if job != run_id:
+            taken = f"belongs to job {job!r}" if job else "does not belong to a ddpkit job"
             raise LaunchError(
                 f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
                 f"{self._holder()}",
@@ -467,14 +468,6 @@ class MultiNodeLink:
     def _holder(self) -> str:
         return f"; the port is used{who}" if is_local(self._host) and (who := holder(self._port)) else ""
 
-    def _own_address(self, node: Node) -> str:
-        """The value of --local-addr, or else the local address of the connection to the rendezvous."""
-        if node.address != self._host:
-            return node.address
-        with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()) as probe:
-            address: str = probe.getsockname()[0]
-        return "127.0.0.1" if is_loopback(address) else address
-
     # Methods for the agent --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
@@ -500,15 +493,13 @@ class MultiNodeLink:
         If the host no longer answers, put `Disconnected` into the inbox.
         """
         if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
-            self._print_message(self._waiting())
+            message = f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
+            if self._coordinator is not None:
+                joined, endpoint = self._coordinator.nodes_joined, (self._host, self._port)
+                message = waiting_for_nodes(joined, self._limits, endpoint, self._commands, self._place)
+            self._print_message(message)
         if not self._is_over and self._clock.now() - self._last_contact > self._limits.heartbeat_timeout:
             self._disconnect()
-
-    def _waiting(self) -> str:
-        if self._coordinator is not None:
-            here = self._coordinator.nodes_joined
-            return waiting_for_nodes(here, self._limits, (self._host, self._port), self._commands, self._place)
-        return f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
 
     def close(self) -> None:
         """Leave the job. On the host, wait until every other node knows the outcome."""

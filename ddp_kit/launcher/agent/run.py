@@ -1,51 +1,45 @@
-"""Run a plan: create the log folder, connect to the job, run the agent, write the verdict."""
+"""Run a plan: create the log folder, connect to the job, run the agent, write the verdict.
 
+etcd and rendezvous plug-ins need torch's own agent, which also starts the workers.
+"""
+
+import argparse
 import json
 import os
 import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import psutil
+from torch.distributed import DistError
 from torch.distributed.elastic import events
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
-from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.errors import LaunchError, UsageError, advice_for
 from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import torch_agent, torch_versions
+from ddp_kit.launcher.agent import torchrun
 from ddp_kit.launcher.agent.inbox import Commands, Inbox, StoppedError, is_local
-from ddp_kit.launcher.agent.logs import logs_specs
-from ddp_kit.launcher.agent.loop import Agent
+from ddp_kit.launcher.agent.loop import Agent, RunResult
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.job import Node
-from ddp_kit.launcher.output import open_log
+from ddp_kit.launcher.output import open_log, private_files
 from ddp_kit.launcher.plan import Logs, Plan
 from ddp_kit.launcher.rendezvous import Rendezvous
-from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.masking import masked
+from ddp_kit.uncaught import read_error_file
 
 PrintMessage = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The result of `run`."""
-
-    outcome: Outcome
-    shown: frozenset[int] = frozenset()
-    """The ranks whose tracebacks are the last output on the console and need not be shown again."""
-    folder: str = ""
-    """The log folder; empty: no logs are kept."""
-    stacks: Mapping[int, str] = field(default_factory=dict)
-    """The stacks of this node's ranks, if a rank has hung."""
-    lost_output: str = ""
-    """Why output of workers could not be written to the console; empty: all of it was written."""
 
 
 def nproc_per_node(processes: str | None) -> str | None:
@@ -53,7 +47,7 @@ def nproc_per_node(processes: str | None) -> str | None:
     if processes is None or processes.lstrip("-").isdecimal():
         return processes
     try:
-        return str(torch_versions.local_world_size(processes))
+        return str(torchrun.local_world_size(processes))
     except ValueError as error:
         raise UsageError(
             f"--nproc-per-node {processes} is not available: {error}", "use a number, or auto, cpu, gpu or xpu"
@@ -63,9 +57,9 @@ def nproc_per_node(processes: str | None) -> str | None:
 def check(plan: Plan) -> None:
     """Raise `UsageError` if `run` would reject the plan. This creates neither a folder nor a socket."""
     if plan.rendezvous.served_by_ddpkit:
-        logs_specs(plan.logs, os.devnull)
+        torchrun.logs_specs(plan.logs, os.devnull)
     else:
-        torch_agent.config(plan, os.devnull)
+        _torch_config(plan, os.devnull)
     _check_event_handler(plan.event_log_handler)
 
 
@@ -78,20 +72,22 @@ def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> Run
     _check_event_handler(plan.event_log_handler)
     with _run_folder(plan.logs, warm, print_message) as folder:
         if not plan.rendezvous.served_by_ddpkit:
-            outcome, failures = torch_agent.run(plan, folder, warm)
-            _hand_on_error_file(plan.script, failures)
-            return RunResult(outcome)
+            return RunResult(_run_torch_agent(plan, folder, warm))
         result = _run_agent(plan, folder, warm, print_message)
         if not plan.logs.are_kept:
             return replace(result, folder="")
         if result.folder:
-            record = verdict.record(result.outcome) | {"stacks": result.stacks}
-            _write_verdict(record, Path(result.folder) / VERDICT_FILE, print_message)
+            path = Path(result.folder) / VERDICT_FILE
+            try:
+                with os.fdopen(open_log(str(path)), "w") as file:
+                    json.dump(verdict.record(result.outcome) | {"stacks": result.stacks}, file, indent=1)
+            except OSError as error:
+                print_message(f"{path} cannot be written: {error.strerror}")
         return result
 
 
 def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
-    specs, inbox = logs_specs(plan.logs, folder), Inbox()
+    specs, inbox = torchrun.logs_specs(plan.logs, folder), Inbox()
     _handle_signals(plan.signals_to_handle, inbox, print_message)
     try:
         link = _link(plan, inbox, print_message)
@@ -99,11 +95,11 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
         return RunResult(Outcome(stopped_by=error.number))
     agent = Agent(plan, link, specs, warm, inbox, print_message)
     try:
-        outcome = agent.run()
+        result = agent.run()
     finally:
         link.close()
-    _hand_on_error_file(plan.script, agent.recorded_failures())
-    return RunResult(outcome, agent.shown, agent.folder, agent.stacks, agent.lost_output)
+    _hand_on_error_file(agent.recorded_failures())
+    return result
 
 
 def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:
@@ -172,10 +168,10 @@ def _check_event_handler(name: str) -> None:
         ) from None
 
 
-def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> None:
+def _hand_on_error_file(failures: Collection[ProcessFailure]) -> None:
     """If another launcher started this one, pass on the error file of the first failure to it, as torchrun does."""
     if failures and os.environ.get(ERROR_FILE):
-        _, first = ChildFailedError(script, failures).get_first_failure()
+        first = min(failures, key=lambda failure: failure.timestamp)
         if Path(first.error_file).exists():
             get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
@@ -204,10 +200,77 @@ def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_verdict(record: dict[str, Any], path: Path, print_message: PrintMessage) -> None:
-    """Write the verdict next to the logs."""
+# --- torch's agent ----------------------------------------------------------------------------------------------------
+
+
+def _torch_config(plan: Plan, folder: str) -> LaunchConfig:
+    """torch's own `LaunchConfig` for the plan. Raises `UsageError` if torch rejects the settings."""
+    settings = argparse.Namespace(**plan.torchrun)
+    settings.log_dir = folder
+    settings.log_line_prefix_template = settings.log_line_prefix_template or ""  # torch's default
+    settings.signals_to_handle = ",".join(plan.signals_to_handle)
+    settings.node_rank = 0  # not used by these backends; a notice has been printed
     try:
-        with os.fdopen(open_log(str(path)), "w") as file:
-            json.dump(record, file, indent=1)
-    except OSError as error:
-        print_message(f"{path} cannot be written: {error.strerror}")
+        with private_files():  # torch creates the folder of --log-dir here
+            return torchrun.launch_config(settings)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UsageError(
+            f"torch rejects this command line: {error}", advice_for(error, "see `ddpkit launch --help`")
+        ) from None
+
+
+def _run_torch_agent(plan: Plan, folder: str, warm: WarmServer | None) -> Outcome:
+    """Run the job with torch's agent. `warm`: the warm server, if it is running; it starts no workers for this job."""
+    os.environ.update(plan.env)
+    program, *arguments = plan.command
+    try:
+        elastic_launch(_torch_config(plan, folder), program)(*arguments)
+    except ChildFailedError as error:
+        _hand_on_error_file(error.failures.values())
+        return Outcome(tuple(_failure(rank, failure) for rank, failure in error.failures.items()))
+    except SignalException as error:
+        return Outcome(stopped_by=error.sigval)
+    except ValueError as error:
+        raise UsageError(f"torch rejects this rendezvous: {error}", "see `ddpkit launch --help`") from None
+    except RendezvousClosedError:
+        raise LaunchError(
+            f"the rendezvous {plan.rendezvous.run_id!r} at {plan.rendezvous.host} is closed: its job has ended",
+            "start the job with another --rdzv-id; with store_type=file, remove the file first",
+        ) from None
+    except (RendezvousError, DistError, ImportError) as error:
+        raise LaunchError(
+            f"the rendezvous failed with --rdzv-backend {plan.rendezvous.backend}: {error or type(error).__name__}",
+            "check --rdzv-backend and --rdzv-endpoint; the backend c10d needs no other package",
+        ) from None
+    finally:
+        _end_leftovers(plan.shutdown_timeout, warm)
+    return Outcome()
+
+
+def _failure(rank: int, failure: ProcessFailure) -> Failure:
+    """torch's record of a failed worker as a `Failure`."""
+    message, _ = read_error_file(failure.error_file) or ("", {})
+    return Failure(
+        rank,
+        failure.local_rank,
+        failure.pid,
+        failure.exitcode,
+        failure.timestamp,
+        message=masked(message, os.environ),
+        terminated=failure.exitcode == -signal.SIGTERM,  # how torch's agent ends the other workers
+    )
+
+
+def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
+    """End workers that torch's agent lost track of because a signal arrived while it was starting them.
+
+    `warm`: the warm server, a child of this process that is not a worker and must keep running.
+    """
+    left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
+    for worker in left:
+        with suppress(psutil.NoSuchProcess):
+            worker.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=shutdown_timeout)
+    for worker in stubborn:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()

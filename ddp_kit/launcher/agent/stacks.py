@@ -20,6 +20,7 @@ from ddp_kit.env import STACKS_SIGNAL
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.warm.cleanup import is_stopped
 
+_LIBC = ctypes.CDLL(None)
 _TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _MAX_FRAMES = 20
@@ -80,9 +81,9 @@ class Stack:
     @property
     def location(self) -> str:
         """The location of the innermost frame of user code, or else of the innermost Python frame; empty: no frame."""
-        own = next((frame for frame in self.frames if frame.is_user_code), None)
-        found = own or next(iter(self.python), None)
-        return "" if found is None else found.where
+        user_frame = next((frame for frame in self.frames if frame.is_user_code), None)
+        frame = user_frame or next(iter(self.python), None)
+        return "" if frame is None else frame.where
 
     @property
     def waits_for_ranks(self) -> str:
@@ -124,12 +125,12 @@ class Stack:
         If there are frames of the user's code, most library frames are left out.
         """
         frames = list(reversed(self.python))
-        own = [number for number, frame in enumerate(frames) if frame.is_user_code]
-        shown = {*own, *range(max(own, default=-1) + 1, len(frames))[:_MAX_CALLED]}
+        user_frames = [number for number, frame in enumerate(frames) if frame.is_user_code]
+        shown = {*user_frames, *range(max(user_frames, default=-1) + 1, len(frames))[:_MAX_CALLED]}
         lines: list[str] = []
         left_out = 0
         for number, frame in enumerate(frames):
-            if own and number not in shown:
+            if user_frames and number not in shown:
                 left_out += 1
                 continue
             if left_out and lines:  # frames before the script's first one belong to the launcher
@@ -159,9 +160,9 @@ def read_stacks(
     # For native stacks, py-spy has to stop the process, which fails if it is stopped already.
     running = [pid for pid in pids.values() if not is_stopped(pid)]
     seen |= _dumps(spy, running, ["--native"], native_seconds, interrupted)
-    found = {name: _stack(pid, seen.get(pid)) for name, pid in pids.items()}
-    found = {name: _with_loader_worker(spy, stack, interrupted) for name, stack in found.items()}
-    return _with_own_stacks(found, files, interrupted)
+    stacks = {name: _stack(pid, seen.get(pid)) for name, pid in pids.items()}
+    stacks = {name: _with_loader_worker(spy, stack, interrupted) for name, stack in stacks.items()}
+    return _with_own_stacks(stacks, files, interrupted)
 
 
 def _with_own_stacks(
@@ -169,7 +170,12 @@ def _with_own_stacks(
 ) -> dict[int, Stack]:
     """Fill in empty stacks: processes that have a handler for STACKS_SIGNAL are asked to write their own stacks."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
-    asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
+    asked: dict[int, Stack] = {}
+    for name, stack in unseen.items():
+        with suppress(OSError, AttributeError):  # a C library without tgkill
+            # To the main thread, whose stack `_read_own_stack` looks for.
+            if has_handler(stack.pid, STACKS_SIGNAL) and not _LIBC.tgkill(stack.pid, stack.pid, STACKS_SIGNAL):
+                asked[name] = stack
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     answered: dict[int, Stack] = {}
     while len(answered) < len(asked) and time.monotonic() < deadline and not interrupted():
@@ -179,13 +185,6 @@ def _with_own_stacks(
             if frames:
                 answered[name] = replace(stack, frames=frames, text=f"process {stack.pid}\n{text}")
     return {**stacks, **answered}
-
-
-def _request_own_stack(pid: int) -> bool:
-    """Send STACKS_SIGNAL to the main thread of a process, if it has a handler; return whether the signal was sent."""
-    with suppress(OSError, AttributeError):  # a C library without tgkill
-        return has_handler(pid, STACKS_SIGNAL) and bool(ctypes.CDLL(None).tgkill(pid, pid, STACKS_SIGNAL) == 0)
-    return False
 
 
 def has_handler(pid: int, number: int, or_ignores: bool = False) -> bool:
@@ -202,8 +201,8 @@ def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
     """Read the file to which a process wrote its own stacks. Return its main thread's frames and the whole text."""
     with suppress(OSError):
         text = Path(path).read_text(errors="replace")
-        _, found, last = text.rpartition("Current thread ")
-        if found and last.endswith("\n"):
+        _, mark, last = text.rpartition("Current thread ")
+        if mark and last.endswith("\n"):
             frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
             return tuple(Frame(name, file, int(line)) for file, line, name in frames), text
     return (), ""
@@ -235,19 +234,15 @@ def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool])
     """Add to `stack` the DataLoader worker that the process waits for, if it is stopped or runs dataset code."""
     if not stack.waits_for_data:
         return stack
-    children = _children(stack.pid)
-    seen = _dumps(spy, children, [], _TIMEOUT_SECONDS, interrupted)
-    found = [_stack(pid, seen.get(pid)) for pid in children]
-    busy = [each for each in found if any(frame.file.endswith(_DATASET_FETCH) for frame in each.frames)]
-    others = "".join(f"\n{each.text}" for each in found if each.text)
-    stuck = next((each for each in [*busy, *found] if each in busy or each.stopped), None)
-    return replace(stack, text=stack.text + others, loader=stuck)
-
-
-def _children(pid: int) -> list[int]:
+    children: list[int] = []
     with suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
+        children += map(int, Path(f"/proc/{stack.pid}/task/{stack.pid}/children").read_text().split())
+    seen = _dumps(spy, children, [], _TIMEOUT_SECONDS, interrupted)
+    workers = [_stack(pid, seen.get(pid)) for pid in children]
+    busy = [worker for worker in workers if any(frame.file.endswith(_DATASET_FETCH) for frame in worker.frames)]
+    others = "".join(f"\n{worker.text}" for worker in workers if worker.text)
+    stuck = next((worker for worker in [*busy, *workers] if worker in busy or worker.stopped), None)
+    return replace(stack, text=stack.text + others, loader=stuck)
 
 
 def _dumps(
@@ -261,15 +256,15 @@ def _dumps(
         command = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
         with suppress(OSError):
             started[pid] = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=nothing)
-    deadline, found = time.monotonic() + seconds, {}
+    deadline, dumps = time.monotonic() + seconds, {}
     for pid, process in started.items():
         text = _output_of(process, deadline, interrupted)
         with suppress(ValueError):
-            found[pid] = json.loads(text)
+            dumps[pid] = json.loads(text)
         if not text and pid not in stopped:  # a killed py-spy may leave the process stopped
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
-    return found
+    return dumps
 
 
 def _output_of(process: "subprocess.Popen[bytes]", deadline: float, interrupted: Callable[[], bool]) -> bytes:

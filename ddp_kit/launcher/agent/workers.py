@@ -1,12 +1,11 @@
 """The worker processes of one round on one node."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,33 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, attempt_id
+from ddp_kit.env import (
+    GRACE_FILE,
+    NOTE_AT_START,
+    NOTE_PRINTED,
+    NOTE_PRINTED_HERE,
+    NOTE_SECONDARY,
+    RECORD_FOLDER,
+    attempt_id,
+)
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
-from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import torch_versions
+from ddp_kit.launcher import diagnosis, verdict
+from ddp_kit.launcher.agent import torchrun
 from ddp_kit.launcher.agent.hangs import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
-from ddp_kit.launcher.agent.logs import RoundLogs
 from ddp_kit.launcher.agent.stacks import can_be_inspected, has_handler
 from ddp_kit.launcher.devices.cpus import oom_kills
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord
-from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.cleanup import state
 from ddp_kit.launcher.warm.client import Process, WarmServer
-from ddp_kit.masking import masked_words
+from ddp_kit.masking import masked, masked_words
+from ddp_kit.uncaught import read_error_file
 
 _SIGNAL_CHECK_SECONDS = 0.05
 _SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
@@ -47,6 +54,7 @@ _SAVING_SECONDS = 1.0  # the same while one of these ranks is saving
 _EXIT_SECONDS = 5.0
 _EXIT_CHECK_SECONDS = 1.0  # between two checks for such workers
 _LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes after all workers have ended
+_SERVER_LOST = "the process that forks the workers was killed, along with all workers"
 
 
 class Workers:
@@ -78,13 +86,16 @@ class Workers:
         self._plan, self._warm, self._inbox = plan, warm, inbox
         self._print_message, self._on_failure = print_message, on_failure
         self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.workers))}
-        self._logs = RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
+        self._logs = torchrun.RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
-        path = next((each for each in self.error_files.values() if each != os.devnull), None)
+        path = next((file for file in self.error_files.values() if file != os.devnull), None)
         self._folder = None if path is None else Path(path).parents[1]  # the folder of this attempt
-        self._round_file = None if self._folder is None else RoundFile(self._folder)
+        self._round_file: RoundFile | None = None
         self._record_keeper: RecordKeeper | None = None
-        self.hang_monitor = HangMonitor(plan.spec.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
+        self._host = socket.gethostname() if plan.rendezvous.limits.max_nodes > 1 else ""  # in failures
+        self.hang_monitor = HangMonitor(
+            plan.spec.hang_timeout, self._envs, self.error_files, self._host, lambda: inbox.signals > 0
+        )
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
         self._interrupted = False
@@ -95,6 +106,11 @@ class Workers:
         self._after: dict[int, float] = {}  # local rank -> seconds from the start of the round to the worker's end
         self._terminated: set[int] = set()
         self._final_output: dict[int, FinalOutput] | None = None  # set after all workers have ended
+        self.failures: tuple[Failure, ...] = ()
+        """The workers that hung or had another exit code than 0, once all workers have ended.
+
+        They are in the order in which they ended, but those that the launcher terminated come last.
+        """
 
     @property
     def pids(self) -> dict[int, int]:
@@ -108,21 +124,83 @@ class Workers:
 
         Raises `LaunchError` if a worker cannot be started, and `UsageError` if --numa-binding is not available.
         """
-        self._note_shutdown_timeout()
-        self._keep_record()
+        if self._folder is not None:
+            # Not an environment variable, because the environment must be the same as under torchrun.
+            shutdown_timeout = self._folder / GRACE_FILE
+            shutdown_timeout.touch(mode=0o600)
+            shutdown_timeout.write_text(str(self._plan.shutdown_timeout))
+            default_folder = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
+            self._record_keeper = RecordKeeper(self._folder, default_folder, self.assignment.group_rank)
+            self._record_keeper.start()
         if self._warm is None:
-            for rank in self._envs:
-                self._processes[rank] = self._start_here(rank)
-                self._running.add(rank)  # so that it is killed if a later worker cannot start
+            self._start_children()
         else:
-            self._processes = self._start_warm(self._warm)
+            self._start_warm(self._warm)
         self._running = set(self._processes)
         self._logs.start()
-        if self._round_file is not None:
-            self._round_file.write(self._record())
+        if self._folder is not None:
+            self._round_file = RoundFile(self._folder)
+            self._round_file.write(self._round_record())
 
-    def _record(self) -> RoundRecord:
-        assignment = self.assignment
+    def _start_children(self) -> None:
+        """Start the workers as children of this process, on systems other than Linux, where there is no warm server."""
+        for rank, env in self._envs.items():
+            command, (out, err) = self._plan.command_line(rank), self._output.descriptors(rank)
+            try:
+                self._processes[rank] = subprocess.Popen(
+                    command, env=env, stdout=out, stderr=err, start_new_session=True
+                )
+            except OSError as error:
+                raise _cannot_start(command[0], error.strerror or str(error)) from None
+            self._running.add(rank)  # so that it is killed if a later worker cannot start
+
+    def _start_warm(self, warm: WarmServer) -> None:
+        """Let the warm server start the workers. A stop signal may end the wait for it; there are then no workers."""
+        processes = {
+            rank: warm.start(
+                self._plan.command_line(rank),
+                self._envs[rank],
+                self._plan.program(rank),
+                self._output.descriptors(rank),
+                self._cores(rank),
+                self.hang_monitor.count_interval,
+                "" if can_be_inspected(warm.pid) else self.hang_monitor.stacks_file(rank),
+            )
+            for rank in self._envs
+        }
+        while not all(process.answered for process in processes.values()):
+            wait_readable([warm], _SIGNAL_CHECK_SECONDS)
+            warm.pump()
+            # Once a worker has started, the first signal is for the workers.
+            signals = 2 if any(process.answered for process in processes.values()) else 1
+            if self._inbox.signals >= signals:
+                return  # the agent's loop acts on the signal and ends the server with its workers
+        for rank, process in processes.items():
+            if process.error:
+                raise _cannot_start(self._plan.command_line(rank)[0], process.error)
+        for reason in sorted({process.cold for process in processes.values() if process.cold}):
+            self._print_message(f"starting cold: {reason}")
+        self._processes.update(processes)
+
+    def _cores(self, local_rank: int) -> tuple[int, ...]:
+        """The cores that --numa-binding selects, or else the cores near the worker's GPU."""
+        if self._plan.numa_binding is None:
+            return self._plan.workers[local_rank].cpus
+        try:
+            first = local_rank * (self._plan.spec.gpus_per_process or 1)
+            return tuple(sorted(torchrun.numa_cpus(first, self._plan.numa_binding)))
+        except Exception as error:  # torch raises different errors, depending on what is missing
+            raise UsageError(
+                f"--numa-binding is not available on this machine: {error}", "remove the flag, or install numactl"
+            ) from None
+
+    def _round_record(self) -> RoundRecord:
+        assignment, workers = self.assignment, []
+        for local_rank, pid in self.pids.items():
+            path, gpus = self.error_files[local_rank], self._plan.workers[local_rank].gpus
+            error_file = "" if path == os.devnull else str(Path(path).absolute())
+            rank, uuids = assignment.first_rank + local_rank, tuple(gpu.uuid for gpu in gpus)
+            workers.append(WorkerRecord(rank, local_rank, pid, error_file, uuids))
         return RoundRecord(
             run_id=self._plan.rendezvous.run_id,
             script=self._plan.script,
@@ -132,36 +210,9 @@ class Workers:
             world_size=assignment.world_size,
             restarts=assignment.restarts,
             began=time.time(),
-            workers=tuple(self._worker_record(local_rank, pid) for local_rank, pid in self.pids.items()),
+            workers=tuple(workers),
             arguments=tuple(masked_words(self._plan.script_arguments, os.environ)),
         )
-
-    def _worker_record(self, local_rank: int, pid: int) -> WorkerRecord:
-        path, gpus = self.error_files[local_rank], self._plan.workers[local_rank].gpus
-        return WorkerRecord(
-            rank=self.assignment.first_rank + local_rank,
-            local_rank=local_rank,
-            pid=pid,
-            error_file="" if path == os.devnull else str(Path(path).absolute()),
-            gpus=tuple(gpu.uuid for gpu in gpus),
-        )
-
-    def _note_shutdown_timeout(self) -> None:
-        """Write the shutdown timeout to a file that the workers can read.
-
-        An environment variable is not used, because the environment must be the same as under torchrun.
-        """
-        if self._folder is not None:
-            noted = self._folder / GRACE_FILE
-            noted.touch(mode=0o600)
-            noted.write_text(str(self._plan.shutdown_timeout))
-
-    def _keep_record(self) -> None:
-        """Start the thread that adds samples of this machine's state to the run record once a Trainer creates it."""
-        if self._folder is not None:
-            kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
-            self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
-            self._record_keeper.start()
 
     def record_end(self, outcome: Outcome) -> None:
         """Add to the run record, if there is one, how this attempt ended on this node."""
@@ -170,62 +221,6 @@ class Workers:
             self._record_keeper.end(
                 attempt_id(self._envs[0]), max(steps, default=None), verdict.record(outcome), self.hang_monitor.stacks
             )
-
-    def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
-        processes = {rank: self._request_start(warm, rank) for rank in self._envs}
-        if not self._wait_for_answers(processes.values(), warm):
-            return {}
-        for rank, process in processes.items():
-            if process.error:
-                raise _cannot_start(self._plan.command_line(rank)[0], process.error)
-        for reason in sorted({process.cold for process in processes.values() if process.cold}):
-            self._print_message(f"starting cold: {reason}")
-        return {**processes}
-
-    def _request_start(self, warm: WarmServer, local_rank: int) -> Process:
-        return warm.start(
-            self._plan.command_line(local_rank),
-            self._envs[local_rank],
-            self._plan.program(local_rank),
-            self._output.descriptors(local_rank),
-            self._cores(local_rank),
-            self.hang_monitor.count_interval,
-            "" if can_be_inspected(warm.pid) else self.hang_monitor.stacks_file(local_rank),
-        )
-
-    def _wait_for_answers(self, processes: Collection[Process], warm: WarmServer) -> bool:
-        """Wait until the warm server has started all workers. Return False if a stop signal ends the wait.
-
-        Once a worker has started, only a second signal ends the wait, because the first one is for the workers.
-        """
-        for process in processes:
-            while not process.answered:
-                wait_readable([warm], _SIGNAL_CHECK_SECONDS)
-                warm.pump()
-                signals = 2 if any(each.answered for each in processes) else 1
-                if self._inbox.signals >= signals:
-                    return False  # the agent's loop acts on the signal and ends the server with its workers
-        return True
-
-    def _start_here(self, local_rank: int) -> "subprocess.Popen[bytes]":
-        """Start a worker as a child of this process, on systems other than Linux, where there is no warm server."""
-        command, (out, err) = self._plan.command_line(local_rank), self._output.descriptors(local_rank)
-        try:
-            return subprocess.Popen(command, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
-        except OSError as error:
-            raise _cannot_start(command[0], error.strerror or str(error)) from None
-
-    def _cores(self, local_rank: int) -> tuple[int, ...]:
-        """The cores that --numa-binding selects, or else the cores near the worker's GPU."""
-        if self._plan.numa_binding is None:
-            return self._plan.workers[local_rank].cpus
-        try:
-            first = local_rank * (self._plan.spec.gpus_per_process or 1)
-            return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
-        except Exception as error:  # torch raises different errors, depending on what is missing
-            raise UsageError(
-                f"--numa-binding is not available on this machine: {error}", "remove the flag, or install numactl"
-            ) from None
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -257,12 +252,13 @@ class Workers:
         allowed = max(_EXIT_SECONDS, self._plan.shutdown_timeout)
         late = any(time.monotonic() - raised_at >= allowed for raised_at in exiting.values())
         codes = {rank: self._exit_code(rank) for rank in self._after}
-        failed = late or bool(self.hang_monitor.found)
+        failed = late or self.hang_monitor.failure is not None
         failed = failed or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
         if self._running and not failed and self._timeout_of_others() != 0.0:
             return False
         if failed or any(codes.values()):
-            timed_out = bool(self._running) and not self.hang_monitor.found and any(map(self._timed_out, codes))
+            alone = self.hang_monitor.failure is None
+            timed_out = bool(self._running) and alone and any(map(self._timed_out, codes))
             if timed_out:
                 self._kill_if_hung(self.hang_monitor.after_timeout(self._pids_running()))
             if late or timed_out:
@@ -277,7 +273,7 @@ class Workers:
     def _exiting(self) -> dict[int, float]:
         """The running workers that have printed an uncaught exception, and the times at which they did."""
         heartbeats = {rank: read_heartbeat(self.error_files[rank]) for rank in self._running}
-        return {rank: each.changed_at / 1e9 for rank, each in heartbeats.items() if each.phase is Phase.EXITING}
+        return {rank: beat.changed_at / 1e9 for rank, beat in heartbeats.items() if beat.phase is Phase.EXITING}
 
     def _pids_running(self) -> dict[int, int]:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
@@ -294,11 +290,10 @@ class Workers:
 
     def _timed_out(self, local_rank: int) -> bool:
         """Whether this worker ended because of a timeout in a collective that other ranks did not reach."""
-        code = self._exit_code(local_rank)
-        if not code:
+        if not self._exit_code(local_rank):
             return False
-        said = str(note_of(self._process_failure(local_rank, 0, code)).get("message", ""))
-        return verdict.is_timeout(said or self._output.tail(local_rank))
+        message, _ = read_error_file(self.error_files[local_rank]) or ("", {})
+        return diagnosis.is_timeout(message or self._output.tail(local_rank))
 
     def _kill_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
@@ -326,27 +321,69 @@ class Workers:
 
     # Results ----------------------------------------------------------------------------------------------------------
 
-    def failures(self) -> dict[int, ProcessFailure]:
-        """The workers that hung or had an exit code other than 0, by rank.
+    def _failed(self) -> dict[int, int]:
+        """The exit codes of the workers that have failed, by local rank, in the order of `failures`."""
+        hung = self._hung_rank()  # in uninterruptible sleep, it survives SIGKILL and has no exit code
+        order = sorted(self._processes, key=lambda rank: (rank in self._terminated, self._after.get(rank, 0.0)))
+        codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank == hung) for rank in order}
+        return {rank: code for rank, code in codes.items() if code}
 
-        They are in the order in which they ended, but those that the launcher terminated come last.
+    def _hung_rank(self) -> int | None:
+        return None if self.hang_monitor.failure is None else self.hang_monitor.failure.local_rank
+
+    def _failure(self, local_rank: int, code: int) -> Failure:
+        """The failure of a worker, from its exit code, final output, error file and heartbeat.
+
+        Secrets are masked here, because other nodes do not know them.
         """
-        hung = self.hang_monitor.found  # a hung worker in uninterruptible sleep survives SIGKILL and has no exit code
-        codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
-        return {
-            self.assignment.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
-            for rank in sorted(self._processes, key=lambda rank: self.end_of(rank)[::-1])
-            if codes[rank]
-        }
+        hung = self.hang_monitor.failure
+        if hung is not None and hung.local_rank == local_rank:
+            return hung
+        path, output = self.error_files[local_rank], self.final_output(local_rank)
+        written, fields = read_error_file(path) or ("", {})
+        written = written.strip()
+        trace = output.trace or str(fields.get("py_callstack", "")).rstrip()
+        message = written.partition("\n")[0] or diagnosis.message_of(trace)
+        trace = trace or (written if "\n" in written else "")
+        if getattr(self._processes[local_rank], "lost", False):  # because the warm server died
+            message = _SERVER_LOST
+        terminated, timed_out = local_rank in self._terminated, diagnosis.is_timeout(written or message)
+        secondary = (
+            bool(fields.get(NOTE_SECONDARY))
+            or diagnosis.is_secondary(written or message)
+            or (timed_out and hung is not None)
+        )
+        if terminated and code == -signal.SIGTERM and message and not secondary:
+            code = 1  # the worker was already ending with its own exception when SIGTERM arrived
+        out_of_memory = code == -signal.SIGKILL and not terminated and oom_kills() > self._oom_kills
+        return Failure(
+            rank=self.assignment.first_rank + local_rank,
+            local_rank=local_rank,
+            pid=self._processes[local_rank].pid,
+            exit_code=code,
+            after=self._after.get(local_rank, 0.0),
+            host=self._host,
+            message=masked(message, os.environ),
+            trace=masked(trace, os.environ),
+            step=read_heartbeat(path).step,
+            hint=masked(diagnosis.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
+            at_start=bool(fields.get(NOTE_AT_START)) or diagnosis.failed_at_start(trace),
+            terminated=terminated,
+            secondary=secondary,
+            printed=bool(fields.get(NOTE_PRINTED)),
+            printed_here=bool(fields.get(NOTE_PRINTED_HERE)),
+            out_of_memory=out_of_memory,
+            others=self.hang_monitor.others if timed_out and hung is None else (),
+        )
 
-    def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """torch's record of how a worker ended, with the worker's error file if torch can read that file."""
-        path = self.error_files[local_rank]
-        return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
-
-    def end_of(self, local_rank: int) -> tuple[float, bool]:
-        """Seconds from the start of the workers to the end of this one, and whether the launcher had terminated it."""
-        return self._after.get(local_rank, 0.0), local_rank in self._terminated
+    def process_failures(self) -> tuple[ProcessFailure, ...]:
+        """`failures` as torch's records, for event handlers and for a launcher that has started this one."""
+        records = []
+        for local_rank, code in self._failed().items():
+            path = self.error_files[local_rank]
+            readable = read_error_file(path) is not None  # otherwise torch would print a traceback of its own
+            records.append(ProcessFailure(local_rank, self.pids[local_rank], code, path if readable else ""))
+        return tuple(records)
 
     def ended_well(self) -> tuple[int, ...]:
         """The ranks that exited with code 0 before the launcher terminated any worker."""
@@ -366,14 +403,6 @@ class Workers:
     def final_output(self, local_rank: int) -> FinalOutput:
         """The final output of a failed worker."""
         return (self._final_output or {}).get(local_rank, FinalOutput())
-
-    def killed_for_memory(self) -> bool:
-        """Whether the kernel has killed any process for lack of memory since the workers were started."""
-        return oom_kills() > self._oom_kills
-
-    def lost(self, local_rank: int) -> bool:
-        """Whether this worker died because the warm server died."""
-        return bool(getattr(self._processes[local_rank], "lost", False))
 
     # Signals and stopping ---------------------------------------------------------------------------------------------
 
@@ -449,14 +478,15 @@ class Workers:
         has_cause = any(rank not in self._terminated for rank in failed)
         self._final_output = self._output.end(
             failed,
-            suppress_trace=lambda trace: has_cause or verdict.is_secondary(trace) or verdict.is_interrupt(trace),
-            is_secondary=lambda trace: verdict.is_secondary(trace) or verdict.is_interrupt(trace),
+            suppress_trace=lambda trace: has_cause or diagnosis.is_secondary(trace) or diagnosis.is_interrupt(trace),
+            is_secondary=lambda trace: diagnosis.is_secondary(trace) or diagnosis.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             interrupted=lambda: self._inbox.signals > 1,
         )
         if failed:
             self._output.end_line()
         self._logs.end()
+        self.failures = tuple(self._failure(rank, code) for rank, code in self._failed().items())
 
     def _is_ending(self, local_rank: int) -> bool:
         """Whether a rank that printed a traceback is ending: it has written its error file, or was sent SIGINT."""
@@ -467,7 +497,7 @@ class Workers:
 
         If the workers are wrappers, such as shells, the signal goes to their whole process groups.
         """
-        self._terminated |= self._running - self.hang_monitor.found.keys() - self._raised_at.keys()
+        self._terminated |= self._running - {self._hung_rank()} - self._raised_at.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
             pid = self._processes[rank].pid
@@ -488,28 +518,6 @@ class Workers:
         """Wait for a worker to end. The wait is short, so that the caller can check for signals in between."""
         wait_readable(self.watched(), min(timeout, _SIGNAL_CHECK_SECONDS))
         self._note_ends()
-
-
-def note_of(failure: ProcessFailure) -> dict[str, Any]:
-    """The content of a worker's error file, which the script or `uncaught.leave_note` writes; empty if no file exists.
-
-    torch's handler writes a dict; other programs write a plain string, which torch accepts too.
-    """
-    if isinstance(failure.message, dict):
-        return failure.message
-    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file, torch invents a message
-    return {"message": failure.message} if given else {}
-
-
-def _is_error_file(path: str) -> bool:
-    """Whether torch can read this file; if not, torch would print a traceback of its own."""
-    try:
-        error = json.loads(Path(path).read_bytes())
-        message = error["message"]
-        int(error.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
-    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-        return False
-    return True
 
 
 def _cannot_start(command: str, why: str) -> LaunchError:

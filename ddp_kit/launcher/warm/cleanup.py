@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_kit.env import CHECKPOINT_WRITER
+
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
@@ -82,6 +84,11 @@ class Child:
         if command_line or not after or after[:1] in b"ZX":
             return command_line
         return f"[{before.partition(b'(')[2].decode(errors='replace')}]"
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether the child writes checkpoints. It exits once its save is complete and its rank has ended."""
+        return CHECKPOINT_WRITER.encode() in self.command
 
     @property
     def is_cleaner(self) -> bool:

@@ -38,7 +38,7 @@ sys.path[:] = path
 hidden, preload = (tuple(filter(None, names.split(","))) for names in sys.argv[5:7])
 server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload)
 """
-_CLOSE_SECONDS = 10.0  # the time that the server has to clean up
+_CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for unfinished saves and for helpers
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
 # checks in a row, and the second check is not late. If it is late, the whole job, including the launcher, was
 # suspended, and the server may be about to continue.

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_kit.env import CHECKPOINT_WRITER, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
+from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.warm import worker
 from ddp_kit.launcher.warm.cleanup import (
     Child,
@@ -106,6 +106,7 @@ _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parall
 # loguru's default handler checks whether stderr is a terminal, which has to happen in the worker.
 _WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
 _LEAVING_SECONDS = 2.0  # most processes that successful workers leave behind exit on their own in this time
+_SAVING_SECONDS = 4.0  # to complete saves when the job ends; shorter than `plan._FOR_THE_VERDICT`
 _OWN_FAULTS = {
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -340,9 +341,7 @@ class _Server:
         After a failure, a process that is writing a checkpoint may finish: the next round waits for it and resumes from
         that checkpoint. If it is still running at the next failure, it is ended.
         """
-        saving: set[int] = (
-            set() if succeeded else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}
-        )
+        saving: set[int] = set() if succeeded else {child.pid for child in children() if child.is_writer}
         saving -= self._left_saving
         self._left_saving = saving
         signal_children(lambda child: child.pid in saving, signal.SIGCONT, set())
@@ -364,6 +363,9 @@ class _Server:
     def _end(self) -> NoReturn:
         """End all processes, after the launcher has ended."""
         end_children(lambda child: child.pid in self._running, self._reap, leftovers=self._leftovers)
+        wait_for(
+            lambda child: child.is_writer, _SAVING_SECONDS, self._reap
+        )  # after a failure, a save may be unfinished
         end_children(lambda _: True, self._reap, gently=True, leftovers=self._leftovers)
         end_cleaners(self._reap)
         for folder in self._folders:

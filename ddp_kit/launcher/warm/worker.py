@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from ddp_kit.env import BLAS_THREADS, LOCAL_RANK, NOTE_AT_START, READ_BY_TORCH, STACKS_SIGNAL, THREADS
 from ddp_kit.errors import DdpKitError
 from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory, note_exiting
-from ddp_kit.launcher import verdict
+from ddp_kit.launcher import diagnosis
 from ddp_kit.launcher.warm.messages import Program, Start
 from ddp_kit.uncaught import folded_traceback, leave_note
 
@@ -344,7 +344,8 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 def _leave_note(error: BaseException) -> None:
     lines = traceback.format_exception_only(error)  # may start with the location of a syntax error and end with notes
     text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip()
-    text = verdict.message_of(text) or text.partition("\n")[0]  # the original message, if a DataLoader worker raised it
+    # If a DataLoader worker raised the exception, this is the worker's message.
+    text = diagnosis.message_of(text) or text.partition("\n")[0]
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_import = all(code.co_name == "<module>" or code.co_filename.startswith("<frozen ") for code in codes)
     # An import error or a syntax error at module level cannot be fixed by a restart.

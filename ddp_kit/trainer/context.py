@@ -53,7 +53,16 @@ class LoggedValues:
                 f"trainer.log got {kind_of(values)}, not a dict", 'pass a dict: trainer.log({"accuracy": value})'
             )
         for name, value in values.items():
-            _check_name(name)
+            if not isinstance(name, str) or not name:
+                raise ConfigError(
+                    f"trainer.log got the name {name!r}, but a name must be a non-empty string",
+                    "use names such as 'accuracy'",
+                )
+            if name in _RESERVED:
+                raise ConfigError(
+                    f"trainer.log got the name {name!r}, which is reserved for a value that ddpkit logs",
+                    f"use another name, such as 'my_{name}'",
+                )
             entry = name, _detached(name, value), 1.0 if self.samples is None else self.samples
             if self.samples is None:
                 self._put(*entry)
@@ -127,11 +136,9 @@ class _BatchContext:
 
 def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
     """The (sum, weight) of each mean, as a float64 tensor [n, 2] on the device."""
-    return (
-        torch.stack([mean.pair() for mean in means.values()])
-        if means
-        else torch.zeros(0, 2, dtype=torch.float64, device=device)
-    )
+    if not means:
+        return torch.zeros(0, 2, dtype=torch.float64, device=device)
+    return torch.stack([mean.pair() for mean in means.values()])
 
 
 def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
@@ -150,18 +157,6 @@ def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]")
     return {name: total / weight if weight else float("nan") for name, (total, weight) in sums.items()}
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise ConfigError(
-            f"trainer.log got the name {name!r}, but a name must be a non-empty string", "use names such as 'accuracy'"
-        )
-    if name in _RESERVED:
-        raise ConfigError(
-            f"trainer.log got the name {name!r}, which is reserved for a value that ddpkit logs",
-            f"use another name, such as 'my_{name}'",
-        )
-
-
 def _detached(name: str, value: object) -> Tensor | Loss:
     if isinstance(value, Loss):
         return Loss(value.loss.detach(), value.weight)
@@ -176,7 +171,7 @@ def _detached(name: str, value: object) -> Tensor | Loss:
     )
 
 
-# --- Parts of a Trainer -----------------------------------------------------------------------------------------------
+# --- The context -----------------------------------------------------------------------------------------------
 
 
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
@@ -187,7 +182,7 @@ SchedulerInterval = Literal["step", "epoch"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainerContext:
     """The model, optimizer and other objects that a Trainer uses. They are fixed when the Trainer is created."""
 
     model: nn.Module
