@@ -197,8 +197,8 @@ def load_optimizer_state(
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
     if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
-        for parameter, state in states:  # fused kernels could read past the end of a tensor with another shape
-            for name, value in state.items() if isinstance(state, dict) else ():
+        for parameter, saved_state in states:  # fused kernels could read past the end of a tensor of another shape
+            for name, value in saved_state.items() if isinstance(saved_state, dict) else ():
                 shape = torch.Size() if name == "step" else parameter.shape
                 if isinstance(value, Tensor) and value.shape != shape:
                     raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")

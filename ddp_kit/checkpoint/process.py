@@ -120,8 +120,8 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Job:
-    """The part of one checkpoint that one process writes."""
+class WriteTask:
+    """The share of one checkpoint that one process writes."""
 
     folder: str
     """The folder of all checkpoints."""
@@ -147,7 +147,7 @@ class Job:
         return sum(file.bytes for file in self.files)
 
     def to_json(self) -> str:
-        """The job as one line of JSON."""
+        """The task as one line of JSON."""
         return json.dumps(vars(self), default=vars)
 
     @classmethod
@@ -235,24 +235,24 @@ def unfinished_folder(folder: Path, step: int, token: str) -> Path:
     return folder / f"{WRITING}{name_of(step)}-{token}"
 
 
-def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) -> None:
+def write_share(task: WriteTask, memory: memoryview, unfinished: Path, system: System) -> None:
     """Write the share of a writer other than 0. Errors are recorded in the folder, and reported by writer 0.
 
     `unfinished`: the folder of the unfinished checkpoint.
     """
-    name = f".writer-{job.writer}"
+    name = f".writer-{task.writer}"
     try:
         lock = os.open(unfinished / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
-            record: dict[str, object] = {"tensors": job.tensors}
+            record: dict[str, object] = {"tensors": task.tensors}
             try:
                 record["files"] = [
-                    asdict(write_file(unfinished / file.name, file.content_in(memory), system)) for file in job.files
+                    asdict(write_file(unfinished / file.name, file.content_in(memory), system)) for file in task.files
                 ]
             except OSError as error:
-                for file in job.files:  # make room for the record on a full disk
+                for file in task.files:  # make room for the record on a full disk
                     (unfinished / file.name).unlink(missing_ok=True)
                 record["errno"] = error.errno
             write_file(unfinished / f"{name}.new", json.dumps(record).encode(), system)
@@ -265,7 +265,7 @@ def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) 
         # Writer 0 has given up, and reports why.
 
 
-def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
+def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
     """Wait for the shares of the other writers, and return the records of all their files. Called by writer 0.
 
     `unfinished`: the folder of the unfinished checkpoint. `abandoned`: a function that returns whether the training
@@ -273,7 +273,7 @@ def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], 
     Raises `CheckpointError`, and `OSError` with the error number that another writer has recorded.
     """
     records: list[FileRecord] = []
-    waiting = {writer: f".writer-{writer}" for writer in range(1, job.writers)}
+    waiting = {writer: f".writer-{writer}" for writer in range(1, task.writers)}
     size, since = -1, time.monotonic()
     while waiting:
         # From listings: on NFS, a lookup by name may miss a new file for up to a minute.
@@ -283,15 +283,15 @@ def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], 
         for writer, name in [*waiting.items()]:
             start_seconds = _ABANDONED_SECONDS if abandoned() else _START_SECONDS
             if f"{name}.json" in names:
-                records += _records_of(unfinished / f"{name}.json", job, writer)
+                records += _records_of(unfinished / f"{name}.json", task, writer)
                 del waiting[writer]
             elif locked[writer] is False and time.monotonic() - since > start_seconds:
-                raise _missing(job, writer, "has ended or never started")
+                raise _missing(task, writer, "has ended or never started")
         if waiting:
             if (new_size := _size(unfinished)) != size:
                 size, since = new_size, time.monotonic()
             elif time.monotonic() - since > _STALL_SECONDS:
-                raise _missing(job, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
+                raise _missing(task, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
             time.sleep(_SHARE_POLL_SECONDS)
     for path in unfinished.glob(".writer-*"):
         path.unlink()
@@ -328,25 +328,25 @@ def _is_locked(path: Path) -> bool | None:
         os.close(descriptor)
 
 
-def _records_of(path: Path, job: Job, writer: int) -> list[FileRecord]:
+def _records_of(path: Path, task: WriteTask, writer: int) -> list[FileRecord]:
     """The records of the files of another writer's share. `path`: the file in which this writer has left them."""
     with open_file(path) as file:
         share = json.loads(file.read(_LONGEST_RECORD))
     if "errno" in share:
         number = int(share["errno"])
         raise OSError(number, os.strerror(number))
-    if share["tensors"] != job.tensors:
+    if share["tensors"] != task.tensors:
         raise CheckpointError(
-            f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) has "
-            "tensors with different names, dtypes or shapes than writer 0",
+            f"the checkpoint of step {task.step} was not saved: writer {writer} (of {task.writers}, counted from 0) "
+            "has tensors with different names, dtypes or shapes than writer 0",
             "use the same model and optimizer on all ranks, with the same state for each parameter",
         )
     return [FileRecord(**file) for file in share["files"]]
 
 
-def _missing(job: Job, writer: int, problem: str) -> CheckpointError:
+def _missing(task: WriteTask, writer: int, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint of step {job.step} was not saved: writer {writer} (of {job.writers}, counted from 0) "
+        f"the checkpoint of step {task.step} was not saved: writer {writer} (of {task.writers}, counted from 0) "
         f"{problem}",
         "see the output of the other ranks; earlier checkpoints are unchanged",
         transient=True,
@@ -370,8 +370,10 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
-    """Write a checkpoint durably, and remove the oldest checkpoints beyond `job.keep_last`.
+def write(
+    task: WriteTask, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool
+) -> None:
+    """Write a checkpoint durably, and remove the oldest checkpoints beyond `task.keep_last`.
 
     If several writers share a checkpoint, only writer 0 completes it and removes others; the rest write their share.
     `memory`: the content of the files. `abandoned`: a function that returns whether the process that requested the
@@ -379,11 +381,11 @@ def write(job: Job, memory: memoryview, system: System | None = None, *, abandon
     Raises `CheckpointError` if the checkpoint cannot be written; earlier checkpoints are then unchanged.
     """
     system = system or System()
-    folder = Path(job.folder)
-    unfinished = unfinished_folder(folder, job.step, job.token or secrets.token_hex(4))
-    with _explained(job, folder, system):
-        if job.writer > 0:
-            write_share(job, memory, unfinished, system)
+    folder = Path(task.folder)
+    unfinished = unfinished_folder(folder, task.step, task.token or secrets.token_hex(4))
+    with _explained(task, folder, system):
+        if task.writer > 0:
+            write_share(task, memory, unfinished, system)
             return
         make_folder(folder, system)
         with _alone(folder) as alone:
@@ -391,15 +393,15 @@ def write(job: Job, memory: memoryview, system: System | None = None, *, abandon
                 with suppress(FileExistsError):  # several writers: the training process has created it
                     system.mkdir(unfinished)
                 _clear_leftovers(folder, unfinished, alone, system)
-                if job.size > system.free(folder):
-                    raise _full(job, folder, system)
-                records = [write_file(unfinished / file.name, file.content_in(memory), system) for file in job.files]
-                records += collect(job, unfinished, system, abandoned)
+                if task.size > system.free(folder):
+                    raise _full(task, folder, system)
+                records = [write_file(unfinished / file.name, file.content_in(memory), system) for file in task.files]
+                records += collect(task, unfinished, system, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
-                manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
+                manifest = Manifest(task.step, created, task.best, task.versions, tuple(records))
                 write_file(unfinished / MANIFEST, manifest.text().encode(), system)
                 fsync_folder(unfinished, system)
-                _put_in_place(unfinished, folder / name_of(job.step), system)
+                _put_in_place(unfinished, folder / name_of(task.step), system)
             except BaseException:
                 removed = _removed(unfinished)
                 with suppress(OSError):  # renamed first, so that the other writers can create no more files in it
@@ -409,7 +411,7 @@ def write(job: Job, memory: memoryview, system: System | None = None, *, abandon
                     system.remove(unfinished)
                 raise
             fsync_folder(folder, system)
-            _prune(job, folder, system)
+            _prune(task, folder, system)
 
 
 def make_folder(folder: Path, system: System | None = None) -> None:
@@ -482,12 +484,12 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
 # --- Retention --------------------------------------------------------------------------------------------------------
 
 
-def _prune(job: Job, folder: Path, system: System) -> None:
+def _prune(task: WriteTask, folder: Path, system: System) -> None:
     """Remove older checkpoints that exceed `keep_last`. Those of later steps belong to another run, and are kept."""
-    saved = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step <= job.step]
+    saved = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step <= task.step]
     whole = [checkpoint for checkpoint in saved if checkpoint.whole]
     best = [checkpoint.step for checkpoint in whole if checkpoint.manifest is not None and checkpoint.manifest.best]
-    last = [checkpoint.step for checkpoint in whole[: job.keep_last]]
+    last = [checkpoint.step for checkpoint in whole[: task.keep_last]]
     damaged = [
         checkpoint.step for checkpoint in saved if not checkpoint.whole and checkpoint.step >= min(last, default=0)
     ]
@@ -562,13 +564,13 @@ def _last_written(path: Path) -> float:
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
-def _full(job: Job, folder: Path, system: System, code: int = errno.ENOSPC) -> CheckpointError:
+def _full(task: WriteTask, folder: Path, system: System, code: int = errno.ENOSPC) -> CheckpointError:
     """The error for a disk without space or inodes, or a quota that is used up. `code`: the system's error number."""
-    inodes_needed = len(job.files) * job.writers + 2  # the manifest and the folder
+    inodes_needed = len(task.files) * task.writers + 2  # the manifest and the folder
     free = inodes = None
     with suppress(OSError):
         free, inodes = system.free(folder), system.free_inodes(folder)
-    needed, remedy = f"{job.total or job.size:,} bytes are needed", "free some space"
+    needed, remedy = f"{task.total or task.size:,} bytes are needed", "free some space"
     if code == errno.EDQUOT:
         needed, remedy = f"{needed}, and your disk quota is used up", "remove files that count towards the quota"
     elif inodes is not None and inodes < inodes_needed:
@@ -577,26 +579,26 @@ def _full(job: Job, folder: Path, system: System, code: int = errno.ENOSPC) -> C
     elif free is not None:
         needed += f", {free:,} are free"
     return CheckpointError(
-        f"there is no space for the checkpoint of step {job.step} in {folder}: {needed}",
+        f"there is no space for the checkpoint of step {task.step} in {folder}: {needed}",
         f"{remedy}, lower keep_last, or use a folder on another disk; earlier checkpoints are unchanged",
         transient=True,
     )
 
 
 @contextmanager
-def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
+def _explained(task: WriteTask, folder: Path, system: System) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in _NO_SPACE:
-            raise _full(job, folder, system, error.errno) from None
+            raise _full(task, folder, system, error.errno) from None
         raise cannot_write(error, folder) from None
 
 
 # --- Writer process ---------------------------------------------------------------------------------------------------
 # The writer process starts in about 50 ms, because it does not import torch or numpy. Its loop waits for one of:
 #
-#     a packet with a number and a `Job`                          write the checkpoint from shared memory, then answer
+#     a packet with a number and a `WriteTask`                    write the checkpoint from shared memory, then answer
 #                                                                 with the number and the error
 #     a stop packet, end of file, end of the training process     exit
 
@@ -620,34 +622,34 @@ def main(parent: int, memory: int, line: int) -> None:
     if os.getppid() != parent:
         return
     done = 0
-    with socket.socket(fileno=line) as jobs:
+    with socket.socket(fileno=line) as requests:
         while line in readable(waits):
             try:
-                packet = jobs.recv(LONGEST_PACKET)
+                packet = requests.recv(LONGEST_PACKET)
             except ConnectionResetError:  # raised once if the training process ended without reading an answer;
-                continue  # the next recv returns a job that it had sent before
+                continue  # the next recv returns a task that it had sent before
             if packet in (b"", STOP):
                 return
             number, _, text = packet.partition(b" ")
-            if int(number) > done:  # otherwise the job was sent twice
-                done, job = int(number), Job.from_json(text)
+            if int(number) > done:  # otherwise the task was sent twice
+                done, task = int(number), WriteTask.from_json(text)
                 problem: dict[str, str | bool] = {}
                 content = None
                 try:
                     # Not closed, but unmapped when the last reference to it is gone: after an error, slices of it live
                     # as long as the traceback, and closing it would raise a BufferError instead.
                     content = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
-                    write(job, content, abandoned=lambda: os.getppid() != parent)
+                    write(task, content, abandoned=lambda: os.getppid() != parent)
                 except CheckpointError as error:
                     problem = {"message": error.message, "hint": error.hint, "transient": error.transient}
                 except Exception:
                     trace = traceback.format_exc()[-_LONGEST_TEXT:]
-                    message = f"the checkpoint of step {job.step} could not be written:\n{trace}"
+                    message = f"the checkpoint of step {task.step} could not be written:\n{trace}"
                     problem = {"message": message, "hint": _BUG}
                 finally:
                     content = None
                 with suppress(OSError):  # the training process has ended
-                    jobs.send(json.dumps([done, problem]).encode())
+                    requests.send(json.dumps([done, problem]).encode())
 
 
 def readable(descriptors: Iterable[int], seconds: float | None = None) -> set[int]:

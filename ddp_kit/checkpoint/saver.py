@@ -30,8 +30,8 @@ from ddp_kit.checkpoint.packing import Division, Layout, Replicated, Stored, act
 from ddp_kit.checkpoint.process import (
     LONGEST_PACKET,
     STOP,
-    Job,
     Region,
+    WriteTask,
     cannot_write,
     make_folder,
     readable,
@@ -216,7 +216,7 @@ class WriterProcess:
     """A process that writes checkpoints from shared memory, one at a time. `memory`: the memory's file descriptor.
 
     Jobs and answers are numbered packets. A signal handler may raise an exception at any line without losing either: a
-    job is sent again unless it is known to have been sent, and an answer stays in the socket until the next job.
+    task is sent again unless it is known to have been sent, and an answer stays in the socket until the next task.
     """
 
     def __init__(self, memory: int) -> None:
@@ -240,8 +240,8 @@ class WriterProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        self._number = 0  # the number of the last job
-        self._job: bytes | None = None  # the packet of a job that has not been answered
+        self._number = 0  # the number of the last task
+        self._task: bytes | None = None  # the packet of a task that has not been answered
         self._sent = False
         # Also runs at interpreter exit, and lets a save in progress finish.
         self._finish = weakref.finalize(self, _end, self._process, self._socket, self._stderr, os.getpid())
@@ -256,22 +256,22 @@ class WriterProcess:
         """The process id."""
         return self._process.pid
 
-    def start(self, job: Job) -> None:
+    def start(self, task: WriteTask) -> None:
         """Start writing a checkpoint; the previous one must be finished."""
-        assert self._job is None, "all jobs use the same memory"
+        assert self._task is None, "all tasks use the same memory"
         self._number += 1
         self._sent = False
-        self._job = f"{self._number} {job.to_json()}".encode()  # from here on, the memory is in use
+        self._task = f"{self._number} {task.to_json()}".encode()  # from here on, the memory is in use
         self._send()
 
     def finished(self, *, wait: bool) -> bool:
         """Whether the last checkpoint is complete. `wait`: whether to wait for it. Raises an error if it failed."""
-        while self._job is not None:
+        while self._task is not None:
             self._send()
             ended = self._process.poll() is not None  # before reading, so that the process's last answer is not missed
             problem = self._answer()
             if problem is not None:
-                self._job = None
+                self._task = None
                 if problem:
                     raise CheckpointError(**problem)  # type: ignore[arg-type]
             elif ended:
@@ -288,23 +288,23 @@ class WriterProcess:
         self._finish()
 
     def _send(self) -> None:
-        if self._job is not None and not self._sent:
+        if self._task is not None and not self._sent:
             with suppress(OSError):  # the process is gone; `finished` reports that
-                self._socket.send(self._job)
+                self._socket.send(self._task)
             self._sent = True
 
     def _answer(self) -> dict[str, str | bool] | None:
-        """The answer to the last job: an empty dict, or the arguments of a `CheckpointError`; None if not answered."""
+        """The answer to the last task: an empty dict, or the arguments of a `CheckpointError`; None if not answered."""
         with suppress(OSError):  # no answer yet, or the process is gone
             while packet := self._socket.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 number, problem = json.loads(packet)
                 if number == self._number:
                     return dict(problem)
-                self._socket.recv(1)  # drop the whole packet, the answer to an earlier job
+                self._socket.recv(1)  # drop the whole packet, the answer to an earlier task
         return None
 
     def _gone(self) -> CheckpointError:
-        self._job = None
+        self._task = None
         self._finish.detach()
         code = self._process.wait()
         self._stderr.seek(0)
@@ -323,18 +323,18 @@ def _continue(process: "subprocess.Popen[bytes]") -> None:
     process.send_signal(signal.SIGCONT)
 
 
-def _end(process: "subprocess.Popen[bytes]", jobs: socket.socket, stderr: IO[bytes], owner: int) -> None:
+def _end(process: "subprocess.Popen[bytes]", requests: socket.socket, stderr: IO[bytes], owner: int) -> None:
     """Let the process finish its checkpoint, stop it, and close its files."""
     if os.getpid() != owner:  # a forked child inherits the finalizer
         return
     with suppress(OSError):  # the process is gone
-        jobs.send(STOP)  # closing the socket is not enough: forked DataLoader workers also hold it open
+        requests.send(STOP)  # closing the socket is not enough: forked DataLoader workers also hold it open
     while process.poll() is None:
         with suppress(OSError):
             _continue(process)
-            if readable([jobs.fileno()], _POLL_SECONDS) and not jobs.recv(1):
+            if readable([requests.fileno()], _POLL_SECONDS) and not requests.recv(1):
                 process.wait()  # the process has closed its end of the socket, and exits
-    jobs.close()
+    requests.close()
     stderr.close()
 
 
@@ -347,11 +347,11 @@ class BlockingWriter:
         self._buffer = buffer
         self._error: CheckpointError | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, task: WriteTask) -> None:
         """Write a checkpoint."""
         try:
             with self._buffer.view as view:
-                write(job, view)
+                write(task, view)
         except CheckpointError as error:
             self._error = error.with_traceback(None)  # traceback frames keep tensors alive
 
@@ -471,14 +471,14 @@ class Saver:
         files = division.layout.files
         if self._number == 0:
             files = (*files, Region(STATE, division.layout.bytes, len(text)))
-        job = Job(
+        task = WriteTask(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
             token, self._number, division.writers, division.bytes + len(text), division.tensors,
         )  # fmt: skip
         if overlap:
-            self._copying = _Copying(later, job)
+            self._copying = _Copying(later, task)
         else:
-            writer.start(job)
+            writer.start(task)
             self.check()  # a `BlockingWriter` has written it
 
     def finish_copy(self) -> None:
@@ -489,7 +489,7 @@ class Saver:
         copying, self._copying = self._copying, None
         copying.check()
         assert self._writer is not None, "`save` has created it"
-        self._writer.start(copying.job)
+        self._writer.start(copying.task)
 
     def reserve(self, size: int) -> None:
         """Allocate host memory in the background, so that the first save does not have to.
@@ -570,8 +570,8 @@ class Saver:
 class _Copying:
     """Copies tensors in a thread, and detects whether they change during the copy."""
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Stored]], job: Job) -> None:
-        self.job = job
+    def __init__(self, pairs: Sequence[tuple[Tensor, Stored]], task: WriteTask) -> None:
+        self.task = task
         self._copied = [(stored, version_of(stored.tensor)) for _, stored in pairs]
         pool = ThreadPoolExecutor(1)
         self.done = pool.submit(begin_copy((target, stored.tensor) for target, stored in pairs))
@@ -585,7 +585,7 @@ class _Copying:
         if changed:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise CheckpointError(
-                f"the checkpoint of step {self.job.step} was not saved: during the copy, something other than "
+                f"the checkpoint of step {self.task.step} was not saved: during the copy, something other than "
                 f"optimizer.step() wrote to {', '.join(changed[:_SHOWN])}{more}",
                 "set checkpoint.save='background': the state is then copied before training continues",
             )

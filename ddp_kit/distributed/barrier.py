@@ -62,7 +62,7 @@ class RankLocation:
     collectives: int
     """The number of collectives that the rank has started in the default group."""
     words: str
-    """A description of the place: a call of the Trainer, a phase of a step, or the script."""
+    """A description of the location: a call of the Trainer, a phase of a step, or the script."""
 
     @staticmethod
     def parse(line: str) -> "RankLocation":
@@ -110,19 +110,19 @@ def control_of(world: World) -> Control:
     return _barriers(world).control
 
 
-def join_world(place: str, *, share_gpus: bool) -> World:
+def join_world(location: str, *, share_gpus: bool) -> World:
     """Join the process group with `world.join`, and wait at a barrier until all ranks have joined.
 
-    If joining takes a long time, ranks 0 and 1 log a warning. `place`: the user's call, for messages.
+    If joining takes a long time, ranks 0 and 1 log a warning. `location`: the user's call, in words.
     """
-    world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
+    world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, location))
     log.start(world.rank, world.world_size)
-    wait_for_all(world, place)
+    wait_for_all(world, location)
     return world
 
 
 @contextmanager
-def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
+def _warned_when_late(location: str, rank: int, world_size: int) -> Iterator[None]:
     """Context manager that logs a warning if creating the process group takes a long time.
 
     The warning cannot name the missing ranks, because there is no store yet.
@@ -135,7 +135,7 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
             "the Trainer: is it under a condition such as `if rank == 0`? After {:.0f} minutes, the wait ends with an "
             "error",
             rank,
-            place,
+            location,
             world_size,
             TIMEOUT_SECONDS / 60,
         )
@@ -159,8 +159,8 @@ def watch(world: World, heartbeat: HeartbeatWriter) -> None:
         _barriers(world).heartbeat = heartbeat
 
 
-def wait_for_all(world: World, place: str, *, seconds: float | None = None, hint: str = HINT) -> None:
-    """Wait until all ranks are at the same place. Raises `WorldError` if a rank is elsewhere, or does not arrive.
+def wait_for_all(world: World, location: str, *, seconds: float | None = None, hint: str = HINT) -> None:
+    """Wait until all ranks are at the same location. Raises `WorldError` if a rank is elsewhere, or does not arrive.
 
     `seconds`: the timeout; None: `TIMEOUT_SECONDS`. `hint`: the hint of the error.
     """
@@ -168,7 +168,7 @@ def wait_for_all(world: World, place: str, *, seconds: float | None = None, hint
         return
     barriers = _barriers(world)
     barriers.passed += 1
-    wait = _Wait(world, barriers, f"barrier/{barriers.passed}", place, hint)
+    wait = _Wait(world, barriers, f"barrier/{barriers.passed}", location, hint)
     arrived = wait.until_all_arrived(TIMEOUT_SECONDS if seconds is None else seconds)
     barriers.collectives = {rank: location.collectives for rank, location in arrived.items()}
     if world.is_main:
@@ -176,7 +176,7 @@ def wait_for_all(world: World, place: str, *, seconds: float | None = None, hint
             barriers.control.store.delete_key(f"barrier/{barriers.passed - 1}")  # all ranks have read it
 
 
-def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
+def all_arrive(world: World, location: str, name: str, seconds: float) -> bool:
     """Wait at a barrier that some ranks may never reach; return whether all ranks arrive within `seconds`.
 
     The result is the same on all ranks, even on one that arrives too late. `name`: the name of the barrier, equal on
@@ -185,7 +185,7 @@ def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
     if world.world_size == 1:
         return True
     try:
-        _Wait(world, _barriers(world), f"barrier/{name}", place, HINT).until_all_arrived(seconds)
+        _Wait(world, _barriers(world), f"barrier/{name}", location, HINT).until_all_arrived(seconds)
     except WorldError:
         return False
     return True
@@ -194,12 +194,12 @@ def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
 class _Wait:
     """One rank's wait for the others at a barrier. `log`: the key of the barrier's log; also the name announced."""
 
-    def __init__(self, world: World, barriers: _Barriers, log: str, place: str, hint: str) -> None:
+    def __init__(self, world: World, barriers: _Barriers, log: str, location: str, hint: str) -> None:
         self._world = world
         self._barriers = barriers
         self._control = barriers.control
         self._log = log
-        self._own = RankLocation(world.rank, collectives_of_default_group(), place)
+        self._location = RankLocation(world.rank, collectives_of_default_group(), location)
         self._hint = hint
         self._next_question = self._next_line = time.monotonic() + SILENT_SECONDS
         self._next_question -= 2 * ANSWER_SECONDS
@@ -210,9 +210,9 @@ class _Wait:
         """Log this rank's arrival and wait for the others; returns the ranks' locations. Raises `WorldError`."""
         control, deadline = self._control, time.monotonic() + seconds
         try:
-            lines = control.append(self._log, str(self._own))
-            is_first = lines[0] == str(self._own)
-            if len(lines) == self._world.world_size or RankLocation.parse(lines[0]).words != self._own.words:
+            lines = control.append(self._log, str(self._location))
+            is_first = lines[0] == str(self._location)
+            if len(lines) == self._world.world_size or RankLocation.parse(lines[0]).words != self._location.words:
                 control.announce(self._log)
             while len(arrived := self._arrived(lines)) < self._world.world_size:
                 pause = max(0.0, deadline - time.monotonic())
@@ -226,8 +226,8 @@ class _Wait:
             return arrived
         except STORE_ERRORS as error:
             raise WorldError(
-                f"rank {self._world.rank} is at {self._own.words}, but cannot reach the other ranks: the store does "
-                f"not answer ({error})",
+                f"rank {self._world.rank} is at {self._location.words}, but cannot reach the other ranks: the store "
+                f"does not answer ({error})",
                 "the process that serves the store (rank 0 or the launcher) has probably ended: see its output. "
                 f"{self._hint}",
             ) from None
@@ -249,7 +249,7 @@ class _Wait:
 
     def _error(self, reason: str) -> WorldError:
         error = WorldError(
-            f"rank {self._world.rank} is waiting at {self._own.words}, but other ranks did not arrive: {reason}",
+            f"rank {self._world.rank} is waiting at {self._location.words}, but other ranks did not arrive: {reason}",
             self._hint,
         )
         error.only_this_rank = _ENDED not in reason  # a rank that has not arrived does not raise it
@@ -290,7 +290,7 @@ class _Wait:
                 f"rank {rank} does not answer" if location is None else f"rank {rank} is in {location.words}"
                 for rank, location in locations.items()
             )
-            logger.warning("rank {} is waiting at {}: {}", self._world.rank, self._own.words, where)
+            logger.warning("rank {} is waiting at {}: {}", self._world.rank, self._location.words, where)
         for rank, location in locations.items():
             if location is None or not self._is_past(location):
                 self._past_since.pop(rank, None)
@@ -304,4 +304,4 @@ class _Wait:
         Such a rank has started more collectives since the previous barrier than this rank.
         """
         before = self._barriers.collectives
-        return location.collectives - before[location.rank] > self._own.collectives - before[self._own.rank]
+        return location.collectives - before[location.rank] > self._location.collectives - before[self._location.rank]

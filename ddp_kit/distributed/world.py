@@ -70,28 +70,28 @@ def join(
     Raises `WorldError` if there is no GPU for this rank.
     """
     show_without_traceback(rank_for_messages())
-    place = from_env()
-    if dist.is_initialized() and place.world_size != dist.get_world_size():
+    worker = from_env()
+    if dist.is_initialized() and worker.world_size != dist.get_world_size():
         # The script started its processes itself and has set their devices.
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
+        worker = replace(worker, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
         gpus: tuple[torch.device, ...] = ()
     else:
-        gpus = _gpus(place, share_gpus)
+        gpus = _gpus(worker, share_gpus)
         device = gpus[0] if gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.world_size > 1 and not dist.is_initialized():
-        with starting(place.rank, place.world_size) if starting is not None else nullcontext():
-            _start_group(place, device, share_gpus, binds=len(gpus) <= 1)
-        show_without_traceback(place.rank)  # again, because init_process_group installs an excepthook
+    if worker.world_size > 1 and not dist.is_initialized():
+        with starting(worker.rank, worker.world_size) if starting is not None else nullcontext():
+            _start_group(worker, device, share_gpus, binds=len(gpus) <= 1)
+        show_without_traceback(worker.rank)  # again, because init_process_group installs an excepthook
     return World(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        node_rank=place.node_rank,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        local_rank=worker.local_rank,
+        local_world_size=worker.local_world_size,
+        node_rank=worker.node_rank,
         device=device,
         gpus=gpus,
     )
@@ -186,40 +186,40 @@ def host_group(world: World) -> dist.ProcessGroup | None:
     return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
 
-def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
+def _gpus(worker: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     """The GPUs of this process; empty if torch sees none, and under `ddpkit plan`, which puts nothing on a GPU."""
     if plan_request() is not None or not torch.cuda.is_available():
         return ()
     visible = torch.cuda.device_count()
     if share_gpus:
-        return (torch.device("cuda", place.local_rank % visible),)
-    count = place.gpus_per_process or (visible if place.world_size == 1 else 1)
+        return (torch.device("cuda", worker.local_rank % visible),)
+    count = worker.gpus_per_process or (visible if worker.world_size == 1 else 1)
     # If only one GPU is visible, it may be this rank's own: `srun --gpus-per-task` shows each process another one.
-    first = 0 if visible == count == 1 else place.local_rank * count
+    first = 0 if visible == count == 1 else worker.local_rank * count
     if first + count <= visible:
         return tuple(torch.device("cuda", index) for index in range(first, first + count))
     if count == 1:
-        error = _no_gpu(place)
+        error = _no_gpu(worker)
     else:
         error = WorldError(
-            f"rank {place.rank} needs {count} GPUs, which are not available: {place.local_world_size} processes on "
+            f"rank {worker.rank} needs {count} GPUs, which are not available: {worker.local_world_size} processes on "
             f"this node; visible GPUs: {visible}",
             f"start at most {visible // count} processes, or lower {GPUS_PER_PROCESS} (currently {count})",
         )
-    error.only_this_rank = place.local_rank == visible // count  # the lowest one; higher ones have the same error
+    error.only_this_rank = worker.local_rank == visible // count  # the lowest one; higher ones have the same error
     raise error
 
 
-def _no_gpu(place: WorkerEnv) -> WorldError:
+def _no_gpu(worker: WorkerEnv) -> WorldError:
     visible = torch.cuda.device_count()
     return WorldError(
-        f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node; visible GPUs: {visible}",
+        f"rank {worker.rank} has no GPU: {worker.local_world_size} processes on this node; visible GPUs: {visible}",
         f"start at most one process per GPU: `ddpkit launch --gpus {visible} ...`; to share GPUs, which is slow, set "
         f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
     )
 
 
-def _start_group(place: WorkerEnv, device: torch.device, share_gpus: bool, *, binds: bool) -> None:
+def _start_group(worker: WorkerEnv, device: torch.device, share_gpus: bool, *, binds: bool) -> None:
     """Initialise the process group. `binds`: whether to bind NCCL to the device and initialise it eagerly.
 
     Raises `WorldError` if NCCL would use the same GPU on two ranks.
@@ -231,7 +231,7 @@ def _start_group(place: WorkerEnv, device: torch.device, share_gpus: bool, *, bi
     if nccl:
         key = f"ddpkit/gpu/{torch.cuda.get_device_properties(device).uuid}"
         if int(store.compare_set(key, "", str(rank))) != rank:
-            raise _no_gpu(place)
+            raise _no_gpu(worker)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_pg", store),

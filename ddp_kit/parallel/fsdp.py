@@ -36,7 +36,7 @@ from ddp_kit.parallel.tensor import (
     is_divided,
     is_dtensor,
     piece_of_dtensor,
-    reduced_part,
+    reduced_gradient,
     split_layers,
     tensor_plan,
 )
@@ -463,7 +463,7 @@ class FsdpStrategy(Strategy):
     def finish_reduction(self) -> None:
         with torch.no_grad():
             for whole, shard in self._shards.trained:
-                shard.grad = None if whole.grad is None else reduced_part(whole.grad, whole)
+                shard.grad = None if whole.grad is None else reduced_gradient(whole.grad, whole)
         missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
         if missing:
             names = [self.parameter_names()[id(parameter)] for parameter in missing]

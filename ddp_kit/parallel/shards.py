@@ -45,14 +45,14 @@ class Shards:
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
         """This rank's part of the optimizer state of the parameter `whole`. Scalars in the state are unchanged."""
-        from ddp_kit.parallel.tensor import is_dtensor, local_part  # only needed here, and slow to import
+        from ddp_kit.parallel.tensor import is_dtensor, local_tensor  # only needed here, and slow to import
 
         piece, part = self.pieces[id(self.of[whole])], {}
         for name, value in optimizer.state[whole].items():
             if not isinstance(value, Tensor) or (value.ndim == 0 and whole.ndim > 0):
                 part[name] = value
             elif value.shape == whole.shape:
-                part[name] = (local_part(value) if is_dtensor(value) else piece.of(value)).detach().clone()
+                part[name] = (local_tensor(value) if is_dtensor(value) else piece.of(value)).detach().clone()
             else:
                 raise ConfigError(
                     f"the optimizer {type(optimizer).__name__} has state that cannot be sharded: {name} of "

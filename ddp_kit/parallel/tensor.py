@@ -40,20 +40,20 @@ def is_divided(value: Any, dimension: str) -> bool:
 
 
 @torch.no_grad()
-def local_part(value: Any) -> Tensor:
+def local_tensor(value: Any) -> Tensor:
     """This rank's part of a DTensor, sharing memory with it; any other tensor is returned unchanged."""
     local: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return local
 
 
-def reduced_part(gradient: Any, parameter: Any) -> Tensor:
+def reduced_gradient(gradient: Any, parameter: Any) -> Tensor:
     """This rank's part of a gradient. A gradient that the backward pass has left unreduced is reduced first.
 
     A collective of the ranks that share the DTensor.
     """
     if is_dtensor(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient)
+    return local_tensor(gradient)
 
 
 def piece_of_dtensor(value: Any) -> Piece | None:
@@ -69,7 +69,7 @@ def piece_of_dtensor(value: Any) -> Piece | None:
             begin = min(share * mesh.get_local_rank(number), sizes[dimension])
             offsets[dimension] += begin
             sizes[dimension] = min(share, sizes[dimension] - begin)
-    local = local_part(value.detach())
+    local = local_tensor(value.detach())
     assert list(local.shape) == sizes, f"{value.placements} is not divided as expected"
     return Piece(local, tuple(value.shape), tuple(offsets))
 

@@ -20,7 +20,7 @@ from launching import seconds, wait_until
 
 from ddp_kit.checkpoint import packing, process
 from ddp_kit.checkpoint.format import MANIFEST, checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import LOCK, Job, Region, System, unfinished_folder, write
+from ddp_kit.checkpoint.process import LOCK, Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
@@ -268,14 +268,14 @@ def test_writer_that_creates_a_file_after_the_first_has_given_up_leaves_nothing(
     assert [found.step for found in checkpoints(tmp_path)] == [2]
 
 
-def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[Job, memoryview]:
+def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[WriteTask, memoryview]:
     """A share of a safetensors file with one tensor. Creates the folder of the checkpoint, as the first rank does."""
     unfinished_folder(folder, step, f"of{step}").mkdir(parents=True, exist_ok=True)
     header = json.dumps({f"t{writer}": {"dtype": "U8", "shape": [2000], "data_offsets": [0, 2000]}}).encode()
     whole = len(header).to_bytes(8, "little") + header + content[:2000]
     files: tuple[Region, ...] = (Region(f"model-0000{writer + 1}-of-00002.safetensors", 0, len(whole)),)
     files += () if writer else (Region("state.json", len(whole), 1000),)
-    return Job(str(folder), step, False, 1, {}, files, f"of{step}", writer, 2, 6000, "same"), memoryview(
+    return WriteTask(str(folder), step, False, 1, {}, files, f"of{step}", writer, 2, 6000, "same"), memoryview(
         whole + content[2000:]
     )
 

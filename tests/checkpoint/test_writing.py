@@ -17,13 +17,13 @@ from launching import seconds
 
 from ddp_kit.checkpoint import process
 from ddp_kit.checkpoint.format import checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import LOCK, Job, Region, System, wait_for_writers, write
+from ddp_kit.checkpoint.process import LOCK, Region, System, WriteTask, wait_for_writers, write
 from ddp_kit.errors import CheckpointError
 
 
-def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[Job, memoryview]:
+def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[WriteTask, memoryview]:
     files = (Region("model.safetensors", 0, 3000), Region("state.json", 3008, len(content) - 3008))
-    return Job(str(folder), step, step == 1, 1, {}, files), memoryview(content)
+    return WriteTask(str(folder), step, step == 1, 1, {}, files), memoryview(content)
 
 
 def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:

@@ -37,7 +37,14 @@ from ddp_kit.parallel.pipeline.model import (
 from ddp_kit.parallel.pipeline.stage import Stage
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of
-from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers, tensor_plan
+from ddp_kit.parallel.tensor import (
+    is_divided,
+    local_tensor,
+    piece_of_dtensor,
+    reduced_gradient,
+    split_layers,
+    tensor_plan,
+)
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import is_extra_state, memory_of
 
@@ -408,7 +415,7 @@ class PipelineStrategy(Strategy):
                 without_gradient += [names[id(parameter)]] if self._has_passes else []
                 gradient = torch.zeros_like(self._optimizer_parameter(parameter))
             else:
-                gradient = reduced_part(parameter.grad, parameter)
+                gradient = reduced_gradient(parameter.grad, parameter)
             self._optimizer_parameter(parameter).grad = gradient
             if parameter not in self._sharded:  # FSDP has reduced the others
                 by_holders.setdefault(self._holders[parameter], []).append(gradient)
@@ -512,7 +519,7 @@ class PipelineStrategy(Strategy):
         """The part of a parameter that this rank holds; an empty piece of the same dtype if it holds none."""
         part = piece_of_dtensor(parameter)
         if part is None or self._stage_index not in self._holders[parameter]:
-            return self._piece_on(local_part(parameter).detach(), parameter.shape, self._holders[parameter])
+            return self._piece_on(local_tensor(parameter).detach(), parameter.shape, self._holders[parameter])
         return replace(part, owned=self._replica == 0 and self._is_first_holder(parameter))
 
     def _piece_on(self, value: Tensor, shape: Sequence[int], stages: tuple[int, ...]) -> Piece:
@@ -547,7 +554,7 @@ class PipelineStrategy(Strategy):
             if is_here:
                 part = piece_of_dtensor(tensor)
                 saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
-                local_part(tensor).copy_(saved)
+                local_tensor(tensor).copy_(saved)
         others = {name: value for name, value in state.items() if name not in tensors}
         self.model.load_state_dict(others, strict=False)
 
