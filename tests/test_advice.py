@@ -12,7 +12,7 @@ def times(scale: float = 1.0, **seconds: float) -> StepTimes:
     return StepTimes(**{phase: value / 1000 * scale for phase, value in (usual | seconds).items()})
 
 
-def test_a_step_in_good_order_is_left_alone() -> None:
+def test_advice_on_a_balanced_step_is_none() -> None:
     assert advice([times()], 0) is None
     assert advice([times(), times(forward=35), times(data=3)], 0) is None
 
@@ -31,7 +31,7 @@ def test_a_step_in_good_order_is_left_alone() -> None:
         ({"other": 900}, None),
     ],
 )
-def test_a_phase_that_stands_out_has_a_remedy(out_of_order: dict[str, float], said: str | None) -> None:
+def test_advice_on_a_phase_that_is_too_long_names_a_remedy(out_of_order: dict[str, float], said: str | None) -> None:
     assert advice([times(**out_of_order)] * 2, 2) == said
 
 
@@ -39,23 +39,23 @@ def test_a_phase_that_stands_out_has_a_remedy(out_of_order: dict[str, float], sa
     ("phase", "below", "above"),
     [("data", 10.9, 11.1), ("transfer", 10.9, 11.1), ("communication", 38.4, 38.7), ("optimizer", 30.9, 31.1)],
 )
-def test_the_limits_are_shares_of_the_step(phase: str, below: float, above: float) -> None:
+def test_advice_thresholds_are_shares_of_the_step(phase: str, below: float, above: float) -> None:
     assert advice([times(**{phase: below})], 0) is None
     assert (advice([times(**{phase: above})], 0) or "").startswith(phase)
 
 
-def test_what_costs_less_than_a_millisecond_is_noise() -> None:
+def test_advice_ignores_costs_below_a_millisecond() -> None:
     assert advice([times(0.02, data=44)], 0) is None
     assert advice([times(0.025, data=44)], 0) is not None
     assert advice([times(0.01), times(0.01, forward=100)], 0) is None
 
 
-def test_what_is_done_already_is_not_proposed() -> None:
+def test_advice_does_not_propose_settings_already_in_use() -> None:
     assert advice([times(optimizer=60)], 0, fused=True) is None
     assert "compression" not in (advice([times(communication=90)], 0, compressed=True) or "compression")
 
 
-def test_a_slow_rank_comes_before_the_communication_that_it_makes_of_the_others() -> None:
+def test_advice_names_a_slow_rank_before_the_communication_it_causes() -> None:
     waiting = times(communication=70)
     said = advice([waiting, waiting, times(communication=10, forward=90), waiting], 0)
     assert said is not None
@@ -64,18 +64,18 @@ def test_a_slow_rank_comes_before_the_communication_that_it_makes_of_the_others(
     )
 
 
-def test_a_rank_that_is_slow_by_a_little_is_left_alone() -> None:
+def test_advice_ignores_a_slightly_slow_rank() -> None:
     assert advice([times(), times(forward=47)], 0) is None
     assert "rank 1 takes 1.2x" in (advice([times(), times(forward=49)], 0) or "")
 
 
-def test_a_slow_rank_s_own_phase_is_named() -> None:
+def test_advice_names_the_slow_phase_of_a_slow_rank() -> None:
     said = advice([times(communication=70), times(data=61, backward=51)], 4)
     assert said is not None
     assert "mostly in data: check how fast this rank reads its samples" in said
 
 
-def test_the_slowest_rank_is_the_one_that_needs_most_for_itself() -> None:
+def test_slowest_rank_has_the_most_time_besides_communication() -> None:
     assert slowest_rank([times()]) == (0, 1.0)
     rank, factor = slowest_rank([times(communication=900), times(forward=120), times(), times()])
     assert (rank, factor) == (1, pytest.approx(2.0))
@@ -99,7 +99,7 @@ class Run:
         return self.adviser.watch(self.step, steps, ranks, graphs, idle)
 
 
-def test_nothing_is_said_of_the_first_interval_and_each_kind_once() -> None:
+def test_advice_skips_the_first_interval_and_gives_each_kind_once() -> None:
     run = Run()
     assert run.interval(times(data=44)) is None
     assert (run.interval(times(data=44)) or "").startswith("data 31%")
@@ -107,7 +107,7 @@ def test_nothing_is_said_of_the_first_interval_and_each_kind_once() -> None:
     assert (run.interval(times(optimizer=60)) or "").startswith("optimizer 39%")
 
 
-def test_a_run_that_compiles_again_and_again_is_told_of_it_once() -> None:
+def test_advice_on_repeated_recompilation_is_given_once() -> None:
     run = Run()
     said = [run.interval(graphs=graphs) for graphs in (2, 3, 3, 5, 6, 7)]
     assert [bool(line) for line in said] == [False, False, False, False, True, False]
@@ -116,12 +116,12 @@ def test_a_run_that_compiles_again_and_again_is_told_of_it_once() -> None:
     )
 
 
-def test_the_graphs_of_a_smaller_batch_and_of_an_evaluation_are_in_good_order() -> None:
+def test_advice_accepts_graphs_of_a_smaller_batch_and_of_an_evaluation() -> None:
     run = Run()
     assert [run.interval(graphs=graphs) for graphs in (2, 3, 4, 4, 4)] == [None] * 5
 
 
-def test_an_interval_in_which_a_rank_compiled_does_not_make_it_a_slow_rank() -> None:
+def test_advice_does_not_call_a_rank_slow_in_an_interval_with_compilation() -> None:
     run = Run()
     slow = times(), times(forward=300)
     assert run.interval(*slow, graphs=1) is None
@@ -130,7 +130,7 @@ def test_an_interval_in_which_a_rank_compiled_does_not_make_it_a_slow_rank() -> 
     assert (run.interval(*slow, graphs=2) or "").startswith("rank 1")
 
 
-def test_a_gpu_that_runs_out_of_work_in_each_step_is_told_of() -> None:
+def test_advice_on_a_gpu_that_is_idle_in_each_step_is_given() -> None:
     run = Run()
     short = times(0.2)
     assert run.interval(short, idle=1.0) is None
@@ -145,7 +145,7 @@ def test_a_gpu_that_runs_out_of_work_in_each_step_is_told_of() -> None:
     assert run.interval(short, idle=1.0) is None
 
 
-def test_a_phase_that_stands_out_explains_a_gpu_without_work_and_so_do_settings_that_wait() -> None:
+def test_advice_on_an_idle_gpu_is_omitted_if_a_phase_or_setting_explains_it() -> None:
     run = Run()
     assert run.interval(idle=1.0) is None
     assert (run.interval(times(0.2, data=80), idle=1.0) or "").startswith("data")

@@ -13,14 +13,14 @@ ranks = st.integers(1, 9)
 
 
 @given(total=st.integers(0, 500), parts=st.integers(1, 50))
-def test_parts_of_a_split_are_neighbours_of_almost_equal_size(total: int, parts: int) -> None:
+def test_split_makes_consecutive_parts_of_almost_equal_size(total: int, parts: int) -> None:
     pieces = [split(total, parts, number) for number in range(parts)]
     assert [position for piece in pieces for position in piece] == list(range(total))
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
 @given(global_batch=st.none() | size, micro_batch=maybe, accumulation=maybe, world_size=ranks, data=st.data())
-def test_every_sample_of_a_step_is_taken_once(
+def test_batch_plan_assigns_every_sample_of_a_step_once(
     global_batch: int | None, micro_batch: int | None, accumulation: int | None, world_size: int, data: st.DataObject
 ) -> None:
     if global_batch and micro_batch and accumulation:
@@ -36,14 +36,14 @@ def test_every_sample_of_a_step_is_taken_once(
     assert taken == list(range(samples))
 
 
-def test_a_rank_without_a_sample_has_no_pass() -> None:
+def test_batch_plan_of_a_rank_without_samples_has_no_passes() -> None:
     plan = plan_batches(8, None, 2, 4)
     assert [plan.micro_batches(rank, 2) for rank in range(4)] == [(range(1),), (range(1, 2),), (), ()]
     assert plan.micro_batches(1, 8) == (range(2, 3), range(3, 4))
 
 
 @given(samples=st.integers(1, 2000), global_batch=size, drop_last=st.booleans())
-def test_steps_cover_the_epoch(samples: int, global_batch: int, drop_last: bool) -> None:
+def test_batch_plan_steps_cover_the_epoch(samples: int, global_batch: int, drop_last: bool) -> None:
     plan = plan_batches(global_batch, None, None, 1)
     steps = [plan.step_samples(step, samples) for step in range(plan.steps(samples, drop_last))]
     covered = [position for step in steps for position in step]
@@ -52,7 +52,7 @@ def test_steps_cover_the_epoch(samples: int, global_batch: int, drop_last: bool)
 
 
 @given(micro_batch=st.integers(1, 40), accumulation=st.integers(1, 40), world_size=ranks)
-def test_micro_batch_and_accumulation_give_the_global_batch(
+def test_plan_batches_multiplies_micro_batch_and_accumulation(
     micro_batch: int, accumulation: int, world_size: int
 ) -> None:
     plan = plan_batches(None, micro_batch, accumulation, world_size)
@@ -60,13 +60,13 @@ def test_micro_batch_and_accumulation_give_the_global_batch(
     assert plan_batches(plan.global_batch, micro_batch, accumulation, world_size) == plan
 
 
-def test_nothing_given_is_a_global_batch_of_32() -> None:
+def test_plan_batches_without_settings_is_a_global_batch_of_32() -> None:
     assert plan_batches(None, None, None, 1) == BatchPlan(32, 32, 1, 1)
     assert plan_batches(None, None, None, 3) == BatchPlan(32, 11, 1, 3)
 
 
 @given(global_batch=size, micro_batch=st.integers(1, 40), accumulation=st.integers(1, 40), world_size=ranks)
-def test_three_that_disagree_are_refused_with_settings_that_work(
+def test_plan_batches_with_inconsistent_sizes_names_sizes_that_work(
     global_batch: int, micro_batch: int, accumulation: int, world_size: int
 ) -> None:
     asked = {"global_batch_size": global_batch, "micro_batch_size": micro_batch, "accumulation_steps": accumulation}
@@ -81,6 +81,6 @@ def test_three_that_disagree_are_refused_with_settings_that_work(
         assert (plan.global_batch, plan.micro_batch, plan.accumulation) == (global_batch, micro_batch, accumulation)
 
 
-def test_the_arithmetic_of_a_disagreement_is_shown() -> None:
+def test_plan_batches_with_inconsistent_sizes_shows_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match="micro_batch_size 8 x accumulation_steps 4 x 2 ranks = 64, but .* is 100"):
         plan_batches(100, 8, 4, 2)

@@ -11,12 +11,12 @@ class Block(nn.Module):
         self.heads = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
 
 
-def test_the_outer_ones_of_blocks_within_blocks() -> None:
+def test_repeated_blocks_of_nested_blocks_are_the_outer_ones() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([Block(), Block()]), nn.Linear(2, 2))
     assert (*repeated_blocks(model),) == ("1.0", "1.1")
 
 
-def test_blocks_in_several_groups_and_not_the_groups() -> None:
+def test_repeated_blocks_in_several_groups_exclude_the_groups() -> None:
     stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
     assert (*repeated_blocks(nn.ModuleDict({"stages": stages})),) == (
         "stages.0.0",
@@ -28,6 +28,6 @@ def test_blocks_in_several_groups_and_not_the_groups() -> None:
     assert (*repeated_blocks(nn.Sequential(*layers)),) == ("0", "1", "2")
 
 
-def test_single_layers_and_single_blocks_are_none() -> None:
+def test_repeated_blocks_exclude_single_layers_and_blocks() -> None:
     assert (*repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),) == ()
     assert (*repeated_blocks(nn.Sequential(Block(), nn.Linear(2, 2))),) == ("0.heads.0", "0.heads.1")

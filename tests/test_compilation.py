@@ -30,7 +30,7 @@ def compiled(model: nn.Module) -> list[str]:
 
 @pytest.mark.slow
 @imports_the_compiler
-def test_the_repeated_blocks_are_compiled_and_nothing_else() -> None:
+def test_compile_blocks_compiles_only_the_repeated_blocks() -> None:
     inner = nn.Sequential(Block(), Block())
     model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([Block(), Block()]), inner, nn.Linear(4, 1))
     compile_in_place(model, "blocks")
@@ -44,7 +44,7 @@ def test_the_repeated_blocks_are_compiled_and_nothing_else() -> None:
     [nn.Sequential(Block(), nn.Linear(4, 1)), Block(), nn.Linear(4, 4)],
     ids=["container", "own-forward", "layer"],
 )
-def test_the_whole_model_is_compiled_in_place(model: nn.Module) -> None:
+def test_compile_model_compiles_the_whole_model_in_place(model: nn.Module) -> None:
     """Torch's own modules, too: it does not compile its own code where nothing is around it."""
     compile_in_place(model, "model")
     assert compiled(model) == [""]
@@ -53,7 +53,7 @@ def test_the_whole_model_is_compiled_in_place(model: nn.Module) -> None:
     assert compilations() > before
 
 
-def test_a_model_without_repeated_blocks_says_so() -> None:
+def test_compile_blocks_of_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile='blocks' needs repeated blocks, but Sequential has"):
         compile_in_place(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "blocks")
 
@@ -84,7 +84,7 @@ class Graphs:
 
 @pytest.mark.slow
 @imports_the_compiler
-def test_a_model_that_the_user_compiled_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+def test_model_compiled_by_the_user_has_the_names_of_the_plain_model(tmp_path: Path) -> None:
     model, graphs = network(), Graphs()
     compiled = torch.compile(model, backend=graphs)
     trainer = trained(compiled, tmp_path)
@@ -100,7 +100,7 @@ def test_a_model_that_the_user_compiled_has_the_names_of_the_plain_one(tmp_path:
 
 @pytest.mark.slow
 @imports_the_compiler
-def test_compiled_parts_of_a_model_are_compiled_in_place() -> None:
+def test_submodules_compiled_by_the_user_are_compiled_in_place() -> None:
     model, graphs = network(), Graphs()
     first = model[0][0]
     model[0][0] = model[0][1] = torch.compile(first, backend=graphs)

@@ -33,7 +33,7 @@ BATCHES: list[Any] = [
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_an_entry_taken_out_of_a_copy_stays_in_the_batch(batch: Any) -> None:
+def test_copied_containers_keep_the_original_batch_complete(batch: Any) -> None:
     for whole in (batch, [batch], Record(batch), Encoding(inner=batch)):
         copied = with_copied_containers(whole)
         assert type(copied) is type(whole)

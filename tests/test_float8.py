@@ -52,7 +52,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_cpu_and_older_gpus_are_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_on_the_cpu_or_an_older_gpu_is_refused_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     for device, found in ((CPU, "the CPU"), (GPU, "NVIDIA A100, which has 8.0")):
@@ -63,7 +63,7 @@ def test_the_cpu_and_older_gpus_are_refused_with_what_to_use(monkeypatch: pytest
         assert e.value.hint == "use precision='bf16'"
 
 
-def test_without_torchao_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_without_torchao_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
     monkeypatch.setitem(sys.modules, "torchao", None)
     model = network()
@@ -74,19 +74,19 @@ def test_without_torchao_the_command_that_installs_it_is_said(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_torchao_is_not_imported_unless_it_is_asked_for() -> None:
+def test_torchao_is_imported_only_for_fp8() -> None:
     code = "from ddp_kit import Trainer; import ddp_kit.float8, sys; print('torchao' in sys.modules)"
     assert run(sys.executable, "-c", code).stdout == "False\n"
 
 
-def test_settings_that_do_not_go_together_are_refused() -> None:
+def test_fp8_with_unsupported_settings_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"fp8_layers = \('up',\) needs precision = 'fp8', but precision = 'bf16'"):
         TrainerConfig(precision="bf16", fp8_layers=("up",))
     with pytest.raises(ConfigError, match=r"precision = 'fp8' is not supported with parallel.tensor = 2"):
         TrainerConfig(precision="fp8", parallel={"tensor": 2})
 
 
-def test_a_plan_is_made_as_for_bf16_which_needs_no_gpu() -> None:
+def test_fp8_plan_is_that_of_bf16() -> None:
     planned = config_to_plan(TrainerConfig(precision="fp8", fp8_layers=("up",)))
     assert planned == config_to_plan(TrainerConfig(precision="bf16"))
 
@@ -106,7 +106,7 @@ def test_a_plan_is_made_as_for_bf16_which_needs_no_gpu() -> None:
         (("*.down", "0"), ["0", "1.down", "2.down"]),
     ],
 )
-def test_layers_are_replaced_in_place_and_keep_their_parameters(layers: Sequence[str], expected: list[str]) -> None:
+def test_fp8_layers_are_replaced_in_place_and_keep_their_parameters(layers: Sequence[str], expected: list[str]) -> None:
     model = network()
     parameters, names = list(model.parameters()), list(model.state_dict())
     convert_linear_layers(model, layers, CPU)
@@ -118,7 +118,7 @@ def test_layers_are_replaced_in_place_and_keep_their_parameters(layers: Sequence
 @needs_torchao
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
-def test_a_model_without_a_layer_to_convert_is_told_why() -> None:
+def test_fp8_without_a_layer_to_convert_explains_why() -> None:
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 20), nn.Linear(32, 2048)) for _ in "ab"))
     for block in blocks:
         block[2].register_forward_hook(lambda _module, _inputs, _output: None)
@@ -167,7 +167,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 @imports_the_compiler
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
-def test_gradients_are_those_of_float8_and_recomputing_does_not_change_them() -> None:
+def test_fp8_gradients_are_near_and_unchanged_by_recomputation() -> None:
     whole, fp8 = gradients("fp32"), gradients("fp8")
     assert off(gradients("bf16"), whole) < 0.01 < off(fp8, whole) < 0.1
     for setting in (
@@ -183,5 +183,5 @@ def test_gradients_are_those_of_float8_and_recomputing_does_not_change_them() ->
 @compiles
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
-def test_compiled_blocks_have_the_same_gradients() -> None:
+def test_fp8_compiled_blocks_have_the_same_gradients() -> None:
     assert off(gradients("fp8", compiled=True), gradients("fp8")) < 0.02

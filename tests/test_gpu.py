@@ -69,7 +69,7 @@ def trainer_for(
     return Trainer(model or network(), make, loss, config, callbacks=callbacks, scheduler=scheduler)
 
 
-def test_batches_copied_ahead_arrive_whole() -> None:
+def test_batches_copied_ahead_to_a_gpu_are_complete() -> None:
     device = torch.device("cuda", 0)
     batches = [torch.full((1 << 20,), float(number)).pin_memory() for number in range(20)]
     for number, batch in enumerate(on_device(batches, device, None, ahead=3)):
@@ -90,7 +90,7 @@ def nothing_waits() -> Iterator[None]:
 
 @pytest.mark.parametrize("loss", [mean_loss, weighted_loss, weighted_on_host])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_host_does_not_wait_for_the_device_between_log_points(precision: str, loss: Any) -> None:
+def test_host_does_not_wait_for_the_device_between_log_points(precision: str, loss: Any) -> None:
     trainer = trainer_for(
         loss,
         accumulation_steps=2,
@@ -110,7 +110,7 @@ def test_the_host_does_not_wait_for_the_device_between_log_points(precision: str
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_nor_does_it_with_a_scheduler(precision: str) -> None:
+def test_host_with_a_scheduler_does_not_wait_for_the_device(precision: str) -> None:
     trainer = trainer_for(
         log_every_steps=50, precision=precision, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=100)
     )
@@ -123,7 +123,7 @@ def test_nor_does_it_with_a_scheduler(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_precision_learns(precision: str) -> None:
+def test_every_precision_learns_on_a_gpu(precision: str) -> None:
     trainer = trainer_for(precision=precision, epochs=4, data=DataConfig(prefetch_batches=2))
     result = trainer.fit(data())
     assert result.history[-1].loss < result.history[0].loss / 4
@@ -144,7 +144,7 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
-def test_counting_flops_changes_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_flops_on_a_gpu_does_not_change_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     here = PeakRates(re.escape(name), {"fp32": 1.0, "bf16": 1.0}, "this test")
     monkeypatch.setattr(model_flops, "TABLE", (here,))
@@ -175,7 +175,7 @@ class Wide(nn.Module):
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchao, and where torch imports its compiler
 @pytest.mark.parametrize("layers", ["auto", ("*.up", "*.down")], ids=str)
-def test_fp8_learns_and_its_gradients_are_near(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_learns_on_a_gpu_with_gradients_near_those_of_fp32(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip(f"fp8 needs compute capability 8.9, and {torch.cuda.get_device_name()} has less")
     norms, rows = {}, {}
@@ -200,12 +200,12 @@ def test_fp8_learns_and_its_gradients_are_near(layers: Any, monkeypatch: pytest.
         assert sum(row.loss for row in each[-5:]) < sum(row.loss for row in each[:5]) / 4
 
 
-def test_copying_ahead_changes_nothing() -> None:
+def test_prefetching_to_a_gpu_does_not_change_the_loss() -> None:
     losses = [trainer_for(data=DataConfig(prefetch_batches=ahead)).fit(data()).loss for ahead in (0, 1, 5)]
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_nor_at_log_points_and_no_row_is_lost() -> None:
+def test_host_at_log_points_does_not_wait_and_no_row_is_lost() -> None:
     trainer = trainer_for(log_every_steps=5, max_steps=40)
     seen = []
     steps = trainer.steps(data())
@@ -219,7 +219,7 @@ def test_nor_at_log_points_and_no_row_is_lost() -> None:
     assert trainer_for(log_every_steps=5, max_steps=40).fit(data()).history[-2].step == 35
 
 
-def test_the_phases_are_measured_on_the_device() -> None:
+def test_step_times_are_measured_on_the_device() -> None:
     times = trainer_for(log_every_steps=10, epochs=2).fit(data()).history[-1].times
     assert times.forward > 0
     assert times.backward > 0
@@ -253,7 +253,7 @@ def by_hand(precision: str, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_steps_are_bitwise_those_of_a_loop_by_hand(precision: str) -> None:
+def test_steps_on_a_gpu_are_bitwise_those_of_a_loop_by_hand(precision: str) -> None:
     expected = by_hand(precision, steps=20)
     trainer = trainer_for(precision=precision, max_steps=20, data=DataConfig(shuffle=False))
     trainer.fit(data())
@@ -274,7 +274,7 @@ class InFloat64(nn.Module):
 
 @pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
 @pytest.mark.parametrize("sizes", [{}, {"micro_batch_size": 10}, {"accumulation_steps": 3}], ids=str)
-def test_the_gradient_is_that_of_the_global_batch(sizes: dict[str, int], loss: Any) -> None:
+def test_gradient_on_a_gpu_is_that_of_the_global_batch(sizes: dict[str, int], loss: Any) -> None:
     samples = data(150)  # the last step has 22
     trainer = trainer_for(loss, InFloat64(), epochs=2, data=DataConfig(shuffle=False), **sizes)
     trainer.fit(TensorDataset(*(part.double() for part in samples.tensors)))
@@ -304,7 +304,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_resumed_run_ends_bitwise_as_an_undisturbed_one(precision: str, tmp_path: Path) -> None:
+def test_resumed_run_on_a_gpu_ends_bitwise_like_an_undisturbed_one(precision: str, tmp_path: Path) -> None:
     def run(folder: Path, until: int) -> dict[str, Tensor]:
         ema = EMA(0.9)
         trainer = trainer_for(
@@ -339,7 +339,7 @@ class Clones(Callback):
         self.after[trainer.step] = {name: each.clone() for name, each in trainer.model.state_dict().items()}
 
 
-def test_each_checkpoint_holds_the_weights_of_its_step_while_the_device_works_on(tmp_path: Path) -> None:
+def test_checkpoint_has_the_weights_of_its_step_while_the_device_continues(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 1))
     clones = Clones()
@@ -354,7 +354,7 @@ def test_each_checkpoint_holds_the_weights_of_its_step_while_the_device_works_on
             assert torch.equal(weight, clones.after[each.step][name].cpu()), (each.step, name)
 
 
-def test_an_evaluation_and_predictions_are_those_of_the_cpu() -> None:
+def test_evaluation_and_predictions_on_a_gpu_equal_those_of_the_cpu() -> None:
     trainer = trainer_for()
     found = trainer.evaluate(data(150))["loss"]
     predicted = trainer.predict(TensorDataset(data(150).tensors[0]))
@@ -368,7 +368,7 @@ def test_an_evaluation_and_predictions_are_those_of_the_cpu() -> None:
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
-def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(tmp_path: Path) -> None:
+def test_batches_are_copied_from_pinned_memory_on_a_separate_stream(tmp_path: Path) -> None:
     trainer = trainer_for(log_every_steps=50)
     steps = trainer.steps(data())
     for _ in range(3):
@@ -387,7 +387,7 @@ def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(tmp_path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_processes_change_nothing(workers: int) -> None:
+def test_dataloader_workers_do_not_change_the_loss_on_a_gpu(workers: int) -> None:
     losses = [trainer_for(data=DataConfig(num_workers=number)).fit(data()).loss for number in (0, workers)]
     assert losses[0] == losses[1]
 
@@ -406,14 +406,14 @@ class OnTheGpu(Dataset[tuple[Tensor, Tensor]]):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_batches_that_are_on_the_gpu_already_are_used_once_they_are_made(dtype: torch.dtype | None) -> None:
+def test_batches_already_on_the_gpu_are_used_after_they_are_complete(dtype: torch.dtype | None) -> None:
     samples = OnTheGpu()
     batches = ([torch.stack([samples[number][0]])] for number in range(40))
     for number, (batch,) in enumerate(on_device(batches, torch.device("cuda", 0), dtype, ahead=2)):
         assert bool((batch == number).all())
 
 
-def test_sparse_tensors_and_objects_that_move_themselves_arrive() -> None:
+def test_sparse_tensors_and_movable_objects_are_moved_to_the_gpu() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     batches = [[torch.eye(4).to_sparse(), packed, "text"] for _ in range(4)]
     for sparse, moved, text in on_device(batches, torch.device("cuda", 0), None, ahead=2):
@@ -442,7 +442,7 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.usefixtures("two_gib")
-def test_the_largest_micro_batch_is_found_where_memory_really_runs_out() -> None:
+def test_auto_micro_batch_size_is_found_where_gpu_memory_runs_out() -> None:
     settings = {"max_steps": 2, "data": DataConfig(shuffle=False)}
     config = TrainerConfig(global_batch_size=512, micro_batch_size="auto", **settings)
     trainer = Trainer(wide(), sgd, mean_loss, config)
@@ -452,7 +452,7 @@ def test_the_largest_micro_batch_is_found_where_memory_really_runs_out() -> None
 
 
 @pytest.mark.usefixtures("two_gib")
-def test_running_out_of_memory_says_what_to_do_and_leaves_a_snapshot(tmp_path: Path) -> None:
+def test_out_of_memory_error_has_advice_and_leaves_a_snapshot(tmp_path: Path) -> None:
     trainer = Trainer(wide(), sgd, mean_loss, TrainerConfig(global_batch_size=512, profile={"dir": tmp_path}))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(data(2048))
@@ -507,7 +507,7 @@ def test_batches_of_every_loop_are_copied_on_the_same_stream() -> None:
     assert torch.cuda.current_stream().cuda_stream not in streams
 
 
-def test_transform_of_batches_that_are_on_the_gpu_sees_them_complete() -> None:
+def test_transform_of_batches_already_on_the_gpu_sees_them_complete() -> None:
     samples = OnTheGpu()
     batches = ([torch.stack([samples[number][0]])] for number in range(40))
     doubled = on_device(batches, torch.device("cuda", 0), None, 2, lambda batch: [batch[0] * 2])
@@ -515,7 +515,7 @@ def test_transform_of_batches_that_are_on_the_gpu_sees_them_complete() -> None:
         assert bool((batch == 2 * number).all())
 
 
-def test_what_ranks_compare_and_reduce_at_a_log_point_does_not_wait() -> None:
+def test_comparing_and_reducing_at_a_log_point_does_not_wait_for_the_device() -> None:
     device = torch.device("cuda", 0)
     model = network().to(device)
     optimizer = sgd(model.parameters())
@@ -528,7 +528,7 @@ def test_what_ranks_compare_and_reduce_at_a_log_point_does_not_wait() -> None:
     assert row.is_cuda
 
 
-def test_predictions_of_a_whole_dataset_are_not_kept_on_the_gpu() -> None:
+def test_predictions_of_a_dataset_are_not_kept_on_the_gpu() -> None:
     trainer = trainer_for(model=nn.Linear(16, 1 << 16))
     before = torch.cuda.memory_allocated()
     trainer.predict(TensorDataset(data(64).tensors[0]))

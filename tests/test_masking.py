@@ -40,20 +40,20 @@ def survives(secret: str, shown: str, around: str) -> bool:
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_a_name_that_sounds_secret_hides_its_value(name: str) -> None:
+def test_masked_hides_the_value_of_a_secret_name(name: str) -> None:
     assert masked_env({name: "abc"}) == {name: MASK}
     assert masked_words([f"--{name}", "abc", "x"]) == [f"--{name}", MASK, "x"]
     assert masked(f"run {name}=abc x") == f"run {name}={MASK} x"
 
 
 @pytest.mark.parametrize("name", HARMLESS_NAMES)
-def test_a_name_that_only_looks_like_one_does_not(name: str) -> None:
+def test_masked_keeps_the_value_of_a_name_that_only_resembles_a_secret(name: str) -> None:
     assert masked_env({name: "abc"}) == {name: "abc"}
     assert masked_words([f"--{name}", "abc", f"{name}=abc"]) == [f"--{name}", "abc", f"{name}=abc"]
     assert masked(f"{name}=abc --{name} abc {name}: abc") == f"{name}=abc --{name} abc {name}: abc"
 
 
-def test_a_number_of_tokens_or_keys_is_no_secret() -> None:
+def test_masked_keeps_numbers_of_tokens_and_keys() -> None:
     line = "train.py --tokens-per-batch 4096 --num-keys=8 max_tokens=1e9 --key-dim 64 --num-key-value-heads 2"
     assert masked(line) == line
     assert masked_words(line.split()) == line.split()
@@ -70,19 +70,19 @@ def test_a_number_of_tokens_or_keys_is_no_secret() -> None:
         "rank 1 failed first: exit code 7 (local rank 1, pid 12)",
     ],
 )
-def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
+def test_masked_keeps_text_without_secrets(text: str) -> None:
     assert masked(text) == text
     assert masked_words(text.split()) == text.split()
 
 
-def test_a_secret_before_an_equals_sign_is_one_too() -> None:
+def test_masked_hides_a_secret_before_an_equals_sign() -> None:
     assert masked_words(['{"password":"abc","a":"b=c"}', "https://me:abc@host?token=abc"]) == [
         f'{{"password":{MASK}',
         f"https://{MASK}@host?token={MASK}",
     ]
 
 
-def test_what_stands_around_a_secret_stays() -> None:
+def test_masked_keeps_the_text_around_a_secret() -> None:
     assert masked('{"password": "abc", "lr": 1}') == f'{{"password": {MASK}, "lr": 1}}'
     assert masked("postgres://me:abc@host:5432/db x") == f"postgres://{MASK}@host:5432/db x"
     assert masked("--lr 0.1 --token 'a b' train.py") == f"--lr 0.1 --token {MASK} train.py"
@@ -90,7 +90,7 @@ def test_what_stands_around_a_secret_stays() -> None:
 
 @example("db_passwd", "s0000pass", "{}={}")
 @given(names, bare, st.sampled_from(["{}={}", "--{} {}", "--{}={}", "-{} {}", "x {}: {} y", "a=1,{}={}", "?{}={}"]))
-def test_no_secret_survives_in_free_text(name: str, secret: str, form: str) -> None:
+def test_masked_hides_secrets_in_free_text(name: str, secret: str, form: str) -> None:
     assert not survives(secret, masked(form.format(name, secret)), form.format(name, ""))
 
 
@@ -110,13 +110,13 @@ def quoted(name: str, secret: str) -> list[tuple[str, str]]:
 
 @example("Authorization", "s0000tion")
 @given(names, secrets)
-def test_no_secret_survives_quoting(name: str, secret: str) -> None:
+def test_masked_hides_quoted_secrets(name: str, secret: str) -> None:
     for (form, text), (_, around) in zip(quoted(name, secret), quoted(name, ""), strict=True):
         assert not survives(form, masked(text), around), text
 
 
 @given(st.text("ab:", max_size=3), secrets, st.sampled_from(["{}", "--data={}", "see '{}'", "DATA={} x"]))
-def test_no_password_survives_in_a_url(user: str, secret: str, form: str) -> None:
+def test_masked_hides_passwords_in_urls(user: str, secret: str, form: str) -> None:
     assume(not secret.split("/")[0].isdecimal())  # a host's port
     url, around = f"postgres://{user}:{secret}@host/db", form.format(f"postgres://{user}:@host/db")
     assert not survives(secret, masked(form.format(url)), around)
@@ -127,7 +127,7 @@ def test_no_password_survives_in_a_url(user: str, secret: str, form: str) -> Non
 
 
 @given(names, secrets, st.text(max_size=10), st.text(max_size=10))
-def test_no_value_of_a_secret_variable_survives_anywhere(name: str, secret: str, before: str, after: str) -> None:
+def test_masked_hides_values_of_secret_variables_anywhere(name: str, secret: str, before: str, after: str) -> None:
     env = {name: secret, "OTHER": f"{before}{secret}{after}"}
     assume(secret not in before + after)
     for text in (f"{before}{secret}{after}", f"{before}{secret!r}{after}"):
@@ -138,17 +138,17 @@ def test_no_value_of_a_secret_variable_survives_anywhere(name: str, secret: str,
 
 
 @given(names, secrets)
-def test_no_secret_survives_in_the_words_of_a_command(name: str, secret: str) -> None:
+def test_masked_words_hides_secrets_in_the_words_of_a_command(name: str, secret: str) -> None:
     for words in ([f"--{name}", secret], [f"--{name}={secret}"], [f"{name}={secret}"], [f"+a.{name}={secret} b"]):
         assert not any(survives(secret, word, name) for word in masked_words(["train.py", *words, "x"]))
 
 
 @given(st.text())
-def test_masking_twice_is_masking_once(text: str) -> None:
+def test_masked_twice_equals_masked_once(text: str) -> None:
     assert masked(masked(text)) == masked(text)
 
 
-def test_the_holder_of_a_port_is_named_without_its_secrets() -> None:
+def test_process_at_a_port_is_named_without_its_secrets() -> None:
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
     words = ("--hf-token", "hf_1234567", "http://me:pass5678@h")
     with started(sys.executable, "-c", code, *words, stdin=PIPE) as process:

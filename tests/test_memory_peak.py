@@ -49,7 +49,7 @@ def peak(*traces: list[Event], segments: tuple[dict[str, Any], ...] = ()) -> Mem
     return memory_peak(snapshot(*traces, segments=segments), (TORCH, OWN))
 
 
-def test_the_peak_is_the_moment_with_the_most_and_not_the_end() -> None:
+def test_memory_peak_is_the_moment_with_the_most_bytes() -> None:
     events = [
         {"action": "segment_alloc", "addr": 0, "size": 2 << 20, "stream": 0, "frames": []},
         alloc(1, 100, user(7)), alloc(2, 300, user(8)), *free(1, 100), alloc(3, 250, user(8)), *free(2, 300),
@@ -59,7 +59,7 @@ def test_the_peak_is_the_moment_with_the_most_and_not_the_end() -> None:
     assert found == MemoryPeak(550, 0, (LineMemory("/home/me/model.py", 8, "forward", 550, 2),))
 
 
-def test_what_was_allocated_before_has_no_line_whether_it_was_freed_or_not() -> None:
+def test_memory_peak_counts_earlier_allocations_without_a_line() -> None:
     events = [alloc(1, 100, user(7)), *free(50, 30), alloc(2, 200, user(8)), *free(60, 4000)]
     segments = (segment(block(1, 100), block(2, 200)), segment(block(70, 600), block(80, 9, "inactive")))
     found = peak(events, segments=segments)
@@ -69,23 +69,23 @@ def test_what_was_allocated_before_has_no_line_whether_it_was_freed_or_not() -> 
     assert [(each.line, each.bytes) for each in found.lines] == [(8, 200), (7, 100)]
 
 
-def test_before_the_first_allocation_there_may_be_most() -> None:
+def test_memory_peak_may_be_before_the_first_allocation() -> None:
     found = peak([*free(50, 1000), alloc(1, 100, user(7)), *free(1, 100)])
     assert found == MemoryPeak(1000, 1000, ())
 
 
-def test_an_address_that_is_used_again_counts_for_the_line_of_its_last_use() -> None:
+def test_memory_peak_attributes_a_reused_address_to_its_last_use() -> None:
     found = peak([alloc(1, 100, user(7)), *free(1, 100), alloc(1, 200, user(8))], segments=(segment(block(1, 200)),))
     assert found == MemoryPeak(200, 0, (LineMemory("/home/me/model.py", 8, "forward", 200, 1),))
 
 
-def test_a_free_that_was_dropped_is_not_counted_twice() -> None:
+def test_memory_peak_does_not_count_a_dropped_free_twice() -> None:
     found = peak([alloc(1, 100, user(7)), alloc(1, 200, user(8))], segments=(segment(block(1, 200)),))
     assert found is not None
     assert (found.bytes, found.earlier) == (200, 0)
 
 
-def test_memory_that_waits_for_another_stream_is_not_allocated() -> None:
+def test_memory_peak_excludes_memory_that_waits_for_another_stream() -> None:
     events = [alloc(1, 100, user(7)), free(1, 100)[0], alloc(2, 90, user(8))]
     found = peak(events, segments=(segment(block(1, 100, "active_awaiting_free"), block(2, 90)),))
     assert found is not None
@@ -105,21 +105,21 @@ def test_memory_that_waits_for_another_stream_is_not_allocated() -> None:
         ([frame("/env/site-packages/torchvision/ops.py")], ("/env/site-packages/torchvision/ops.py", 7, "forward")),
     ],
 )
-def test_an_allocation_counts_for_the_innermost_line_outside_of_the_libraries(
+def test_memory_peak_attributes_allocations_to_the_innermost_user_line(
     frames: list[dict[str, Any]], place: tuple[str, int, str]
 ) -> None:
     found = peak([alloc(1, 100, frames)], segments=(segment(block(1, 100)),))
     assert found == MemoryPeak(100, 0, (LineMemory(*place, 100, 1),))
 
 
-def test_of_several_gpus_the_fullest_is_told() -> None:
+def test_memory_peak_of_several_gpus_is_that_of_the_fullest() -> None:
     first, second = [alloc(1, 100, user(7))], [alloc(1, 300, user(8))]
     segments = (segment(block(1, 100)), segment(block(1, 300), block(9, 50), device=1))
     found = peak(first, second, [], segments=segments)
     assert found == MemoryPeak(350, 50, (LineMemory("/home/me/model.py", 8, "forward", 300, 1),))
 
 
-def test_the_largest_lines_are_kept() -> None:
+def test_memory_peak_keeps_the_largest_lines() -> None:
     events = [alloc(number, number, user(number)) for number in range(1, 31)]
     found = peak(events, segments=(segment(*(block(number, number) for number in range(1, 31))),))
     assert found is not None
@@ -127,5 +127,5 @@ def test_the_largest_lines_are_kept() -> None:
     assert found.earlier == 0, "what other lines have is not from before"
 
 
-def test_without_events_there_is_no_peak() -> None:
+def test_memory_peak_without_events_is_none() -> None:
     assert peak([], [], segments=(segment(block(1, 100)),)) is None

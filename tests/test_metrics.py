@@ -12,25 +12,25 @@ from ddp_kit.metrics import Loss, Mean, MetricObject, checked, reduced
 CPU = torch.device("cpu")
 
 
-def test_a_mean_counts_every_batch_by_its_samples() -> None:
+def test_mean_weights_every_batch_by_its_samples() -> None:
     mean = Mean(CPU)
     mean.add(torch.tensor(1.0), samples=3)
     mean.add(torch.tensor(5.0), samples=1)
     assert reduced([mean]) == [2.0]
 
 
-def test_a_loss_counts_by_its_own_weight() -> None:
+def test_mean_weights_a_loss_by_its_own_weight() -> None:
     mean = Mean(CPU)
     mean.add(Loss(torch.tensor(6.0), weight=2), samples=1)
     mean.add(Loss(torch.tensor([4.0]), weight=torch.tensor([3])), samples=1)
     assert reduced([mean]) == [2.0]
 
 
-def test_a_mean_over_nothing_is_not_a_number() -> None:
+def test_mean_over_nothing_is_nan() -> None:
     assert math.isnan(reduced([Mean(CPU)])[0])
 
 
-def test_sums_do_not_lose_small_values() -> None:
+def test_mean_does_not_lose_small_values() -> None:
     mean = Mean(CPU)
     mean.add(torch.tensor(2.0**30), samples=1)
     for _ in range(64):
@@ -50,7 +50,7 @@ def test_sums_do_not_lose_small_values() -> None:
         (Loss(torch.tensor(1.0), weight="many"), "a Loss whose weight is a str"),
     ],
 )
-def test_what_cannot_be_a_loss_is_refused_with_its_shape_or_type(value: object, said: str) -> None:
+def test_checked_refuses_invalid_losses_with_their_shape_or_type(value: object, said: str) -> None:
     with pytest.raises(LossError) as caught:
         checked(value, "the loss function")
     assert said in caught.value.message
@@ -83,13 +83,13 @@ class Computes:
         ((torch.tensor([1.0, 2.0]), [torch.tensor(3.0)]), {"m.0.0": 1.0, "m.0.1": 2.0, "m.1.0": 3.0}),
     ],
 )
-def test_what_a_metric_object_computes_is_named_in_any_nesting(value: Any, named: dict[str, float]) -> None:
+def test_metric_object_values_of_any_nesting_are_named(value: Any, named: dict[str, float]) -> None:
     metric = MetricObject("m", Computes(value), None)
     metric.start(CPU)
     assert metric.values() == named
 
 
-def test_what_is_no_number_is_said() -> None:
+def test_metric_object_value_that_is_not_a_number_raises_error() -> None:
     metric = MetricObject("m", Computes({"a": "text"}), None)
     metric.start(CPU)
     with pytest.raises(LossError, match=r"of metric 'm.a' returned a str, which is not supported"):

@@ -84,7 +84,7 @@ def quiet(*words: object) -> None:
     assert export([*map(str, words)], lambda _: None) == 0
 
 
-def test_the_newest_the_best_and_any_one_are_loaded(tmp_path: Path) -> None:
+def test_load_model_loads_the_newest_the_best_or_a_named_checkpoint(tmp_path: Path) -> None:
     states = States()
     trainer = train(tmp_path / "run", states)
     for path, which, step in (("run", "newest", 6), ("run", "best", 2), (f"run/{name_of(3)}", "newest", 3)):
@@ -101,7 +101,7 @@ def test_the_newest_the_best_and_any_one_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [(), ("--max-shard-size", "100B")], ids=["one file", "shards"])
-def test_exported_files_are_loaded(shards: tuple[str, ...], tmp_path: Path) -> None:
+def test_load_model_loads_exported_files(shards: tuple[str, ...], tmp_path: Path) -> None:
     states = States()
     train(tmp_path / "run", states)
     target = tmp_path / "model.safetensors"
@@ -116,7 +116,7 @@ def test_exported_files_are_loaded(shards: tuple[str, ...], tmp_path: Path) -> N
     assert same(model.state_dict() | {"_extra_state": 0}, states.after[2] | {"_extra_state": 0})
 
 
-def test_a_file_may_have_one_name_of_a_tied_weight(tmp_path: Path) -> None:
+def test_load_model_accepts_a_file_with_one_name_of_a_tied_weight(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -148,7 +148,7 @@ def test_load_model_into_a_compiled_model_ignores_its_prefix(tmp_path: Path) -> 
     assert same(model._orig_mod.state_dict(), trained)
 
 
-def test_what_does_not_match_is_listed_and_strict_changes_nothing(tmp_path: Path) -> None:
+def test_load_model_lists_mismatches_and_strict_changes_nothing(tmp_path: Path) -> None:
     saved = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 4), gone=nn.Identity()))
     train(tmp_path, model=saved)
     model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2), extra=nn.Linear(2, 2)))
@@ -175,14 +175,14 @@ def test_what_does_not_match_is_listed_and_strict_changes_nothing(tmp_path: Path
         load_model(tmp_path, nn.Sequential(OrderedDict(other=nn.Linear(1, 1))), strict=False)
 
 
-def test_values_take_the_type_of_the_model(tmp_path: Path) -> None:
+def test_load_model_converts_values_to_the_dtype_of_the_model(tmp_path: Path) -> None:
     trainer = train(tmp_path)
     model = Net().bfloat16()
     load_model(tmp_path, model)
     assert torch.equal(model.one.weight, trainer.model.one.weight.bfloat16())
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, said: list[str]) -> None:
+def test_load_model_skips_or_refuses_a_damaged_checkpoint(tmp_path: Path, said: list[str]) -> None:
     train(tmp_path)
     for step in (6, 2):
         file = tmp_path / name_of(step) / "model.safetensors"
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, said: li
     ],
     ids=["pickle", "empty", "none"],
 )
-def test_what_is_no_file_of_weights_is_an_error(content: bytes | None, why: str, tmp_path: Path) -> None:
+def test_load_model_from_a_file_without_weights_raises_error(content: bytes | None, why: str, tmp_path: Path) -> None:
     for name in ("m.safetensors", "m.safetensors.index.json"):
         if content is not None:
             (tmp_path / name).write_bytes(content)
@@ -221,7 +221,7 @@ def test_what_is_no_file_of_weights_is_an_error(content: bytes | None, why: str,
         load_model(tmp_path / "nowhere", Net())
 
 
-def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+def test_load_model_into_a_meta_model_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="meta device"):
@@ -231,7 +231,7 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
 # The average, and one idea of the best -------------------------------------------------------------------------------
 
 
-def test_the_average_is_loaded_and_exported(tmp_path: Path, said: list[str]) -> None:
+def test_load_model_with_ema_loads_the_average(tmp_path: Path, said: list[str]) -> None:
     ema = EMA(0.5)
     trainer = train(tmp_path / "run", EMA(0.9), ema)
     model = Net()
@@ -286,7 +286,7 @@ class Recorded(nn.Module):
         self.history = state.clone()
 
 
-def test_extra_state_may_have_another_length_than_in_the_model(tmp_path: Path) -> None:
+def test_load_model_accepts_extra_state_of_another_length(tmp_path: Path) -> None:
     def trainer(steps: int) -> Trainer:
         torch.manual_seed(0)
         config = TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint={"dir": tmp_path, "every_steps": 2})

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
         ("bf16-true", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_each_precision_computes_in_its_type(name: str, product: torch.dtype, weights: torch.dtype) -> None:
+def test_precision_computes_in_its_dtype(name: str, product: torch.dtype, weights: torch.dtype) -> None:
     model = nn.Linear(4, 4)
     parameter = model.weight
     precision = Precision(name, CPU)
@@ -35,7 +35,7 @@ def test_each_precision_computes_in_its_type(name: str, product: torch.dtype, we
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_weight_that_was_used_without_gradients_first_is_trained(gathered: bool) -> None:
+def test_precision_trains_a_weight_first_used_without_gradients(gathered: bool) -> None:
     model, x = nn.Linear(4, 1), torch.ones(2, 4)
     with Precision("bf16", CPU, gathered=gathered).forward():
         with torch.no_grad():
@@ -44,13 +44,13 @@ def test_a_weight_that_was_used_without_gradients_first_is_trained(gathered: boo
     assert model.weight.grad is not None
 
 
-def test_tf32_on_the_cpu_is_refused_with_what_to_use() -> None:
+def test_precision_tf32_on_the_cpu_is_refused_with_an_alternative() -> None:
     with pytest.raises(ConfigError, match="precision='tf32' is not available on the CPU") as caught:
         Precision("tf32", CPU)
     assert "fp32" in caught.value.hint
 
 
-def test_fp16_scales_the_loss_and_gives_true_gradients() -> None:
+def test_precision_fp16_scales_the_loss_and_unscales_gradients() -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     precision = Precision("fp16", CPU)
@@ -65,7 +65,7 @@ def test_fp16_scales_the_loss_and_gives_true_gradients() -> None:
     assert weight.item() == 0.5
 
 
-def test_an_fp16_overflow_leaves_the_step_out() -> None:
+def test_precision_fp16_skips_the_step_of_an_overflow() -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     precision = Precision("fp16", CPU)
@@ -75,14 +75,14 @@ def test_an_fp16_overflow_leaves_the_step_out() -> None:
     assert weight.item() == 2.0
 
 
-def test_the_factor_of_low_precision_gradients_is_not_rounded_itself() -> None:
+def test_scale_gradients_does_not_round_the_factor_to_low_precision() -> None:
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 384.0)
     scale_gradients([parameter], torch.tensor(1.003, dtype=torch.float64))  # 1.0 in bfloat16
     assert parameter.grad.item() == torch.tensor(384.0 * 1.003).bfloat16().item() != 384.0
 
 
-def test_gradients_of_all_types_are_scaled_by_a_tensor() -> None:
+def test_scale_gradients_of_all_dtypes_by_a_tensor() -> None:
     parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     for parameter in parameters[:2]:
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -104,7 +104,7 @@ def fp16_steps(gradients: list[float], *, wait: bool) -> tuple[Precision, nn.Par
     return precision, weight, told
 
 
-def test_fp16_does_not_read_whether_a_step_counts_unless_that_is_asked_for(reads: Reads) -> None:
+def test_precision_fp16_reads_whether_a_step_counts_only_if_asked(reads: Reads) -> None:
     gradients = [1.0, float("inf"), 2.0, float("nan")]
     with reads:
         precision, weight, told = fp16_steps(gradients, wait=False)
@@ -148,7 +148,7 @@ def trained(model: nn.Module, data: object, loss_fn: object = mean_output, **set
     return trainer
 
 
-def test_buffers_keep_their_values_in_bf16_true_except_the_statistics_of_norms() -> None:
+def test_precision_bf16_true_keeps_buffers_except_statistics_of_norms() -> None:
     model = Positional()
     model.as_table = False
     table = model.table
@@ -158,13 +158,13 @@ def test_buffers_keep_their_values_in_bf16_true_except_the_statistics_of_norms()
     assert model.norm.running_mean.dtype == model.linear.weight.dtype == torch.bfloat16
 
 
-def test_named_buffers_are_converted_in_bf16_true() -> None:
+def test_precision_bf16_true_converts_named_buffers() -> None:
     model = Positional()
     trained(model, torch.randn(8, 4), bf16_buffers=("tab*",))
     assert model.table.dtype == torch.bfloat16
 
 
-def test_a_buffer_that_does_not_exist_is_said() -> None:
+def test_precision_with_an_unknown_buffer_name_suggests_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match="bf16_buffers names 'tables', but the model Positional has no such"
     ) as caught:
@@ -172,7 +172,7 @@ def test_a_buffer_that_does_not_exist_is_said() -> None:
     assert caught.value.hint == "did you mean 'table'?"
 
 
-def test_two_dtypes_in_bf16_true_are_explained() -> None:
+def test_precision_bf16_true_explains_an_error_of_mixed_dtypes() -> None:
     with pytest.raises(
         LossError, match=r"several dtypes: .* weights are bfloat16, and the buffers table keep"
     ) as caught:
@@ -182,7 +182,7 @@ def test_two_dtypes_in_bf16_true_are_explained() -> None:
         trained(nn.Linear(4, 1), torch.randn(8, 4), bf16_inputs=False)
 
 
-def test_inputs_are_left_alone_where_asked() -> None:
+def test_precision_with_bf16_inputs_off_leaves_inputs_unchanged() -> None:
     seen: list[Tensor] = []
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -206,7 +206,7 @@ def test_inputs_are_left_alone_where_asked() -> None:
         (torch.tensor([float("inf"), float("nan"), 0.5]), False),
     ],
 )
-def test_whole_numbers_that_bf16_true_loses_are_said_once(values: Tensor, warns: bool, said: list[str]) -> None:
+def test_precision_bf16_true_warns_once_of_rounded_whole_numbers(values: Tensor, warns: bool, said: list[str]) -> None:
     precision = Precision("bf16-true", CPU)
     for _ in range(2):
         precision.check_batch({"positions": values.expand(2, -1), "name": "x"})
@@ -216,7 +216,7 @@ def test_whole_numbers_that_bf16_true_loses_are_said_once(values: Tensor, warns:
         assert "in a float32 tensor of shape (2, 1000), 1000 different values become 507" in warnings[0]
 
 
-def test_the_first_batch_is_checked_for_whole_numbers(said: list[str]) -> None:
+def test_precision_bf16_true_checks_the_first_batch_for_whole_numbers(said: list[str]) -> None:
     trained(nn.Linear(4, 1), torch.arange(5001.0, 5033.0).view(8, 4))
     assert sum("rounds whole numbers" in line for line in said) == 1
     with pytest.raises(ConfigError, match="bf16_inputs = False needs precision = 'bf16-true', but precision = 'bf16'"):

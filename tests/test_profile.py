@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_exactly_the_chosen_steps_are_recorded(tmp_path: Path, lines: list[str]) -> None:
+def test_profile_records_exactly_the_chosen_steps(tmp_path: Path, lines: list[str]) -> None:
     train(recorder(tmp_path / "traces"))
     path = tmp_path / "traces" / "rank0_steps2-3.json.gz"
     assert names(tmp_path / "traces") == [path.name]
@@ -53,14 +53,14 @@ def test_exactly_the_chosen_steps_are_recorded(tmp_path: Path, lines: list[str])
     assert lines == [f"INFO profile: wrote {path} (open it at ui.perfetto.dev)"]
 
 
-def test_the_shapes_are_in_the_trace(tmp_path: Path) -> None:
+def test_profile_trace_has_shapes(tmp_path: Path) -> None:
     train(recorder(tmp_path))
     with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
         shapes = [event.get("args", {}).get("Input Dims") for event in json.load(file)["traceEvents"]]
     assert [[3, 7], [7, 2]] in shapes
 
 
-def test_each_step_is_marked_and_the_functions_that_ran_are_in_the_trace(tmp_path: Path) -> None:
+def test_profile_trace_marks_each_step_and_has_python_functions(tmp_path: Path) -> None:
     train(recorder(tmp_path))
     with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
         trace = json.load(file)
@@ -76,40 +76,42 @@ def test_each_step_is_marked_and_the_functions_that_ran_are_in_the_trace(tmp_pat
 
 
 @pytest.mark.parametrize(("ranks", "recording"), [((0,), {0}), ((1, 2), {1, 2}), (None, {0, 1, 2})])
-def test_the_chosen_ranks_record(tmp_path: Path, ranks: tuple[int, ...] | None, recording: set[int]) -> None:
+def test_profile_is_recorded_by_the_chosen_ranks(
+    tmp_path: Path, ranks: tuple[int, ...] | None, recording: set[int]
+) -> None:
     for rank in range(3):
         train(recorder(tmp_path, rank=rank, ranks=ranks))
     assert names(tmp_path) == [f"rank{rank}_steps2-3.json.gz" for rank in sorted(recording)]
 
 
-def test_without_steps_nothing_is_recorded_or_made(tmp_path: Path) -> None:
+def test_profile_without_steps_records_nothing(tmp_path: Path) -> None:
     train(recorder(tmp_path / "traces", steps=None))
     assert not (tmp_path / "traces").exists()
 
 
-def test_a_run_that_ends_inside_the_window_leaves_what_there_is(tmp_path: Path) -> None:
+def test_profile_of_a_run_that_ends_in_the_window_is_written(tmp_path: Path) -> None:
     train(recorder(tmp_path, steps=(2, 100)), last=3)
     assert recorded(tmp_path / "rank0_steps2-3.json.gz") == ["step 2", "step 3"]
 
 
-def test_a_run_that_fails_inside_the_window_leaves_what_there_is(tmp_path: Path) -> None:
+def test_profile_of_a_run_that_fails_in_the_window_is_written(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the user's own"):
         train(recorder(tmp_path, steps=(2, 100)), fails_in=2)
     assert recorded(tmp_path / "rank0_steps2-2.json.gz") == ["step 2"]
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
-def test_a_run_taken_up_inside_the_window_records_the_rest(tmp_path: Path) -> None:
+def test_profile_of_a_run_resumed_in_the_window_records_the_rest(tmp_path: Path) -> None:
     train(recorder(tmp_path, steps=(2, 4)), first=3)
     assert recorded(tmp_path / "rank0_steps3-4.json.gz") == ["step 3", "step 4"]
 
 
-def test_a_run_taken_up_after_the_window_records_nothing(tmp_path: Path) -> None:
+def test_profile_of_a_run_resumed_after_the_window_records_nothing(tmp_path: Path) -> None:
     train(recorder(tmp_path), first=4)
     assert names(tmp_path) == []
 
 
-def test_a_profiler_of_the_user_s_own_goes_on(tmp_path: Path, lines: list[str]) -> None:
+def test_profile_is_skipped_while_the_users_profiler_runs(tmp_path: Path, lines: list[str]) -> None:
     with profile() as own:
         train(recorder(tmp_path))
     assert {"step 1", "step 2", "step 5"} <= {event.key for event in own.key_averages()}
@@ -117,7 +119,7 @@ def test_a_profiler_of_the_user_s_own_goes_on(tmp_path: Path, lines: list[str]) 
     assert lines == ["WARNING profile: step 2 is not recorded: another torch profiler is running"]
 
 
-def test_a_profiler_that_does_not_start_does_not_end_the_run(
+def test_profiler_that_does_not_start_does_not_end_the_run(
     tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_profile: object) -> None:
@@ -128,7 +130,7 @@ def test_a_profiler_that_does_not_start_does_not_end_the_run(
     assert lines == ["WARNING profile: step 2 cannot be recorded: no CUPTI"]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
+def test_profile_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match="profile.dir = .*taken/traces.*Not a directory") as found:
         recorder(tmp_path / "taken" / "traces")
@@ -136,7 +138,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: P
     recorder(tmp_path / "taken" / "traces", rank=1)  # which does not record
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, lines: list[str]) -> None:
+def test_profile_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, lines: list[str]) -> None:
     recording = recorder(tmp_path / "traces")
     (tmp_path / "traces").rmdir()
     train(recording)
@@ -175,7 +177,7 @@ class Allocator:
         return {"segments": [{"device": 0, "blocks": blocks}], "device_traces": [self.events, []]}
 
 
-def test_what_took_the_memory_of_a_gpu_is_recorded_with_the_trace(
+def test_profile_of_a_gpu_records_its_allocations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     allocator = Allocator(monkeypatch)
@@ -191,7 +193,7 @@ def test_what_took_the_memory_of_a_gpu_is_recorded_with_the_trace(
     assert (summary.bytes, str(summary.lines[0].place)) == (2000, "forward (model.py:12)")
 
 
-def test_a_run_that_fails_inside_the_window_leaves_its_memory_too(
+def test_profile_of_a_run_that_fails_in_the_window_has_its_allocations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocator = Allocator(monkeypatch)
@@ -201,7 +203,7 @@ def test_a_run_that_fails_inside_the_window_leaves_its_memory_too(
     assert allocator.asked[-1] == 0
 
 
-def test_a_history_that_the_script_records_goes_on(
+def test_profile_does_not_stop_a_memory_history_of_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     allocator = Allocator(monkeypatch)
@@ -212,7 +214,7 @@ def test_a_history_that_the_script_records_goes_on(
     assert lines[0] == "WARNING profile: memory is not recorded, because the script itself records the memory history"
 
 
-def test_memory_that_cannot_be_recorded_does_not_end_the_run(
+def test_profile_of_memory_that_cannot_be_recorded_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     allocator = Allocator(monkeypatch)
@@ -232,13 +234,13 @@ def test_memory_that_cannot_be_recorded_does_not_end_the_run(
     assert names(tmp_path) == ["rank0_steps2-3.json.gz"]
 
 
-def test_there_is_no_memory_snapshot_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_snapshot_without_a_gpu_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert save_memory_snapshot(tmp_path / "traces", 0) is None
     assert names(tmp_path) == []
 
 
-def test_a_memory_snapshot_has_its_rank_in_its_name(
+def test_memory_snapshot_has_its_rank_in_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -251,7 +253,7 @@ def test_a_memory_snapshot_has_its_rank_in_its_name(
 
 
 @pytest.mark.gpu
-def test_a_gpu_s_kernels_are_in_the_trace_and_its_memory_in_the_snapshot(tmp_path: Path) -> None:
+def test_profile_of_a_gpu_has_kernels_and_a_memory_snapshot(tmp_path: Path) -> None:
     recording = recorder(tmp_path, steps=(1, 1))
     recording.before_step(1)
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
@@ -264,7 +266,7 @@ def test_a_gpu_s_kernels_are_in_the_trace_and_its_memory_in_the_snapshot(tmp_pat
 
 
 @pytest.mark.gpu
-def test_the_lines_that_took_a_gpu_s_memory_are_recorded(tmp_path: Path) -> None:
+def test_profile_of_a_gpu_has_the_lines_that_allocated_its_memory(tmp_path: Path) -> None:
     before = torch.ones(1 << 20, device="cuda")  # 4 MiB
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

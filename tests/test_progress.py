@@ -16,7 +16,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "error.json")
 
 
-def test_a_phase_lasts_as_long_as_what_it_is_about(error_file: str) -> None:
+def test_heartbeat_phase_lasts_for_its_block(error_file: str) -> None:
     heartbeat = HeartbeatWriter()
     with heartbeat.during(Phase.DATA):
         with heartbeat.during(Phase.EVALUATION):
@@ -25,7 +25,7 @@ def test_a_phase_lasts_as_long_as_what_it_is_about(error_file: str) -> None:
     assert read_heartbeat(error_file).phase is Phase.OUTSIDE
 
 
-def test_an_exception_that_leaves_the_trainer_is_seen_until_it_does_something_again(error_file: str) -> None:
+def test_heartbeat_phase_after_an_exception_is_failed_until_the_next_phase(error_file: str) -> None:
     heartbeat = HeartbeatWriter()
     with pytest.raises(RuntimeError), heartbeat.during(Phase.BACKWARD):
         raise RuntimeError("lost its peer")
@@ -35,13 +35,13 @@ def test_an_exception_that_leaves_the_trainer_is_seen_until_it_does_something_ag
     assert read_heartbeat(error_file).phase is Phase.OUTSIDE
 
 
-def test_a_loop_that_is_left_has_not_failed(error_file: str) -> None:
+def test_heartbeat_phase_after_system_exit_is_not_failed(error_file: str) -> None:
     with pytest.raises(SystemExit), HeartbeatWriter().during(Phase.DATA):
         raise SystemExit(75)
     assert read_heartbeat(error_file).phase is Phase.OUTSIDE
 
 
-def test_the_values_of_the_last_log_point_are_seen(error_file: str) -> None:
+def test_heartbeat_has_the_values_of_the_last_log_point(error_file: str) -> None:
     assert read_heartbeat(error_file).loss is None
     HeartbeatWriter().log_point(0.1, 0.25, 0.5, 0.4321)
     read = read_heartbeat(error_file)
@@ -53,14 +53,14 @@ def test_the_values_of_the_last_log_point_are_seen(error_file: str) -> None:
     assert math.isnan(read_heartbeat(error_file).loss or 0.0)
 
 
-def test_the_total_of_a_run_is_seen_if_it_is_known(error_file: str) -> None:
+def test_heartbeat_has_the_total_of_steps_if_it_is_known(error_file: str) -> None:
     with HeartbeatWriter().follow(3, 600):
         assert (read_heartbeat(error_file).step, read_heartbeat(error_file).total) == (3, 600)
     with HeartbeatWriter().follow(3, None):
         assert read_heartbeat(error_file).total is None
 
 
-def test_the_last_line_of_advice_is_seen_whole_and_a_long_one_is_cut(error_file: str) -> None:
+def test_heartbeat_has_the_last_advice_cut_to_its_length(error_file: str) -> None:
     heartbeat = HeartbeatWriter()
     assert read_heartbeat(error_file).advice == ""
     for line in ("data 31%: raise data.num_workers (2)", "rank 1"):
@@ -71,6 +71,6 @@ def test_the_last_line_of_advice_is_seen_whole_and_a_long_one_is_cut(error_file:
     assert read_heartbeat(error_file).phase is Phase.OUTSIDE
 
 
-def test_without_a_launcher_advice_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_without_a_launcher_ignores_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ERROR_FILE, raising=False)
     HeartbeatWriter().advise("rank 1")

@@ -52,7 +52,7 @@ def steps_of(samples: int, global_batch: int, world_size: int, epoch: int, first
 @given(
     samples=st.integers(1, 120), global_batch=st.integers(1, 50), world_size=st.integers(1, 6), epoch=st.integers(0, 5)
 )
-def test_a_step_holds_the_same_samples_at_every_number_of_ranks(
+def test_sampler_step_has_the_same_samples_at_every_number_of_ranks(
     samples: int, global_batch: int, world_size: int, epoch: int
 ) -> None:
     alone = steps_of(samples, global_batch, 1, epoch)
@@ -61,11 +61,11 @@ def test_a_step_holds_the_same_samples_at_every_number_of_ranks(
 
 
 @given(first_step=st.integers(0, 4), world_size=st.integers(1, 4))
-def test_starting_in_the_middle_gives_the_rest_of_the_same_epoch(first_step: int, world_size: int) -> None:
+def test_sampler_from_a_later_step_yields_the_rest_of_the_epoch(first_step: int, world_size: int) -> None:
     assert steps_of(50, 10, world_size, 1, first_step) == steps_of(50, 10, world_size, 1)[first_step:]
 
 
-def test_the_order_changes_with_the_epoch_and_the_seed_and_never_repeats_another_seed_s() -> None:
+def test_sampler_order_changes_with_epoch_and_seed() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         sampler = ExactDistributedSampler(range(50), 0, 1, shuffle=True, seed=seed)
         sampler.set_epoch(epoch)
@@ -76,21 +76,21 @@ def test_the_order_changes_with_the_epoch_and_the_seed_and_never_repeats_another
     assert order(2, 3) == order(2, 3)
 
 
-def test_without_shuffling_the_order_is_the_dataset_s() -> None:
+def test_sampler_without_shuffling_keeps_the_order_of_the_dataset() -> None:
     assert list(train_batches(5, 4, 1, 0, shuffle=False)) == [[0, 1], [2, 3], [4]]
 
 
-def test_drop_last_leaves_out_the_short_step() -> None:
+def test_sampler_with_drop_last_omits_the_short_step() -> None:
     assert train_batches(11, 4, 1, 0, drop_last=True).steps == 2
 
 
-def test_no_step_at_all_is_an_error() -> None:
+def test_sampler_without_a_whole_step_raises_error() -> None:
     with pytest.raises(DataError, match="3 samples, fewer than the global batch of 4"):
         train_batches(3, 4, 1, 0, drop_last=True)
 
 
 @given(samples=st.integers(1, 60), world_size=st.integers(1, 7), size=st.integers(1, 20))
-def test_evaluation_counts_each_sample_once(samples: int, world_size: int, size: int) -> None:
+def test_eval_batches_have_each_sample_once(samples: int, world_size: int, size: int) -> None:
     seen = []
     for rank in range(world_size):
         batches = EvalBatches(ExactDistributedSampler(range(samples), rank, world_size, shuffle=False, seed=0), size)
@@ -129,7 +129,7 @@ def order_of(own: object, epoch: int, seed: int = 0) -> list[int]:
     return list(sampler.order())
 
 
-def test_a_sampler_of_the_user_s_own_gives_the_same_order_on_every_rank_and_another_in_every_epoch() -> None:
+def test_user_sampler_has_the_same_order_on_every_rank_and_varies_by_epoch() -> None:
     orders = [order_of(DrawsFromEverything(), epoch) for epoch in (0, 1)]
     random.seed(7)
     np.random.seed(7)
@@ -140,7 +140,7 @@ def test_a_sampler_of_the_user_s_own_gives_the_same_order_on_every_rank_and_anot
     assert order_of(DrawsFromEverything(), 0, seed=1) != orders[0]
 
 
-def test_drawing_an_order_tells_the_epoch_and_leaves_every_random_state_where_it_was() -> None:
+def test_user_sampler_gets_the_epoch_and_changes_no_random_state() -> None:
     own = DrawsFromEverything()
     sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=own)
     states = random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()
@@ -164,7 +164,7 @@ OWN = {
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("own", OWN.values(), ids=OWN)
-def test_a_step_holds_the_same_of_the_user_s_own_samples_at_every_number_of_ranks(own: object, world_size: int) -> None:
+def test_user_sampler_step_has_the_same_samples_at_every_number_of_ranks(own: object, world_size: int) -> None:
     def steps(ranks: int) -> list[list[int]]:
         found: list[list[int]] = []
         for rank in range(ranks):
@@ -190,7 +190,7 @@ class Miscounts(Sampler[int]):
         return iter([1, 2])
 
 
-def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
+def test_user_sampler_with_a_wrong_or_missing_length_is_refused() -> None:
     with pytest.raises(DataError, match=r"sampler .generator. has no length"):
         ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, user_sampler=(n for n in range(3)))
     with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 5"):
@@ -223,7 +223,7 @@ class IsTold(CountsItself):
 
 
 @pytest.mark.parametrize("kind", [CountsItself, IsTold])
-def test_an_epoch_has_as_many_steps_as_its_sampler_makes(kind: type[CountsItself]) -> None:
+def test_user_sampler_with_varying_length_determines_the_steps_of_each_epoch(kind: type[CountsItself]) -> None:
     sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=kind())
     batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
     assert batches.steps_in(range(3)) == (2 + 2 + 3 if kind is IsTold else 2 * 3)
@@ -233,7 +233,7 @@ def test_an_epoch_has_as_many_steps_as_its_sampler_makes(kind: type[CountsItself
         assert batches.steps == (2, 2, 3)[epoch]
 
 
-def test_asking_for_later_epochs_leaves_the_sampler_in_this_one() -> None:
+def test_steps_in_later_epochs_leaves_the_sampler_in_its_epoch() -> None:
     own = IsTold()
     sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=own)
     batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
@@ -249,7 +249,7 @@ def own_batches(rank: int, world_size: int, accumulation: int = 1, **options: bo
     return UserTrainBatches(BUCKETS, rank, world_size, accumulation, drop_last=options.get("drop_last", False), seed=0)
 
 
-def test_a_step_takes_the_next_of_the_user_s_own_batches_in_turn_over_the_ranks() -> None:
+def test_user_batches_are_assigned_to_ranks_in_turn() -> None:
     ranks = [own_batches(rank, 2, 2) for rank in range(2)]
     assert [list(batches) for batches in ranks] == [[[1], [2, 3], [8, 9]], [[4, 5, 6], [7], [10]]]
     assert [batches.steps for batches in ranks] == [2, 2]
@@ -257,14 +257,14 @@ def test_a_step_takes_the_next_of_the_user_s_own_batches_in_turn_over_the_ranks(
     assert [[batches.passes(step) for step in range(2)] for batches in ranks] == [[(1, 2), (2,)], [(3, 1), (1,)]]
 
 
-def test_a_rank_may_have_none_of_the_last_batches() -> None:
+def test_user_batches_at_the_end_may_leave_a_rank_without_a_batch() -> None:
     ranks = [own_batches(rank, 4) for rank in range(4)]
     assert [batches.passes(1) for batches in ranks] == [(2,), (1,), (), ()]
     assert [list(batches) for batches in ranks] == [[[1], [8, 9]], [[2, 3], [10]], [[4, 5, 6]], [[7]]]
     assert own_batches(0, 4, drop_last=True).steps == 1
 
 
-def test_the_user_s_own_batches_are_taken_up_in_the_middle_and_drawn_anew_in_every_epoch() -> None:
+def test_user_batches_continue_in_mid_epoch_and_vary_by_epoch() -> None:
     def drawn(epoch: int, first_step: int) -> list[list[int]]:
         own = BatchSampler(SubsetRandomSampler(range(20)), 3, drop_last=False)
         batches = UserTrainBatches(own, 0, 1, 2, drop_last=False, seed=0)
@@ -276,7 +276,7 @@ def test_the_user_s_own_batches_are_taken_up_in_the_middle_and_drawn_anew_in_eve
     assert drawn(1, 0) == drawn(1, 0)
 
 
-def test_batches_that_make_no_step_and_empty_ones_are_refused() -> None:
+def test_user_batches_that_are_empty_or_too_few_are_refused() -> None:
     with pytest.raises(DataError, match="yields 6 batches, but one step needs 8"):
         own_batches(0, 4, 2, drop_last=True)
     with pytest.raises(DataError, match="an empty batch at index 1"):
@@ -284,13 +284,13 @@ def test_batches_that_make_no_step_and_empty_ones_are_refused() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
-def test_evaluation_takes_each_of_the_user_s_own_batches_once(world_size: int) -> None:
+def test_user_eval_batches_are_each_used_once(world_size: int) -> None:
     ranks = [UserEvalBatches(BUCKETS, rank, world_size, seed=0) for rank in range(world_size)]
     assert [batch for batches in ranks for batch in batches] == BUCKETS
     assert [size for batches in ranks for size in batches.sizes()] == list(map(len, BUCKETS))
 
 
-def test_each_of_the_configurations_batches_is_one_step_divided_among_the_ranks() -> None:
+def test_configured_batches_are_one_step_each_divided_among_ranks() -> None:
     def ranks(world_size: int, micro_batch: int = 100) -> list[DividedTrainBatches]:
         plan = BatchPlan(1, micro_batch, 1, world_size)
         return [DividedTrainBatches(BUCKETS, rank, plan, seed=0) for rank in range(world_size)]

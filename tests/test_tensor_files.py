@@ -22,7 +22,7 @@ def within(box: Box) -> tuple[slice, ...]:
 
 
 @given(SHAPES, st.randoms(use_true_random=False))
-def test_a_range_is_a_few_boxes_with_its_values_in_order(shape: tuple[int, ...], random: Random) -> None:
+def test_boxes_of_a_range_are_few_and_have_its_values_in_order(shape: tuple[int, ...], random: Random) -> None:
     begin, end = sorted(random.choices(range(math.prod(shape) + 1), k=2))
     boxes = boxes_of(shape, (end - begin,), (begin,), flat=True)
     values = [value for box in boxes for value in numbers(shape)[within(box)].reshape(-1)]
@@ -31,7 +31,7 @@ def test_a_range_is_a_few_boxes_with_its_values_in_order(shape: tuple[int, ...],
 
 
 @given(SHAPES, st.integers(1, 7), st.randoms(use_true_random=False))
-def test_blocks_are_a_box_in_order_and_none_is_too_large(shape: tuple[int, ...], most: int, random: Random) -> None:
+def test_split_box_yields_blocks_in_order_below_the_limit(shape: tuple[int, ...], most: int, random: Random) -> None:
     ends = [sorted(random.choices(range(size + 1), k=2)) for size in shape]
     box = Box(*map(tuple, zip(*ends, strict=True))) if shape else Box((), ())
     found = [*split_box(box, most)] if 0 not in box.shape else []
@@ -41,7 +41,7 @@ def test_blocks_are_a_box_in_order_and_none_is_too_large(shape: tuple[int, ...],
 
 
 @given(SHAPES, st.integers(0, 5), st.randoms(use_true_random=False))
-def test_boxes_overlap_where_a_value_is_in_two(shape: tuple[int, ...], count: int, random: Random) -> None:
+def test_overlap_is_true_if_a_value_is_in_two_boxes(shape: tuple[int, ...], count: int, random: Random) -> None:
     counts, boxes = np.zeros(shape, int), []
     for _ in range(count):
         ends = [sorted(random.choices(range(size + 1), k=2)) for size in shape]

@@ -80,7 +80,7 @@ def reduced_backward(clock: StepClock, hands: Any, computing: float, waiting: fl
 # --- on the host ----------------------------------------------------------------------------------------------------
 
 
-def test_each_phase_gets_the_time_before_its_mark(hands: Hands) -> None:
+def test_step_clock_assigns_each_phase_the_time_before_its_mark(hands: Hands) -> None:
     clock = StepClock()
     for _ in range(2):
         hands.now += 50  # an evaluation: no part of the step
@@ -91,7 +91,7 @@ def test_each_phase_gets_the_time_before_its_mark(hands: Hands) -> None:
     assert clock.read(25.0) == times(data=6, transfer=2, forward=3, backward=4, optimizer=6, other=4)
 
 
-def test_a_reading_begins_anew(hands: Hands) -> None:
+def test_step_clock_read_resets_the_times(hands: Hands) -> None:
     clock = StepClock()
     for passed in (3, 1):
         clock.start()
@@ -100,7 +100,7 @@ def test_a_reading_begins_anew(hands: Hands) -> None:
         assert clock.read(passed) == times(forward=passed)
 
 
-def test_nothing_is_less_than_nothing(hands: Hands) -> None:
+def test_step_clock_times_are_never_negative(hands: Hands) -> None:
     clock = StepClock()
     clock.start()
     hands.now += 3
@@ -109,7 +109,7 @@ def test_nothing_is_less_than_nothing(hands: Hands) -> None:
     assert clock.read(step_seconds=0.5) == times(other=0.5)
 
 
-def test_waiting_for_the_reduction_is_communication_and_computing_is_not(hands: Hands) -> None:
+def test_step_clock_counts_waiting_for_the_reduction_as_communication(hands: Hands) -> None:
     clock = StepClock()
     clock.start()
     reduced_backward(clock, hands, computing=2, waiting=5)
@@ -118,7 +118,7 @@ def test_waiting_for_the_reduction_is_communication_and_computing_is_not(hands: 
     assert (found.own, found.total) == (2, 7)
 
 
-def test_of_short_steps_the_watched_ones_stand_for_the_others(hands: Hands) -> None:
+def test_step_clock_extrapolates_from_the_watched_short_steps(hands: Hands) -> None:
     clock = StepClock()
     watched = []
     for _ in range(8):
@@ -133,7 +133,7 @@ def test_of_short_steps_the_watched_ones_stand_for_the_others(hands: Hands) -> N
     assert found.backward == pytest.approx(0.0001)
 
 
-def test_communication_is_never_more_than_there_was(hands: Hands) -> None:
+def test_step_clock_limits_communication_to_the_measured_time(hands: Hands) -> None:
     clock = StepClock()
     for waiting in (0.004, 0, 0, 0):  # only the first of them is watched
         clock._watched_at = hands.now if waiting == 0 else 0.0
@@ -144,7 +144,7 @@ def test_communication_is_never_more_than_there_was(hands: Hands) -> None:
     assert found.backward >= 0
 
 
-def test_a_loss_without_gradient_is_left_to_the_backward_pass_to_refuse() -> None:
+def test_step_clock_ignores_a_loss_without_gradient() -> None:
     assert StepClock().watch(torch.ones(())) == BACKWARD
 
 
@@ -201,7 +201,7 @@ def step(clock: StepClock, device: Device, forward: float = 2, optimizer: float 
     clock.mark(OPTIMIZER)
 
 
-def test_a_device_s_steps_count_once_it_has_finished_them(device: Device) -> None:
+def test_device_clock_counts_steps_after_the_device_has_finished_them(device: Device) -> None:
     clock = DeviceClock(device.new_event, device.has_finished)
     step(clock, device)
     assert clock.read(4) == times(other=4)
@@ -213,7 +213,7 @@ def test_a_device_s_steps_count_once_it_has_finished_them(device: Device) -> Non
     assert clock.read(101) == times(forward=100, optimizer=1)
 
 
-def test_events_are_used_again(device: Device) -> None:
+def test_device_clock_reuses_events(device: Device) -> None:
     clock = DeviceClock(device.new_event, device.has_finished)
     for _ in range(100):
         step(clock, device)
@@ -222,7 +222,7 @@ def test_events_are_used_again(device: Device) -> None:
     assert device.events == 3
 
 
-def test_a_device_far_behind_is_not_given_ever_more_events(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_clock_far_behind_stops_recording_events(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_MOST_WAITING", 30)
     clock = DeviceClock(device.new_event, device.has_finished)
     for _ in range(100):
@@ -236,7 +236,9 @@ def test_a_device_far_behind_is_not_given_ever_more_events(device: Device, monke
     assert device.events == 30
 
 
-def test_the_device_s_wait_for_the_reduction_is_communication(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_clock_counts_waiting_for_the_reduction_as_communication(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(timing, "_SECONDS_BETWEEN_WATCHED", 0.0)
     clock = DeviceClock(device.new_event, device.has_finished)
     for waiting in (5, 1):
@@ -246,7 +248,7 @@ def test_the_device_s_wait_for_the_reduction_is_communication(device: Device, mo
     assert clock.read(5) == times(backward=2, communication=3)
 
 
-def test_a_device_that_is_always_behind_is_never_idle(device: Device) -> None:
+def test_device_clock_of_a_device_always_behind_reports_no_idle_steps(device: Device) -> None:
     clock = DeviceClock(device.new_event, device.has_finished)
     step(clock, device)
     for _ in range(4):
@@ -261,7 +263,7 @@ def test_a_device_that_is_always_behind_is_never_idle(device: Device) -> None:
 
 
 @pytest.mark.parametrize("waits_in", ["the forward pass", "the body of the loop", "both"])
-def test_a_step_in_which_the_host_waits_leaves_the_device_idle_once(device: Device, waits_in: str) -> None:
+def test_device_clock_counts_a_step_in_which_the_host_waits_as_idle_once(device: Device, waits_in: str) -> None:
     clock = DeviceClock(device.new_event, device.has_finished)
     step(clock, device)
     clock.read(3)
@@ -278,13 +280,13 @@ def test_a_step_in_which_the_host_waits_leaves_the_device_idle_once(device: Devi
     assert clock.idle == (3 / 4 if waits_in == "the body of the loop" else 1)
 
 
-def test_the_clock_suits_the_device() -> None:
+def test_step_clock_for_a_device_has_the_matching_class() -> None:
     assert type(step_clock(torch.device("cpu"))) is StepClock
     assert type(step_clock(torch.device("cuda", 0))) is DeviceClock
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_timed_without_waiting_for_it() -> None:
+def test_device_clock_times_a_gpu_without_waiting_for_it() -> None:
     device = torch.device("cuda", 0)
     clock = step_clock(device)
     weight = torch.randn(2048, 2048, device=device, requires_grad=True)
@@ -310,7 +312,7 @@ def test_a_gpu_is_timed_without_waiting_for_it() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_idle_only_where_it_has_finished() -> None:
+def test_device_clock_reports_a_gpu_idle_only_after_it_has_finished() -> None:
     device = torch.device("cuda", 0)
     clock = step_clock(device)
 
@@ -331,7 +333,7 @@ def test_a_gpu_is_idle_only_where_it_has_finished() -> None:
 # --- all ranks ------------------------------------------------------------------------------------------------------
 
 
-def test_the_sum_of_the_tables_has_every_rank_s_times() -> None:
+def test_table_of_times_summed_over_ranks_has_the_times_of_every_rank() -> None:
     ranks = (times(data=0.1, other=1e-9), times(backward=3, communication=7), times(optimizer=5))
     tables = [table_of(own, rank, 3, torch.device("cpu")) for rank, own in enumerate(ranks)]
     assert {(table.dtype, table.shape) for table in tables} == {(torch.float64, (3, 7))}
@@ -339,7 +341,7 @@ def test_the_sum_of_the_tables_has_every_rank_s_times() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_another_s_gradients_communicates(start: Any, tmp_path: Path) -> None:
+def test_step_clock_of_a_rank_that_waits_for_another_counts_communication(start: Any, tmp_path: Path) -> None:
     done = start("ddpkit", 2, PROGRAMS / "late_rank.py", str(tmp_path / "store"), str(seconds(20)))
     assert done.returncode == 0, done.stderr
     first, late = sorted(map(json.loads, done.stdout.splitlines()), key=lambda said: said["rank"])
@@ -352,7 +354,7 @@ def test_a_rank_that_waits_for_another_s_gradients_communicates(start: Any, tmp_
     assert first["communication"] == pytest.approx(sum(waits) / 3)
 
 
-def test_communication_may_be_marked_by_itself(hands: Hands) -> None:
+def test_step_clock_mark_of_communication_adds_to_it(hands: Hands) -> None:
     clock = StepClock()
     clock.start()
     reduced_backward(clock, hands, computing=2, waiting=5)

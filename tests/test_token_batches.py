@@ -16,7 +16,7 @@ from ddp_kit import DataError, Loss, TokenBatchSampler, Trainer, TrainerConfig
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 80), st.integers(0, 5))
-def test_each_sample_is_in_one_batch_within_the_budget(lengths: list[int], tokens: int, epoch: int) -> None:
+def test_token_batches_have_each_sample_once_within_the_limit(lengths: list[int], tokens: int, epoch: int) -> None:
     sampler = TokenBatchSampler(lengths, tokens)
     sampler.set_epoch(epoch)
     batches = [*sampler]
@@ -26,7 +26,7 @@ def test_each_sample_is_in_one_batch_within_the_budget(lengths: list[int], token
     assert batches == [*sampler]
 
 
-def test_epochs_have_different_orders() -> None:
+def test_token_batches_vary_by_epoch() -> None:
     sampler = TokenBatchSampler([3, 4] * 20, 12)
     first = [*sampler]
     sampler.set_epoch(1)
@@ -35,7 +35,7 @@ def test_epochs_have_different_orders() -> None:
     assert [*plain] == [[1, 2], [3], [0]]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_token_batches_name_a_sample_over_the_limit() -> None:
     with pytest.raises(DataError, match="sample 1 has 9 tokens, more than the limit of 8 tokens per batch"):
         TokenBatchSampler([3, 9], 8)
     with pytest.raises(DataError, match="no lengths"):
@@ -71,7 +71,7 @@ def trained(folder: Path, **settings: Any) -> Trainer:
     return trainer
 
 
-def test_a_run_over_batches_by_tokens_resumes_bitwise(tmp_path: Path) -> None:
+def test_token_batches_run_resumes_bitwise(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", epochs=2)
     trained(tmp_path / "split", max_steps=whole.step // 2 + 1)
     rest = trained(tmp_path / "split", epochs=2)

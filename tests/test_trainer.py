@@ -94,7 +94,7 @@ def by_hand(data: TensorDataset, global_batch: int, epochs: int, weighted: bool,
     weighted=st.booleans(),
     clip=st.none() | st.just(0.3),
 )
-def test_a_step_is_that_of_the_whole_global_batch(
+def test_step_equals_one_on_the_whole_global_batch(
     samples: int, global_batch: int, accumulation: int, epochs: int, weighted: bool, clip: float | None
 ) -> None:
     data = regression(samples)
@@ -111,7 +111,7 @@ def test_a_step_is_that_of_the_whole_global_batch(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_the_result_counts_steps_and_samples_and_logs_every_interval() -> None:
+def test_fit_result_counts_steps_and_samples_and_has_a_row_per_interval() -> None:
     trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=8, log_every_steps=4))
     result = trainer.fit(regression(21))
     assert (result.steps, result.samples, trainer.step, trainer.epoch) == (6, 42, 6, 2)
@@ -121,7 +121,7 @@ def test_the_result_counts_steps_and_samples_and_logs_every_interval() -> None:
     assert all(row.samples_per_second > 0 and row.step_seconds >= row.data_seconds > 0 for row in result.history)
 
 
-def test_the_logged_loss_is_the_mean_over_the_samples_of_the_interval() -> None:
+def test_logged_loss_is_the_mean_over_the_samples_of_the_interval() -> None:
     data = regression(10)
     config = TrainerConfig(global_batch_size=4, log_every_steps=3, data=DataConfig(shuffle=False))
     trainer = Trainer(network(), lambda p: torch.optim.SGD(p, lr=0.0), mean_loss, config)
@@ -133,11 +133,11 @@ def test_the_logged_loss_is_the_mean_over_the_samples_of_the_interval() -> None:
 @pytest.mark.parametrize(
     ("limits", "steps"), [({"epochs": 3}, 9), ({"max_steps": 5}, 5), ({"epochs": 1, "max_steps": 5}, 3), ({}, 3)]
 )
-def test_a_run_ends_at_what_comes_first(limits: dict[str, int], steps: int) -> None:
+def test_run_ends_at_the_first_limit(limits: dict[str, int], steps: int) -> None:
     assert trained(TrainerConfig(global_batch_size=4, **limits), regression(10)).step == steps
 
 
-def test_steps_can_be_left_and_taken_up_again_where_they_were_left() -> None:
+def test_steps_interrupted_continue_where_they_were_left() -> None:
     data = regression(23)
     config = TrainerConfig(epochs=3, global_batch_size=5, log_every_steps=2)
     whole = trained(config, data)
@@ -151,7 +151,7 @@ def test_steps_can_be_left_and_taken_up_again_where_they_were_left() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_steps_say_what_they_were() -> None:
+def test_steps_yields_number_epoch_and_samples() -> None:
     trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=4, log_every_steps=2))
     steps = list(trainer.steps(regression(6)))
     assert [(step.number, step.epoch, step.samples, step.ends_epoch) for step in steps] == [
@@ -163,7 +163,7 @@ def test_steps_say_what_they_were() -> None:
     assert [step.log is not None for step in steps] == [False, True, False, True]
 
 
-def test_the_scheduler_ticks_once_per_step() -> None:
+def test_scheduler_steps_once_per_optimizer_step() -> None:
     rates: list[float] = []
 
     class Watch(Callback):
@@ -175,7 +175,7 @@ def test_the_scheduler_ticks_once_per_step() -> None:
     assert rates == pytest.approx([0.01, 0.01 / 2, 0.01 / 3])
 
 
-def test_the_scheduler_does_not_tick_where_fp16_left_the_step_out() -> None:
+def test_scheduler_does_not_step_if_fp16_skipped_the_step() -> None:
     def overflowing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return mean_loss(model, batch) * 1e35  # finite, and infinite once it is scaled
 
@@ -192,7 +192,7 @@ def test_the_scheduler_does_not_tick_where_fp16_left_the_step_out() -> None:
     assert trainer.scheduler.last_epoch == 0
 
 
-def test_callbacks_hear_every_event_in_order() -> None:
+def test_callbacks_are_called_for_every_event_in_order() -> None:
     heard: list[str] = []
 
     class Listener(Callback):
@@ -218,7 +218,7 @@ def test_callbacks_hear_every_event_in_order() -> None:
     assert heard == ["start", "step", "step", "log 2", "evaluate ['loss']", "end 2"]
 
 
-def test_evaluation_happens_when_it_is_due_and_always_at_the_end() -> None:
+def test_evaluation_runs_when_due_and_always_at_the_end() -> None:
     due: list[int] = []
 
     class Watch(Callback):
@@ -231,7 +231,7 @@ def test_evaluation_happens_when_it_is_due_and_always_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 7, 33])
-def test_metrics_see_the_model_s_output_and_count_each_sample_once(samples: int) -> None:
+def test_metrics_get_the_models_output_and_count_each_sample_once(samples: int) -> None:
     data = regression(samples)
     trainer = Trainer(
         network(),
@@ -254,14 +254,14 @@ def test_metrics_see_the_model_s_output_and_count_each_sample_once(samples: int)
     )
 
 
-def test_evaluation_leaves_every_module_in_its_own_mode() -> None:
+def test_evaluation_restores_the_mode_of_every_module() -> None:
     model = nn.Sequential(nn.Linear(3, 4).double(), nn.BatchNorm1d(4).double().eval(), nn.Linear(4, 1).double())
     trainer = Trainer(model, sgd, mean_loss, TrainerConfig(global_batch_size=4))
     trainer.evaluate(regression(8))
     assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
-def test_the_user_s_own_loader_is_trained_on_with_its_collate_function() -> None:
+def test_fit_with_the_users_loader_uses_its_collate_function() -> None:
     seen: list[int] = []
 
     def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ def test_the_user_s_own_loader_is_trained_on_with_its_collate_function() -> None
     assert seen == [5, 5, 2]
 
 
-def test_the_drawing_of_random_numbers_is_the_same_in_every_run() -> None:
+def test_fit_draws_the_same_random_numbers_in_every_run() -> None:
     class Noisy(Dataset[tuple[Tensor, Tensor]]):
         def __len__(self) -> int:
             return 8
@@ -285,7 +285,7 @@ def test_the_drawing_of_random_numbers_is_the_same_in_every_run() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_bf16_true_converts_the_batch_too() -> None:
+def test_fit_with_bf16_true_converts_the_batch() -> None:
     types: set[torch.dtype] = set()
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -309,18 +309,20 @@ def test_bf16_true_converts_the_batch_too() -> None:
         ({"loss": F.mse_loss}, ConfigError, "loss_fn is torch's mse_loss"),
     ],
 )
-def test_what_does_not_fit_together_is_said(change: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_trainer_with_unsuitable_arguments_is_refused(
+    change: dict[str, Any], error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         trained(TrainerConfig(global_batch_size=4), regression(8), **change)
 
 
-def test_a_loss_function_that_changes_its_mind_is_stopped() -> None:
+def test_loss_function_that_changes_its_return_type_raises_error() -> None:
     calls = iter([mean_loss, weighted_loss])
     with pytest.raises(LossError, match="a plain tensor at some steps and a Loss at others"):
         trained(TrainerConfig(global_batch_size=4), regression(8), lambda *given: next(calls)(*given))
 
 
-def test_a_metric_without_the_model_s_output_is_said() -> None:
+def test_metric_without_the_models_output_raises_error() -> None:
     trainer = Trainer(
         network(), sgd, lambda model, batch: model[0].weight.sum(), metrics={"any": lambda output, batch: output}
     )
@@ -328,7 +330,7 @@ def test_a_metric_without_the_model_s_output_is_said() -> None:
         trainer.evaluate(regression(2))
 
 
-def test_a_weight_of_zero_everywhere_leaves_the_weights_as_they_are() -> None:
+def test_step_with_weight_zero_everywhere_leaves_the_weights_unchanged() -> None:
     trainer = Trainer(
         network(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -341,7 +343,7 @@ def test_a_weight_of_zero_everywhere_leaves_the_weights_as_they_are() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_parameter_that_only_the_optimizer_knows_is_refused() -> None:
+def test_optimizer_with_a_parameter_outside_the_model_is_refused() -> None:
     temperature = nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match="holds 1 parameters that the model does not have"):
         Trainer(network(), lambda parameters: sgd([*parameters, temperature]), mean_loss)
@@ -357,7 +359,7 @@ def test_unfreezing_after_the_trainer_was_made_is_refused() -> None:
         trainer.fit(regression(64))
 
 
-def test_gradients_from_before_do_not_enter_the_first_step() -> None:
+def test_gradients_from_before_fit_do_not_enter_the_first_step() -> None:
     data, config = regression(8), TrainerConfig(max_steps=1, global_batch_size=8)
     model = network()
     mean_loss(model, data[:]).backward()
@@ -366,7 +368,7 @@ def test_gradients_from_before_do_not_enter_the_first_step() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_step_that_failed_in_the_middle_leaves_nothing_behind() -> None:
+def test_step_that_failed_leaves_no_gradients() -> None:
     data, config = regression(8), TrainerConfig(max_steps=1, global_batch_size=8, accumulation_steps=2)
     calls = iter([mean_loss, None])  # the second micro-batch fails
 
@@ -384,7 +386,7 @@ def test_a_step_that_failed_in_the_middle_leaves_nothing_behind() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_the_random_stream_goes_on_where_a_run_was_left() -> None:
+def test_steps_in_several_loops_continue_the_random_numbers() -> None:
     drawn: list[float] = []
 
     def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -397,7 +399,7 @@ def test_the_random_stream_goes_on_where_a_run_was_left() -> None:
     assert len(set(drawn)) == 4
 
 
-def test_other_data_in_the_middle_of_an_epoch_are_refused() -> None:
+def test_fit_with_other_data_in_mid_epoch_is_refused() -> None:
     trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(max_steps=100, global_batch_size=2))
     steps = trainer.steps(regression(20))
     for _ in range(8):
@@ -406,7 +408,7 @@ def test_other_data_in_the_middle_of_an_epoch_are_refused() -> None:
         trainer.fit(regression(10))
 
 
-def test_callbacks_see_the_step_counted_that_was_just_done() -> None:
+def test_callbacks_see_the_completed_step_counted() -> None:
     seen: list[tuple[str, int]] = []
 
     class Watch(Callback):
@@ -420,14 +422,14 @@ def test_callbacks_see_the_step_counted_that_was_just_done() -> None:
     assert seen == [("step", 1), ("log", 1), ("step", 2), ("log", 2)]
 
 
-def test_a_fit_with_nothing_left_to_do_still_evaluates() -> None:
+def test_fit_with_no_steps_left_still_evaluates() -> None:
     trainer = trained(TrainerConfig(global_batch_size=4), regression(8))
     result = trainer.fit(regression(8), regression(3))
     assert result.history == ()
     assert set(result.metrics) == {"loss"}
 
 
-def test_a_model_that_is_wrapped_already_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_wrapped_in_ddp_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(network())
@@ -437,7 +439,7 @@ def test_a_model_that_is_wrapped_already_is_refused(monkeypatch: pytest.MonkeyPa
         torch.distributed.destroy_process_group()
 
 
-def test_a_model_in_fsdp_is_refused_and_a_compiled_one_is_not() -> None:
+def test_model_wrapped_in_fsdp_is_refused_and_a_compiled_one_is_not() -> None:
     class FSDPModule(nn.Linear):
         """What fully_shard makes a module's class derive from has this name."""
 
@@ -446,7 +448,7 @@ def test_a_model_in_fsdp_is_refused_and_a_compiled_one_is_not() -> None:
     Trainer(torch.compile(network(), backend="eager"), sgd, mean_loss)
 
 
-def test_a_loop_that_was_overtaken_says_so() -> None:
+def test_steps_loop_replaced_by_another_raises_error() -> None:
     trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(global_batch_size=2, epochs=3))
     first = trainer.steps(regression(8))
     next(first)
@@ -455,7 +457,7 @@ def test_a_loop_that_was_overtaken_says_so() -> None:
         next(first)
 
 
-def test_deterministic_allows_only_algorithms_that_repeat() -> None:
+def test_deterministic_allows_only_deterministic_algorithms() -> None:
     try:
         trained(TrainerConfig(global_batch_size=4, deterministic=True), regression(8))
         assert torch.are_deterministic_algorithms_enabled()
@@ -464,7 +466,7 @@ def test_deterministic_allows_only_algorithms_that_repeat() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_that_is_not_finite_can_be_left_out(precision: str) -> None:
+def test_step_that_is_not_finite_is_skipped_if_so_configured(precision: str) -> None:
     def sometimes_nan(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = mean_loss(model, batch)
         return loss * float("nan") if trainer.step == 2 else loss
@@ -483,7 +485,7 @@ def test_a_step_that_is_not_finite_can_be_left_out(precision: str) -> None:
     assert math.isfinite(result.loss)
 
 
-def test_what_an_evaluation_waits_for_does_not_count_as_the_steps_own() -> None:
+def test_evaluation_waits_for_data_do_not_count_in_step_times() -> None:
     class Slow(Dataset[tuple[Tensor, Tensor]]):
         def __len__(self) -> int:
             return 64
@@ -524,7 +526,7 @@ def test_sparse_gradients_are_measured_weighted_and_clipped_like_dense_ones(weig
     assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
-def test_a_run_that_is_stopped_at_a_log_point_has_all_its_rows() -> None:
+def test_run_stopped_at_a_log_point_has_all_its_rows() -> None:
     class StopAt(Callback):
         def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
             trainer.stop()
@@ -537,6 +539,6 @@ def test_a_run_that_is_stopped_at_a_log_point_has_all_its_rows() -> None:
     assert result.loss == result.history[-1].loss
 
 
-def test_a_loader_of_the_user_s_own_sets_the_micro_batch_where_nothing_else_does() -> None:
+def test_users_loader_sets_the_micro_batch_if_the_configuration_does_not() -> None:
     trainer = trained(TrainerConfig(accumulation_steps=2), DataLoader(regression(12), batch_size=3))
     assert (trainer.batch_plan.micro_batch, trainer.batch_plan.global_batch, trainer.step) == (3, 6, 2)

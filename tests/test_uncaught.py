@@ -60,23 +60,23 @@ def note_of(rank: int, tmp_path: Path, attempt: int = 0) -> tuple[str, bool, boo
     return note["message"], note["extraInfo"][NOTE_SECONDARY], note["extraInfo"][NOTE_PRINTED]
 
 
-def test_a_mistake_is_shown_with_its_place_and_without_a_traceback(tmp_path: Path) -> None:
+def test_uncaught_mistake_is_shown_with_its_place_and_without_a_traceback(tmp_path: Path) -> None:
     errors = ended(0, "raise errors.DataError('the dataset is empty', 'check the path')", tmp_path)
     assert errors == "ddpkit: error at user0.py:5: the dataset is empty\n  hint: check the path\n"
 
 
-def test_without_a_launcher_each_rank_speaks_for_itself(tmp_path: Path) -> None:
+def test_uncaught_mistake_without_a_launcher_is_shown_by_each_rank(tmp_path: Path) -> None:
     assert ended(2, MISTAKE, tmp_path).startswith("ddpkit: error (rank 2) at user2.py:5: no\n")
 
 
-def test_another_exception_keeps_its_traceback(tmp_path: Path) -> None:
+def test_uncaught_exception_of_the_user_keeps_its_traceback(tmp_path: Path) -> None:
     errors = ended(0, "raise KeyError('x')", tmp_path)
     assert "Traceback" in errors
     assert "KeyError: 'x'" in errors
 
 
 @pytest.mark.slow
-def test_what_several_ranks_find_is_printed_by_one_in_each_attempt(tmp_path: Path) -> None:
+def test_uncaught_mistake_of_several_ranks_is_printed_once_per_attempt(tmp_path: Path) -> None:
     for attempt in range(2):
         processes = [started(rank, MISTAKE, tmp_path, attempt) for rank in range(4)]
         assert [text.count("ddpkit: error") for text in sorted(map(said, processes))] == [0, 0, 0, 1]
@@ -91,14 +91,14 @@ error.only_this_rank = True
 raise error"""
 
 
-def test_the_rank_that_has_the_cause_prints_it_whoever_ends_first(tmp_path: Path) -> None:
+def test_uncaught_mistake_is_printed_by_the_rank_with_the_cause(tmp_path: Path) -> None:
     assert ended(0, FOUND_BY_ANOTHER, tmp_path, 0) == ""
     assert "worker 2 has ended" in ended(1, OF_ONE_RANK, tmp_path, 0)
     assert note_of(0, tmp_path) == ("LossError: rank 1 cannot continue", True, True)
     assert note_of(1, tmp_path) == ("DataError: worker 2 has ended", False, False), "the verdict repeats it"
 
 
-def test_nothing_is_lost_where_the_folder_of_the_attempt_is_gone(tmp_path: Path) -> None:
+def test_uncaught_mistake_without_the_attempts_folder_is_still_shown(tmp_path: Path) -> None:
     gone = f"import os\nos.environ['{ERROR_FILE}'] = '{tmp_path}/attempt_0/0/error.json'\n"
     assert "ddpkit: error" in ended(0, gone + MISTAKE, tmp_path)
 
@@ -120,7 +120,7 @@ def frames_in(text: str) -> list[str]:
     return [line.split(", ")[-1].strip() for line in text.splitlines() if line.startswith(("  File", "  ["))]
 
 
-def test_of_a_traceback_the_user_s_own_frames_are_shown() -> None:
+def test_folded_traceback_shows_the_users_frames() -> None:
     error = raised_in_fit(KeyError("x"))
     text = folded_traceback(error, error.__traceback__)
     first, folded, last = frames_in(text)
@@ -129,13 +129,13 @@ def test_of_a_traceback_the_user_s_own_frames_are_shown() -> None:
     assert text.splitlines()[-1] == "KeyError: 'x'"
 
 
-def test_an_error_of_ddpkit_itself_is_shown_with_all_of_its_frames() -> None:
+def test_folded_traceback_of_an_error_in_ddpkit_shows_all_frames() -> None:
     with pytest.raises(AttributeError) as caught:
         Trainer.fit(None, [])  # type: ignore[arg-type]
     assert frames_in(folded_traceback(caught.value, caught.tb))[-1] == "in fit"
 
 
-def test_ctrl_c_without_checkpoints_is_one_line(
+def test_ctrl_c_without_checkpoints_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = raised_in_fit(KeyboardInterrupt())
@@ -147,7 +147,7 @@ def test_ctrl_c_without_checkpoints_is_one_line(
     assert line.startswith("ddpkit: interrupted after step 0; nothing was saved; with checkpoint=")
 
 
-def test_a_note_of_a_mistake_is_shown(tmp_path: Path) -> None:
+def test_uncaught_mistake_is_shown_with_its_notes(tmp_path: Path) -> None:
     what = "error = errors.DataError('no', 'yes')\nerror.add_note('found at once')\nraise error"
     assert ended(0, what, tmp_path).splitlines()[1:] == ["  hint: yes", "  found at once"]
 

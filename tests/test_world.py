@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
 
 
-def test_one_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_of_one_process_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     found = world.join()
@@ -29,7 +29,7 @@ def test_one_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_group_that_the_script_made_itself_is_used(
+def test_join_uses_a_group_that_the_script_has_made(
     start: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
 ) -> None:
     run = start("ddpkit", 2, PROGRAMS / "own_process_group.py", env={"MEETING": str(tmp_path / "meeting")})
@@ -55,7 +55,7 @@ def test_rank_that_works_after_the_others_does_not_keep_them_from_ending(
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_rank() -> None:
+def test_seed_everything_is_repeatable_and_differs_between_ranks() -> None:
     def drawn(rank: int) -> tuple[float, float, float]:
         seed_everything(3, rank)
         return random.random(), float(np.random.rand()), torch.rand(()).item()
@@ -64,7 +64,7 @@ def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_ra
     assert not set(drawn(0)) & set(drawn(1))
 
 
-def test_what_is_seeded_and_drawn_within_leaves_no_trace() -> None:
+def test_random_states_kept_restores_the_generators() -> None:
     seed_everything(1, 0)
     with random_states_kept():
         seed_generators(5)
@@ -138,7 +138,7 @@ def test_ranks_with_a_gpu_each_reduce_over_nccl(
 
 
 @pytest.mark.parametrize(("gpus", "rank", "own"), [(4, 0, (0, 1)), (4, 1, (2, 3)), (3, 1, None)])
-def test_ranks_with_several_gpus_each_have_their_own_and_nccl_is_bound_to_none(
+def test_join_with_several_gpus_per_process_binds_nccl_to_none(
     one_gpu: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, own: tuple[int, ...] | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -158,13 +158,15 @@ def test_ranks_with_several_gpus_each_have_their_own_and_nccl_is_bound_to_none(
 
 
 @pytest.mark.parametrize("number", ["0", "two", ""])
-def test_a_number_of_gpus_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+def test_join_with_an_invalid_number_of_gpus_per_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
     monkeypatch.setenv("DDPKIT_GPUS_PER_PROCESS", number)
     with pytest.raises(WorldError, match="DDPKIT_GPUS_PER_PROCESS="):
         world.join()
 
 
-def test_the_random_states_of_all_own_gpus_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_states_of_all_gpus_of_a_process_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(4)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)

@@ -34,7 +34,9 @@ def header(path: Path) -> str:
     return path.read_text().splitlines()[0]
 
 
-def test_every_log_point_and_evaluation_is_a_row(build: Build, train_data: Any, eval_data: Any, tmp_path: Path) -> None:
+def test_csv_logger_writes_a_row_per_log_point_and_evaluation(
+    build: Build, train_data: Any, eval_data: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "logs" / "run.csv"
     result = build(CSVLogger(path)).fit(train_data, eval_data)
     written = rows(path)
@@ -51,7 +53,9 @@ def test_every_log_point_and_evaluation_is_a_row(build: Build, train_data: Any, 
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_run_that_goes_on_adds_its_rows(build: Build, train_data: Any, eval_data: Any, tmp_path: Path) -> None:
+def test_csv_logger_of_a_resumed_run_appends_its_rows(
+    build: Build, train_data: Any, eval_data: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "run.csv"
     build(CSVLogger(path)).fit(train_data, eval_data)
     before = path.read_text()
@@ -60,7 +64,9 @@ def test_a_run_that_goes_on_adds_its_rows(build: Build, train_data: Any, eval_da
     assert len(rows(path)) == 12
 
 
-def test_columns_that_are_new_do_not_move_the_old_ones(build: Build, train_data: Any, tmp_path: Path) -> None:
+def test_csv_logger_with_new_columns_keeps_the_positions_of_the_old(
+    build: Build, train_data: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "run.csv"
     path.write_text("event,step,eval_accuracy,loss\neval,4,0.5,\ntrain,6,,0.25\n")
     build(CSVLogger(path)).fit(train_data)
@@ -71,14 +77,14 @@ def test_columns_that_are_new_do_not_move_the_old_ones(build: Build, train_data:
     assert float(written[2]["loss"]) > 0
 
 
-def test_a_row_that_a_killed_run_left_unfinished_is_taken_away(build: Build, train_data: Any, tmp_path: Path) -> None:
+def test_csv_logger_removes_the_unfinished_row_of_a_killed_run(build: Build, train_data: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("event,step,loss\ntrain,2,0.5\ntrain,4,0.1")
     build(CSVLogger(path), max_steps=2).fit(train_data)
     assert [(row["step"], row["loss"] == "0.1") for row in rows(path)] == [("2", False), ("2", False)]
 
 
-def test_a_file_that_somebody_takes_away_is_begun_anew(build: Build, train_data: Any, tmp_path: Path) -> None:
+def test_csv_logger_whose_file_is_deleted_starts_a_new_one(build: Build, train_data: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     trainer = build(CSVLogger(path))
     for step in trainer.steps(train_data):
@@ -88,7 +94,7 @@ def test_a_file_that_somebody_takes_away_is_begun_anew(build: Build, train_data:
     assert [row["step"] for row in rows(path)] == ["8"]
 
 
-def test_a_file_that_is_no_log_is_left_alone(tmp_path: Path) -> None:
+def test_csv_logger_refuses_a_file_that_is_not_a_log(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     path.write_text("name,price\napple,1\n")
     with pytest.raises(ConfigError, match="was not written by CSVLogger: its first columns are name, price"):
@@ -96,7 +102,7 @@ def test_a_file_that_is_no_log_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "name,price\napple,1\n"
 
 
-def test_rows_of_records_that_have_grown(build: Build, tmp_path: Path) -> None:
+def test_csv_logger_flattens_nested_records_into_columns(build: Build, tmp_path: Path) -> None:
     inner = make_dataclass("Part", [("forward", float), ("note", str)])
     outer = make_dataclass("Grown", [("step", int), ("part", inner), ("memory", "int | None")])
     path = tmp_path / "run.csv"

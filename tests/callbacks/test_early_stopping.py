@@ -47,27 +47,29 @@ def stopped_after(stopping: EarlyStopping, values: list[float]) -> int | None:
         ({"patience": 2}, [math.inf, 5, 4, 3], None),
     ],
 )
-def test_it_stops_after_so_many_evaluations_without_improvement(
+def test_early_stopping_stops_after_patience_evaluations_without_improvement(
     settings: dict[str, Any], values: list[float], stopped: int | None
 ) -> None:
     assert stopped_after(EarlyStopping(**settings), values) == stopped
 
 
-def test_a_new_fit_has_its_patience_anew() -> None:
+def test_early_stopping_in_a_new_fit_counts_from_zero() -> None:
     stopping = EarlyStopping(patience=2)
     assert stopped_after(stopping, [1, 2, 2]) == 3
     assert stopped_after(stopping, [2, 0.5, 1, 1]) == 4
     assert stopping.best == 0.5
 
 
-def test_a_real_run_ends_early(build: Build, train_data: Any, eval_data: Any) -> None:
+def test_early_stopping_ends_a_real_run(build: Build, train_data: Any, eval_data: Any) -> None:
     stopping = EarlyStopping(metric="absolute", patience=3, mode="max", min_delta=1e9)  # nothing is ever better
     result = build(stopping, epochs=50, eval_every_steps=2).fit(train_data, eval_data)
     assert result.steps == 8
     assert stopping.best is not None
 
 
-def test_an_unknown_metric_is_said_with_the_nearest(build: Build, train_data: Any, eval_data: Any) -> None:
+def test_early_stopping_with_an_unknown_metric_suggests_the_nearest(
+    build: Build, train_data: Any, eval_data: Any
+) -> None:
     with pytest.raises(ConfigError, match=r"'absolut', but evaluations return loss, absolute\n.*mean 'absolute'"):
         build(EarlyStopping(metric="absolut")).fit(train_data, eval_data)
 
@@ -81,6 +83,6 @@ def test_an_unknown_metric_is_said_with_the_nearest(build: Build, train_data: An
         ({"min_delta": math.nan}, "min_delta=nan"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_early_stopping_refuses_invalid_settings(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EarlyStopping(**settings)

@@ -35,7 +35,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_the_average_is_that_of_torch(build: Build, train_data: TensorDataset) -> None:
+def test_ema_equals_the_average_of_torch(build: Build, train_data: TensorDataset) -> None:
     ema, reference = EMA(decay=0.9), TorchsOwn()
     trainer = build(ema, reference)
     trainer.fit(train_data)
@@ -49,7 +49,7 @@ def test_the_average_is_that_of_torch(build: Build, train_data: TensorDataset) -
         assert torch.equal(state[name], buffer)
 
 
-def test_decay_may_be_a_function_of_the_step(build: Build, train_data: TensorDataset) -> None:
+def test_ema_decay_can_be_a_function_of_the_step(build: Build, train_data: TensorDataset) -> None:
     def decay(step: int) -> float:
         return min(0.9, step / (step + 1))
 
@@ -69,7 +69,7 @@ def test_decay_may_be_a_function_of_the_step(build: Build, train_data: TensorDat
         build(EMA(float)).fit(train_data)
 
 
-def test_training_does_not_notice(build: Build, model: nn.Module, train_data: Any, eval_data: Any) -> None:
+def test_ema_does_not_change_training(build: Build, model: nn.Module, train_data: Any, eval_data: Any) -> None:
     plain = build(network=copy.deepcopy(model))
     plain.fit(train_data, eval_data)
     watched = build(EMA(decay=0.5), eval_every_steps=1)
@@ -79,7 +79,7 @@ def test_training_does_not_notice(build: Build, model: nn.Module, train_data: An
     assert [parameter.data_ptr() for parameter in watched.model.parameters()] == addresses
 
 
-def test_evaluations_use_the_average(build: Build, train_data: Any, eval_data: Any, model: nn.Module) -> None:
+def test_ema_is_used_in_evaluations(build: Build, train_data: Any, eval_data: Any, model: nn.Module) -> None:
     ema = EMA(decay=0.9)
     trainer = build(ema)
     result = trainer.fit(train_data, eval_data)
@@ -90,7 +90,7 @@ def test_evaluations_use_the_average(build: Build, train_data: Any, eval_data: A
     assert plain != result.metrics
 
 
-def test_a_run_can_end_with_the_average(build: Build, train_data: Any) -> None:
+def test_ema_apply_to_writes_the_average_into_the_model(build: Build, train_data: Any) -> None:
     ema = EMA(decay=0.9)
     trainer = build(ema)
     trainer.fit(train_data)
@@ -116,7 +116,7 @@ class FailsAt(Callback):
             raise ZeroDivisionError
 
 
-def test_a_failed_evaluation_does_not_cost_the_trained_weights(
+def test_ema_after_a_failed_evaluation_restores_the_trained_weights(
     build: Build, model: nn.Module, train_data: Any, eval_data: Any
 ) -> None:
     plain = build(network=copy.deepcopy(model))
@@ -128,7 +128,7 @@ def test_a_failed_evaluation_does_not_cost_the_trained_weights(
     assert_same(trainer.model.parameters(), plain.model.parameters())
 
 
-def test_an_evaluation_after_a_failed_one_is_of_the_average(build: Build, train_data: Any, eval_data: Any) -> None:
+def test_ema_evaluation_after_a_failed_one_uses_the_average(build: Build, train_data: Any, eval_data: Any) -> None:
     ema, failing = EMA(decay=0.5), FailsAt(8)
     trainer = build(ema, failing)
     with pytest.raises(ZeroDivisionError):
@@ -139,7 +139,7 @@ def test_an_evaluation_after_a_failed_one_is_of_the_average(build: Build, train_
     assert build(network=trainer.model).evaluate(eval_data) == metrics
 
 
-def test_a_loop_that_goes_on_after_a_failed_evaluation_loses_no_step(
+def test_ema_loop_that_continues_after_a_failed_evaluation_loses_no_step(
     build: Build, model: nn.Module, train_data: Any, eval_data: Any
 ) -> None:
     failing = FailsAt(2)
@@ -157,7 +157,7 @@ def test_a_loop_that_goes_on_after_a_failed_evaluation_loses_no_step(
     assert_same(trainer.model.parameters(), plain.model.parameters())
 
 
-def test_weights_of_16_bits_are_averaged_in_float32(build: Build, train_data: Any) -> None:
+def test_ema_of_16_bit_weights_is_computed_in_float32(build: Build, train_data: Any) -> None:
     torch.manual_seed(0)
     ema = EMA(decay=0.999)
     trainer = build(ema, network=nn.Linear(3, 1), precision="bf16-true")
@@ -178,7 +178,7 @@ def test_weights_of_16_bits_are_averaged_in_float32(build: Build, train_data: An
     assert torch.equal(trainer.model.weight.float(), seen[-1])
 
 
-def test_tied_and_frozen_weights_are_in_the_state(build: Build, train_data: Any) -> None:
+def test_ema_state_includes_tied_and_frozen_weights(build: Build, train_data: Any) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -200,7 +200,7 @@ def test_tied_and_frozen_weights_are_in_the_state(build: Build, train_data: Any)
     ema.apply_to(Tied())
 
 
-def test_a_second_trainer_gets_an_average_of_its_own(build: Build, model: nn.Module, train_data: Any) -> None:
+def test_ema_in_a_second_trainer_starts_a_new_average(build: Build, model: nn.Module, train_data: Any) -> None:
     ema = EMA(decay=0.9)
     build(ema, network=copy.deepcopy(model)).fit(train_data)
     trainer = build(ema, max_steps=1)
@@ -208,7 +208,7 @@ def test_a_second_trainer_gets_an_average_of_its_own(build: Build, model: nn.Mod
     assert_same(ema.model_state().values(), trainer.model.state_dict().values())
 
 
-def test_an_evaluation_before_the_first_step_is_of_the_weights(build: Build, eval_data: Any, model: nn.Module) -> None:
+def test_ema_before_the_first_step_evaluates_the_weights(build: Build, eval_data: Any, model: nn.Module) -> None:
     ema = EMA()
     assert build(ema).evaluate(eval_data) == build(network=model).evaluate(eval_data)
     with pytest.raises(ConfigError, match="no average before the first step"):
@@ -216,6 +216,6 @@ def test_an_evaluation_before_the_first_step_is_of_the_weights(build: Build, eva
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_a_decay_that_averages_nothing_is_refused(decay: float) -> None:
+def test_ema_with_a_decay_that_averages_nothing_is_refused(decay: float) -> None:
     with pytest.raises(ConfigError, match="EMA got an invalid argument: decay="):
         EMA(decay)

@@ -20,7 +20,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_every_log_point_and_evaluation_is_a_row(build: Build, train_data: Any, eval_data: Any, tmp_path: Path) -> None:
+def test_json_lines_logger_writes_a_row_per_log_point_and_evaluation(
+    build: Build, train_data: Any, eval_data: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "logs" / "run.jsonl"
     result = build(JSONLinesLogger(path)).fit(train_data, eval_data)
     written = rows(path)
@@ -37,21 +39,21 @@ def test_every_log_point_and_evaluation_is_a_row(build: Build, train_data: Any, 
     assert written[-1] == {"event": "eval", "step": 8, "eval_loss": loss, "eval_absolute": absolute}
 
 
-def test_what_is_no_number_is_null(build: Build, tmp_path: Path) -> None:
+def test_json_lines_logger_writes_nan_and_inf_as_null(build: Build, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     trainer = build()
     JSONLinesLogger(path).on_evaluate(trainer, {"loss": float("nan"), "high": float("inf"), "low": -float("inf")})
     assert rows(path) == [{"event": "eval", "step": 0, "eval_loss": None, "eval_high": None, "eval_low": None}]
 
 
-def test_a_run_that_goes_on_adds_its_rows(build: Build, train_data: Any, tmp_path: Path) -> None:
+def test_json_lines_logger_of_a_resumed_run_appends_its_rows(build: Build, train_data: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"event": "train", "step": 1, "loss": 0.5}\n{"event": "train", "st')
     build(JSONLinesLogger(path)).fit(train_data)
     assert [row["step"] for row in rows(path)] == [1, 2, 4, 6, 8]
 
 
-def test_a_file_that_is_no_log_is_left_alone(tmp_path: Path) -> None:
+def test_json_lines_logger_refuses_a_file_that_is_not_a_log(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("remember the milk\n")
     with pytest.raises(ConfigError, match="was not written by JSONLinesLogger"):

@@ -75,7 +75,7 @@ def test_on_gradients_gets_the_gradient_of_the_global_batch_before_clipping(
     assert whole > 0.1
 
 
-def test_clipping_uses_what_the_callback_has_changed() -> None:
+def test_clipping_uses_the_gradients_that_the_callback_has_changed() -> None:
     class Half(Callback):
         def on_gradients(self, trainer: Any, gradients: Gradients) -> None:
             gradients["0.weight"] = gradients["0.weight"] * 0.5
@@ -100,7 +100,7 @@ def test_clipping_uses_what_the_callback_has_changed() -> None:
         torch.testing.assert_close(each - before[name], step, rtol=1e-3, atol=1e-7)
 
 
-def test_each_update_passes_the_gradients_of_its_own_parameters() -> None:
+def test_on_gradients_of_each_update_gets_the_gradients_of_its_parameters() -> None:
     callback, model = Seen(), network()
     updates = [Update(name, plain, torch.optim.SGD(model[int(name)].parameters(), lr=0.1)) for name in "02"]  # type: ignore[index]
     config = TrainerConfig(max_steps=2, global_batch_size=8)
@@ -108,14 +108,14 @@ def test_each_update_passes_the_gradients_of_its_own_parameters() -> None:
     assert [[*each] for each in callback.calls] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]] * 2
 
 
-def test_each_call_of_a_closure_passes_its_gradients() -> None:
+def test_on_gradients_is_called_for_each_evaluation_of_a_closure() -> None:
     callback = Seen()
     trainer_for(callback, make=lambda parameters: torch.optim.LBFGS(parameters, max_iter=3)).fit(DATA)
     assert len(callback.calls) > 1
     assert not torch.equal(callback.calls[0]["2.bias"], callback.calls[1]["2.bias"])
 
 
-def test_a_function_set_on_the_object_is_called_and_without_one_nothing_is_prepared() -> None:
+def test_on_gradients_set_on_the_instance_is_called() -> None:
     callback, calls = Callback(), []
     assert trainer_for(callback)._context.on_gradients is None
     callback.on_gradients = lambda trainer, gradients: calls.append([*gradients])  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def test_a_function_set_on_the_object_is_called_and_without_one_nothing_is_prepa
     assert len(calls) == 1
 
 
-def test_a_save_in_on_gradients_waits_for_the_end_of_the_step(tmp_path: Any) -> None:
+def test_save_in_on_gradients_waits_for_the_end_of_the_step(tmp_path: Any) -> None:
     class Saves(Callback):
         def on_gradients(self, trainer: Any, gradients: Gradients) -> None:
             trainer.save()
@@ -142,7 +142,7 @@ def test_a_save_in_on_gradients_waits_for_the_end_of_the_step(tmp_path: Any) -> 
         ("on_optimizer_step", "Callback.on_step"),
     ],
 )
-def test_an_event_of_another_framework_is_answered_with_the_event_to_write(name: str, answer: str) -> None:
+def test_callback_with_an_event_of_another_framework_names_the_event_to_use(name: str, answer: str) -> None:
     kind = type("Ported", (Callback,), {name: lambda *_: None})
     with pytest.raises(
         ConfigError, match=f"Ported has a method {name}, but there is no such event\n  hint: use {answer}"

@@ -27,7 +27,7 @@ def _tensorboard() -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
 
 
-def test_every_log_point_and_evaluation_is_a_point(
+def test_tensorboard_logger_writes_a_point_per_log_point_and_evaluation(
     build: Build, train_data: Any, eval_data: Any, tmp_path: Path
 ) -> None:
     logger = TensorBoardLogger(tmp_path)
@@ -41,7 +41,7 @@ def test_every_log_point_and_evaluation_is_a_point(
     assert not logger._close.alive
 
 
-def test_a_loop_over_steps_is_on_disk_at_once_and_closed_in_the_end(
+def test_tensorboard_logger_in_a_loop_over_steps_flushes_and_is_closed(
     build: Build, train_data: Any, tmp_path: Path
 ) -> None:
     logger = TensorBoardLogger(tmp_path)
@@ -55,7 +55,9 @@ def test_a_loop_over_steps_is_on_disk_at_once_and_closed_in_the_end(
     assert not close.alive
 
 
-def test_without_the_package_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_logger_without_the_package_shows_the_pip_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"not installed\n.*pip install tensorboard"):
         TensorBoardLogger(tmp_path)

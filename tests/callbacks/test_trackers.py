@@ -16,7 +16,7 @@ VARIABLES = {"MLFLOW_ALLOW_FILE_STORE": "true", "GIT_PYTHON_REFRESH": "quiet", "
 
 
 @pytest.mark.slow
-def test_a_run_that_resumes_goes_on_in_the_same_run(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_tracker_of_a_resumed_run_continues_the_same_run(start: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow-skinny")
     pytest.importorskip("trackio", reason="needs trackio: pip install trackio")
     env = {**VARIABLES, "TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -49,7 +49,7 @@ def test_a_run_that_resumes_goes_on_in_the_same_run(start: Callable[..., Any], t
     [("mlflow", MLflowLogger), ("trackio", lambda: TrackioLogger("ours"))],
     ids=["mlflow", "trackio"],
 )
-def test_without_the_package_it_says_what_to_type(
+def test_tracker_without_the_package_shows_the_pip_command(
     monkeypatch: pytest.MonkeyPatch, package: str, logger: Callable[[], object]
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

@@ -32,7 +32,7 @@ def records(file: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_run_has_its_rows_its_configuration_and_an_end(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_wandb_logger_records_rows_configuration_and_exit(start: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
     done = start("ddpkit", 2, PROGRAMS / "logged_to_wandb.py")
     assert done.returncode == 0, done.stderr
@@ -58,13 +58,15 @@ def found_config(found: list[Any]) -> Iterator[Any]:
         yield from record.config.update
 
 
-def test_without_the_package_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_logger_without_the_package_shows_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"not installed\n.*pip install wandb"):
         WandbLogger()
 
 
-def test_a_folder_with_the_runs_of_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_does_not_take_a_folder_of_runs_for_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "no_such_logger").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"not installed\n.*pip install no_such_logger"):
@@ -79,7 +81,7 @@ LOGGERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", LOGGERS)
-def test_a_script_without_the_package_ends_with_words_instead_of_a_traceback(package: str, tmp_path: Path) -> None:
+def test_script_without_the_package_of_a_logger_ends_without_a_traceback(package: str, tmp_path: Path) -> None:
     words = f"import sys; sys.modules[{package!r}] = None; from ddp_kit import *; {LOGGERS[package]}"
     done = run(sys.executable, "-c", words, cwd=tmp_path)
     assert done.returncode == 1

@@ -282,13 +282,13 @@ def run_fuzzer(folder: Path, seconds: float, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_changed_files_are_refused_in_words(tmp_path: Path) -> None:
+def test_changed_files_are_refused_with_a_message(tmp_path: Path) -> None:
     run_fuzzer(tmp_path, SECONDS, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_many_changed_files_are_refused_in_words(tmp_path: Path) -> None:
+def test_many_changed_files_are_refused_with_a_message(tmp_path: Path) -> None:
     run_fuzzer(tmp_path, float(os.environ.get("FUZZ_SECONDS", "3600")), random.SystemRandom().randrange(10**9))
 
 

@@ -25,12 +25,12 @@ class WorkerNumber(Dataset[int]):
         return -1 if info is None else info.id
 
 
-def test_the_batches_are_those_that_were_asked_for() -> None:
+def test_build_loader_yields_the_requested_batches() -> None:
     loader = build_loader(DATA, BATCHES, DataConfig(), ALONE, seed=0)
     assert [batch[0].tolist() for batch in loader] == [[0, 1, 2], [3, 4], [9]]
 
 
-def test_the_user_s_own_loader_keeps_what_it_chose() -> None:
+def test_build_loader_keeps_the_settings_of_the_users_loader() -> None:
     generator = torch.Generator()
     own = DataLoader(
         WorkerNumber(), batch_size=5, shuffle=True, num_workers=2, collate_fn=tuple, generator=generator, timeout=30
@@ -48,7 +48,7 @@ class DrawsRandomNumbers(Dataset[Tensor]):
         return torch.rand(1)
 
 
-def test_loader_processes_draw_other_numbers_on_other_ranks_and_the_same_ones_in_the_next_run() -> None:
+def test_workers_draw_different_numbers_per_rank_and_the_same_in_the_next_run() -> None:
     def drawn(rank: int) -> list[float]:
         world = World(rank, 2, rank, 2, 0, CPU)
         config = DataConfig(num_workers=1)
@@ -59,13 +59,13 @@ def test_loader_processes_draw_other_numbers_on_other_ranks_and_the_same_ones_in
     assert set(drawn(0)).isdisjoint(drawn(1))
 
 
-def test_making_a_loader_leaves_the_global_random_state_alone() -> None:
+def test_build_loader_does_not_change_the_global_random_state() -> None:
     before = torch.get_rng_state()
     list(build_loader(DATA, BATCHES, DataConfig(), ALONE, seed=0))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_auto_workers_leave_a_core_for_the_rank() -> None:
+def test_num_workers_auto_leaves_a_core_for_the_rank() -> None:
     def workers(world: World) -> object:
         config = DataConfig(num_workers="auto")
         return build_loader(WorkerNumber(), BATCHES, config, world, seed=0).num_workers  # type: ignore[attr-defined]

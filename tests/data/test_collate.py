@@ -67,31 +67,31 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("samples", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_samples_that_do_not_fit_together_are_named(samples: list[Any], said: str) -> None:
+def test_collate_of_mismatched_samples_names_them(samples: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         train(*samples)
     assert "collate_fn" in caught.value.hint
 
 
 @pytest.mark.parametrize("mistake", ["shapes", "larger ones later", "a kind that torch does not know"])
-def test_they_are_named_from_loader_processes_too(mistake: str) -> None:
+def test_collate_of_mismatched_samples_in_dataloader_workers_names_them(mistake: str) -> None:
     samples, said = MISTAKES[mistake]
     with pytest.raises(DataError, match=said):
         train(*samples, workers=1)
 
 
-def test_seeded_samples_are_named_by_their_own_numbers() -> None:
+def test_collate_of_mismatched_seeded_samples_names_their_indices() -> None:
     with pytest.raises(DataError, match=r"shape \(2,\) in sample 2, shape \(1,\) (?m:in sample 1$)"):
         train(torch.zeros(1), torch.zeros(1), torch.zeros(2), seed_samples=True)
 
 
-def test_not_every_shape_is_listed() -> None:
+def test_collate_of_many_shapes_lists_only_some() -> None:
     with pytest.raises(DataError, match=r"shape \(6,\) in sample 6, .*, shape \(3,\) in sample 3, \.\.\.\n"):
         train(*(torch.zeros(size) for size in range(7)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_without_shared_memory_too(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collate_without_shared_memory_names_mismatched_samples(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_little_shared_memory", lambda: True)
     with pytest.raises(DataError, match=r"shape \(2,\) in sample 2"):
         train(torch.zeros(1), torch.zeros(1), torch.zeros(2), workers=workers)
@@ -101,7 +101,7 @@ def test_without_shared_memory_too(workers: int, monkeypatch: pytest.MonkeyPatch
     ("error", "workers"),
     [(RuntimeError("stack expects me"), 0), (TypeError("own"), 0), (FileNotFoundError("gone"), 0)],
 )
-def test_exceptions_of_the_dataset_stay_what_they_are(error: Exception, workers: int) -> None:
+def test_exception_of_the_dataset_is_raised_unchanged(error: Exception, workers: int) -> None:
     with pytest.raises(type(error), match=str(error)):
         train(1, error, workers=workers)
 
@@ -111,7 +111,7 @@ def failing_collate(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # its end takes torch five seconds
-def test_exceptions_of_the_user_s_own_collate_function_stay_what_they_are(workers: int) -> None:
+def test_exception_of_the_users_collate_function_is_raised_unchanged(workers: int) -> None:
     data = Samples(torch.zeros(1), torch.zeros(2))
     own = DataLoader(data, batch_size=2, collate_fn=failing_collate, num_workers=workers)
     with pytest.raises(RuntimeError, match="equal size, I say"):
@@ -145,7 +145,7 @@ BATCHES_OF_SIX = {  # what the collate function returns for SAMPLES, and how man
 
 
 @pytest.mark.parametrize(("collate", "samples"), BATCHES_OF_SIX.values(), ids=BATCHES_OF_SIX)
-def test_a_collate_function_that_leaves_out_samples_makes_a_partial_batch(collate: Any, samples: int) -> None:
+def test_collate_function_that_omits_samples_makes_a_partial_batch(collate: Any, samples: int) -> None:
     own = DataLoader(Samples(*SAMPLES), batch_size=6, collate_fn=collate)
     (batch,) = checked_batches(build_loader(own.dataset, [[*range(6)]], DataConfig(), ALONE, 0, own))
     assert unpacked(6, batch)[0] == samples
@@ -164,7 +164,7 @@ class Seeded(list[list[int]]):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("seed_samples", [False, True])
 @pytest.mark.parametrize("collate", [None, torch.stack, list])
-def test_getitems_that_leaves_out_samples_makes_a_partial_batch(workers: int, seed_samples: bool, collate: Any) -> None:
+def test_getitems_that_omits_samples_makes_a_partial_batch(workers: int, seed_samples: bool, collate: Any) -> None:
     config = DataConfig(num_workers=workers, seed_samples=seed_samples, collate_fn=collate)
     data = WithoutOdd(*(torch.full((1,), float(number)) for number in range(6)))
     batches = list(checked_batches(build_loader(data, Seeded([[0, 1, 2], [2, 4]]), config, ALONE, seed=0)))
@@ -176,7 +176,7 @@ def test_getitems_that_leaves_out_samples_makes_a_partial_batch(workers: int, se
     assert [unpacked(0, batch)[1].flatten().tolist() for batch in batches] == [[0.0, 2.0], [2.0, 4.0]]
 
 
-def test_left_out_samples_are_not_transformed_on_the_device() -> None:
+def test_device_transform_skips_omitted_samples() -> None:
     config = DataConfig(seed_samples=True)
     data = WithoutOdd(*(torch.full((1,), float(number)) for number in range(6)))
     loader = build_loader(data, Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
@@ -184,7 +184,7 @@ def test_left_out_samples_are_not_transformed_on_the_device() -> None:
     assert unpacked(3, batch) == (2, pytest.approx(torch.tensor([[1.0], [3.0]])))
 
 
-def test_samples_left_out_by_collate_fn_cannot_be_transformed_on_the_device_one_by_one() -> None:
+def test_device_transform_per_sample_with_omitted_samples_is_refused() -> None:
     config = DataConfig(seed_samples=True, collate_fn=lambda samples: torch.stack(samples[1:]))
     loader = build_loader(Samples(*X), Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
     with pytest.raises(DataError, match="the collate function has left out 1 of 3 samples"):

@@ -26,7 +26,7 @@ class Movable:
         return self
 
 
-def test_any_nesting_reaches_the_device_and_keeps_its_shape() -> None:
+def test_on_device_moves_any_nesting_and_keeps_its_structure() -> None:
     batch = {"pair": Pair(torch.ones(2), [torch.zeros(1, dtype=torch.int64), "text", None]), "own": Movable()}
     (moved,) = on_device([batch], CPU, None, ahead=2)
     assert isinstance(moved["pair"], Pair)
@@ -44,7 +44,7 @@ class Sample:
     name: str
 
 
-def test_subclasses_of_containers_and_dataclasses_are_converted_too() -> None:
+def test_on_device_converts_subclasses_of_containers_and_dataclasses() -> None:
     batch = [Named(x=torch.ones(1)), Sample(torch.ones(1), "one"), pack_sequence([torch.ones(2), torch.ones(1)])]
     ((named, sample, packed),) = on_device([batch], CPU, torch.bfloat16, ahead=0)
     assert (type(named), named["x"].dtype) == (Named, torch.bfloat16)
@@ -61,14 +61,14 @@ class Scaled:
         object.__setattr__(self, "x", self.x / 255)
 
 
-def test_a_container_s_constructor_is_not_run_again() -> None:
+def test_on_device_does_not_run_constructors_of_containers_again() -> None:
     scaled, counter = Scaled(torch.full((1,), 255.0)), Counter(a=1, b=2)
     scaled.made.append(7)
     ((moved, counted),) = on_device([(scaled, counter)], CPU, None, ahead=0)
     assert (moved.x.item(), moved.made, counted) == (1.0, [7], Counter(a=1, b=2))
 
 
-def test_floating_point_is_converted_where_asked_and_whole_numbers_never() -> None:
+def test_on_device_converts_floats_and_never_integers() -> None:
     (moved,) = on_device([(torch.ones(2), torch.ones(2, dtype=torch.int64))], CPU, torch.bfloat16, ahead=0)
     assert [leaf.dtype for leaf in moved] == [torch.bfloat16, torch.int64]
 
@@ -87,14 +87,14 @@ class Conversions(TorchDispatchMode):
         return result
 
 
-def test_numbers_are_converted_on_the_device_for_on_the_host_that_would_need_a_copy_that_is_not_pinned() -> None:
+def test_on_device_converts_dtypes_on_the_device() -> None:
     with Conversions() as conversions:
         moved = device._moved(torch.ones(2), torch.device("meta"), torch.bfloat16)
     assert conversions.seen == [("meta", torch.float32), ("meta", torch.bfloat16)]
     assert moved.dtype == torch.bfloat16
 
 
-def test_only_dense_tensors_in_host_memory_are_copied_ahead() -> None:
+def test_on_device_copies_only_dense_host_tensors_ahead() -> None:
     sparse, elsewhere, own = torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta"), Movable()
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     dense, *others = device._ahead([torch.ones(2), sparse, elsewhere, nested, own, "text"], torch.device("meta"), None)

@@ -45,7 +45,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_batch_in_one_piece_is_what_torch_makes_of_its_samples(name: str, workers: int) -> None:
+def test_batch_fetched_whole_equals_that_of_torchs_dataloader(name: str, workers: int) -> None:
     dataset = WHOLE[name]
     expected = list(DataLoader(dataset, batch_sampler=BATCHES))
     found = list(build_loader(dataset, BATCHES, DataConfig(num_workers=workers), ALONE, seed=0))
@@ -59,28 +59,26 @@ def test_a_batch_in_one_piece_is_what_torch_makes_of_its_samples(name: str, work
 
 
 @pytest.mark.parametrize("dataset", [TENSORS, Subset(Subset(TENSORS, range(9, -1, -1)), np.arange(10))])  # type: ignore[arg-type]
-def test_a_batch_in_one_piece_is_fetched_without_its_samples(
-    dataset: Dataset[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_fetched_whole_fetches_no_single_samples(dataset: Dataset[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(TensorDataset, "__getitem__")
     assert len(list(build_loader(dataset, [[7, 0, 2], [3]], DataConfig(), ALONE, seed=0))) == 2
 
 
-def test_a_batch_has_memory_of_its_own() -> None:
+def test_batch_does_not_share_memory_with_the_dataset() -> None:
     tensors = TensorDataset(torch.zeros(4))
     for (batch,) in build_loader(tensors, [[0], [0, 1], [0, 1, 2, 3]], DataConfig(), ALONE, seed=0):
         batch += 1
     assert tensors.tensors[0].tolist() == [0.0] * 4
 
 
-def test_a_dataset_with_code_of_its_own_is_asked_for_every_sample() -> None:
+def test_dataset_that_overrides_getitem_is_asked_for_every_sample() -> None:
     data = Counted(torch.arange(10.0))
     assert len(list(build_loader(Subset(data, range(10)), BATCHES, DataConfig(), ALONE, seed=0))) == 3
     assert data.fetched == 6
 
 
 @pytest.mark.parametrize("key", [10, "a", 0.5])
-def test_a_mistake_is_the_same_error_as_torch_s(key: object) -> None:
+def test_fetch_of_an_invalid_index_raises_the_error_of_torch(key: object) -> None:
     errors = []
     for loader in (DataLoader(TENSORS, batch_sampler=[[key]]), build_loader(TENSORS, [[key]], DataConfig(), ALONE, 0)):  # type: ignore[list-item]
         with pytest.raises((IndexError, TypeError)) as caught:
@@ -89,12 +87,12 @@ def test_a_mistake_is_the_same_error_as_torch_s(key: object) -> None:
     assert errors[0] == errors[1]
 
 
-def test_the_user_s_own_collate_function_gets_samples() -> None:
+def test_users_collate_function_gets_a_list_of_samples() -> None:
     own = DataLoader(TENSORS, batch_size=3, collate_fn=len)
     assert list(build_loader(TENSORS, BATCHES, DataConfig(), ALONE, 0, own)) == [3, 2, 1]
 
 
-def test_loader_processes_know_the_user_s_own_dataset() -> None:
+def test_worker_info_has_the_users_dataset() -> None:
     def note(number: int) -> None:
         dataset = get_worker_info().dataset  # type: ignore[union-attr]
         dataset.tensors = (torch.full((10,), float(number)),)
@@ -146,9 +144,7 @@ epochs_seed = 99  # of the DataLoader workers: no sample depends on it
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", [Augmented, AugmentedTogether])
-def test_a_seeded_sample_does_not_depend_on_loader_processes_or_the_order_of_epochs(
-    kind: type[Augmented], workers: int
-) -> None:
+def test_seeded_sample_does_not_depend_on_workers_or_the_order_of_epochs(kind: type[Augmented], workers: int) -> None:
     expected = seeded(Augmented(), [0, 1, 2])
     assert seeded(kind(), [2, 0, 1], workers) == expected
     assert expected[0].keys() == set(range(12))
@@ -157,14 +153,14 @@ def test_a_seeded_sample_does_not_depend_on_loader_processes_or_the_order_of_epo
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_seeded_sample_does_not_depend_on_ranks(world_size: int) -> None:
+def test_seeded_sample_does_not_depend_on_ranks(world_size: int) -> None:
     together: dict[int, list[float]] = {}
     for rank in range(world_size):
         together |= seeded(Augmented(), [1], 0, rank, world_size)[1]
     assert together == seeded(Augmented(), [1])[1]
 
 
-def test_seeding_samples_leaves_what_the_training_draws_alone() -> None:
+def test_seeding_samples_does_not_change_the_random_numbers_of_training() -> None:
     def draws(fetch: bool) -> list[float]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         if fetch:
@@ -179,7 +175,7 @@ class Failing(Augmented):
         raise KeyError(index)
 
 
-def test_a_failing_sample_leaves_the_random_states_alone_too() -> None:
+def test_seeding_restores_the_random_states_after_an_error() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     with pytest.raises(KeyError):
@@ -187,7 +183,7 @@ def test_a_failing_sample_leaves_the_random_states_alone_too() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_evaluation_can_be_seeded_too() -> None:
+def test_evaluation_with_seeded_samples_does_not_depend_on_workers() -> None:
     def samples(workers: int) -> list[list[float]]:
         sampler = ExactDistributedSampler(Augmented(), 0, 1, shuffle=False, seed=5)
         config = DataConfig(num_workers=workers, seed_samples=True)
@@ -197,7 +193,7 @@ def test_evaluation_can_be_seeded_too() -> None:
     assert samples(0) == samples(1)
 
 
-def test_nothing_random_is_in_tensors_so_they_are_not_seeded() -> None:
+def test_tensor_datasets_are_not_seeded() -> None:
     def batches() -> Iterator[list[int]]:
         return iter(BATCHES)
 
@@ -205,7 +201,7 @@ def test_nothing_random_is_in_tensors_so_they_are_not_seeded() -> None:
     assert first[1].tolist() == [7, 0, 2]
 
 
-def test_gradients_of_the_data_are_kept() -> None:
+def test_batch_keeps_requires_grad_of_the_data() -> None:
     data = TensorDataset(torch.ones(4, requires_grad=True))
     ((batch,),) = build_loader(data, [[1, 2]], DataConfig(), ALONE, seed=0)
     assert batch.requires_grad
@@ -226,7 +222,7 @@ def with_noise(samples: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_what_is_fetched_ahead_draws_the_same_wherever_a_run_goes_on_and_nothing_from_the_training(first: int) -> None:
+def test_prefetched_batches_draw_the_same_after_a_resume_at_any_batch(first: int) -> None:
     """As on a GPU, for which batches are fetched ahead of their use."""
     gpu = World(0, 1, 0, 1, 0, torch.device("cuda", 0))
     own = DataLoader(Drawing(), batch_size=2, collate_fn=with_noise, pin_memory=False)

@@ -59,12 +59,12 @@ def divided(**options: object) -> DistributedSampler[int]:
         (DataLoader(DATA, sampler=DistributedSampler(range(5), 2, 0)), "a DistributedSampler, which"),  # type: ignore[arg-type]
     ],
 )
-def test_data_that_cannot_be_divided_is_refused(data: object, said: str) -> None:
+def test_open_data_of_data_that_cannot_be_divided_is_refused(data: object, said: str) -> None:
     with pytest.raises(DataError, match=said):
         open_data(data, "train_data")
 
 
-def test_what_can_be_divided_is_opened() -> None:
+def test_open_data_of_divisible_data_opens_it() -> None:
     assert open_data([1, 2, 3], "train_data") == ([1, 2, 3], None)
     stream = Stream()
     assert open_data(stream, "train_data") == (stream, None)
@@ -73,7 +73,7 @@ def test_what_can_be_divided_is_opened() -> None:
 
 
 @pytest.mark.parametrize("data", [DATA, Stream()], ids=["dataset", "stream"])
-def test_batches_in_any_order_are_refused_since_each_would_get_the_weight_of_another(data: object) -> None:
+def test_open_data_of_a_loader_with_unordered_batches_is_refused(data: object) -> None:
     def loader(workers: int) -> "DataLoader[Any]":
         return DataLoader(data, batch_size=2, num_workers=workers, in_order=False)  # type: ignore[arg-type]
 
@@ -84,13 +84,13 @@ def test_batches_in_any_order_are_refused_since_each_would_get_the_weight_of_ano
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own about DataPipes
-def test_a_datapipe_is_refused_since_nothing_would_divide_it() -> None:
+def test_open_data_of_a_datapipe_is_refused() -> None:
     pipes = pytest.importorskip("torch.utils.data.datapipes.iter")
     with pytest.raises(DataError, match="is a DataPipe"):
         open_data(pipes.IterableWrapper([1, 2]), "train_data")
 
 
-def test_what_the_user_s_own_loader_says_of_its_batches() -> None:
+def test_batching_reads_sizes_and_order_from_the_users_loader() -> None:
     assert batching(None) is None
     assert batching(DataLoader(DATA, batch_size=3)) == Batching(3, shuffle=False, drop_last=False)
     assert batching(DataLoader(DATA, shuffle=True, drop_last=True)) == Batching(1, shuffle=True, drop_last=True)
@@ -112,18 +112,18 @@ def test_what_the_user_s_own_loader_says_of_its_batches() -> None:
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
-def test_an_order_of_the_user_s_own_is_kept(sampler: object) -> None:
+def test_batching_keeps_the_users_sampler(sampler: object) -> None:
     found = batching(DataLoader(DATA, sampler=sampler, batch_size=2, drop_last=True))  # type: ignore[arg-type]
     assert found == Batching(2, shuffle=False, drop_last=True, sampler=sampler)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_torch_s_distributed_sampler_means_no_more_than_divide_it(shuffle: bool) -> None:
+def test_batching_of_a_distributed_sampler_keeps_only_its_settings(shuffle: bool) -> None:
     assert batching(DataLoader(DATA, sampler=divided(shuffle=shuffle))) == Batching(1, shuffle, drop_last=False)
     assert batching(DataLoader(DATA, sampler=divided(shuffle=shuffle, drop_last=True))) == Batching(1, shuffle, True)
 
 
-def test_batches_of_the_user_s_own_are_kept_and_exclude_sizes_in_the_configuration() -> None:
+def test_batching_of_a_batch_sampler_excludes_batch_sizes_in_the_configuration() -> None:
     own = batching(DataLoader(DATA, batch_sampler=[[1, 2], [3]]))
     assert own == Batching(None, shuffle=False, drop_last=False, batches=[[1, 2], [3]])
     check_batch_size(own, 32)
@@ -138,7 +138,7 @@ def test_batches_of_the_user_s_own_are_kept_and_exclude_sizes_in_the_configurati
         check_batch_size(ready, 4, asked=True)
 
 
-def test_a_batch_size_in_conflict_with_the_configuration_is_an_error_that_says_so() -> None:
+def test_batch_size_in_conflict_with_the_configuration_is_an_error() -> None:
     check_batch_size(Batching(4, shuffle=False, drop_last=False), 4)
     check_batch_size(None, 4)
     with pytest.raises(DataError, match="batch_size=4, but the configuration makes micro-batches of 8") as caught:
@@ -163,13 +163,13 @@ class InOrder:
     ],
     ids=["stream", "DataLoader"],
 )
-def test_a_sampler_in_the_configuration_needs_a_dataset(name: str, data: Any, said: str) -> None:
+def test_sampler_in_the_configuration_needs_a_dataset(name: str, data: Any, said: str) -> None:
     dataset, loader = open_data(data, "train_data")
     with pytest.raises(ConfigError, match=f"data.{name} {said}"):
         train_batching(dataset, loader, DataConfig(**{name: InOrder()}))  # type: ignore[arg-type]
 
 
-def test_a_sampler_of_one_ranks_samples_in_the_configuration_is_refused() -> None:
+def test_distributed_sampler_in_the_configuration_is_refused() -> None:
     own = divided()
     with pytest.raises(DataError, match=r"data.sampler contains a DistributedSampler, which yields only this rank's"):
         train_batching(DATA, None, DataConfig(sampler=own))
@@ -197,6 +197,6 @@ def test_batch_size_or_sampler_with_a_batch_sampler_is_refused(settings: dict[st
         TrainerConfig(**settings)
 
 
-def test_a_sampler_is_no_part_of_what_is_saved() -> None:
+def test_sampler_in_the_configuration_is_not_saved() -> None:
     config = TrainerConfig(data={"sampler": [0, 1]})
     assert "sampler" not in config.model_dump()["data"]

@@ -38,7 +38,7 @@ def drawn(stream: Any) -> list[tuple[int, list[int]]]:
     return [(samples, batch.tolist()) for samples, batch in stream]
 
 
-def test_batches_have_the_sizes_that_were_asked_for_in_turn() -> None:
+def test_stream_batches_have_the_requested_sizes_in_turn() -> None:
     stream = build_stream(Numbers(9), [3, 2], DataConfig(), ALONE, seed=0)
     assert drawn(stream) == [(3, [0, 1, 2]), (2, [3, 4]), (3, [5, 6, 7]), (1, [8])]
     assert drawn(stream) == drawn(stream), "an epoch can be had again"
@@ -46,7 +46,7 @@ def test_batches_have_the_sizes_that_were_asked_for_in_turn() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("sizes", [[2], [1, 2, 3], [4, 1]])
-def test_loader_processes_keep_to_the_sizes_by_the_number_of_the_batch(workers: int, sizes: list[int]) -> None:
+def test_stream_workers_keep_to_the_sizes_by_batch_number(workers: int, sizes: list[int]) -> None:
     stream = build_stream(Numbers(60), sizes, DataConfig(num_workers=workers), ALONE, seed=0)
     found = drawn(stream)
     whole = [samples for samples, _ in found[: 60 // max(sizes) // 2]]
@@ -56,7 +56,7 @@ def test_loader_processes_keep_to_the_sizes_by_the_number_of_the_batch(workers: 
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_the_dataset_is_told_the_epoch_in_loader_processes_that_stay(workers: int) -> None:
+def test_stream_with_persistent_workers_passes_the_epoch_to_the_dataset(workers: int) -> None:
     stream = build_stream(Numbers(4), [2], DataConfig(num_workers=workers), ALONE, seed=0)
     for epoch in (2, 0, 1):
         stream.set_position(epoch)
@@ -64,7 +64,7 @@ def test_the_dataset_is_told_the_epoch_in_loader_processes_that_stay(workers: in
         assert numbers == [1000 * epoch + number for number in range(4)]
 
 
-def test_an_epoch_that_is_left_does_not_reach_into_the_next() -> None:
+def test_stream_abandoned_in_an_epoch_starts_the_next_from_the_beginning() -> None:
     stream = build_stream(Numbers(40), [2], DataConfig(num_workers=2), ALONE, seed=0)
     assert next(iter(stream))[0] == 2
     stream.set_position(1)
@@ -80,14 +80,14 @@ def only_the_even(number: int) -> None:
     dataset.total //= 2
 
 
-def test_the_user_s_own_loader_keeps_what_it_chose() -> None:
+def test_build_stream_keeps_the_settings_of_the_users_loader() -> None:
     own = DataLoader(Numbers(10), batch_size=3, collate_fn=as_set, num_workers=1, worker_init_fn=only_the_even)
     stream = build_stream(Numbers(10), [3], DataConfig(), ALONE, seed=0, template=own)
     assert list(stream) == [(3, {0, 1, 2}), (2, {3, 4})]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_drop_last_of_the_user_s_own_loader_is_honoured(workers: int) -> None:
+def test_build_stream_honours_drop_last_of_the_users_loader(workers: int) -> None:
     own = DataLoader(Numbers(11), batch_size=3, drop_last=True, num_workers=workers)
     stream = build_stream(own.dataset, [3], DataConfig(), ALONE, seed=0, template=own)  # type: ignore[arg-type]
     assert [samples for samples, _ in stream] == [3, 3, 3] if workers == 0 else [3, 3]
@@ -108,14 +108,14 @@ class Whole(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_whole_batches_are_counted_by_their_first_tensor(workers: int) -> None:
+def test_stream_of_whole_batches_counts_samples_by_the_first_tensor(workers: int) -> None:
     batches = [torch.zeros(3, 7), ["a", (torch.zeros(2), torch.zeros(9))], {"x": torch.zeros(4)}]
     own = DataLoader(Whole(*batches), batch_size=None, num_workers=workers)
     stream = build_stream(own.dataset, [5], DataConfig(), ALONE, seed=0, template=own)  # type: ignore[arg-type]
     assert [samples for samples, _ in stream] == [3, 2, 4]
 
 
-def test_whole_batches_may_be_objects() -> None:
+def test_stream_of_whole_batches_accepts_objects() -> None:
     own = DataLoader(Whole(Pair(["a"], torch.zeros(6))), batch_size=None)
     stream = build_stream(own.dataset, [5], DataConfig(), ALONE, seed=0, template=own)  # type: ignore[arg-type]
     assert [samples for samples, _ in stream] == [6]
@@ -125,21 +125,21 @@ def test_whole_batches_may_be_objects() -> None:
     ("batch", "found"), [("text", "contains no tensor"), (torch.zeros(()), "begins with a scalar tensor")]
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_whole_batch_of_unknown_size_is_an_error(batch: Any, found: str, workers: int) -> None:
+def test_stream_with_a_whole_batch_of_unknown_size_raises_error(batch: Any, found: str, workers: int) -> None:
     own = DataLoader(Whole(batch), batch_size=None, num_workers=workers)
     stream = build_stream(own.dataset, [5], DataConfig(), ALONE, seed=0, template=own)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=found):
         list(stream)
 
 
-def test_a_stream_s_samples_cannot_be_seeded() -> None:
+def test_stream_with_seed_samples_is_refused() -> None:
     with pytest.raises(DataError, match="have no index to seed from") as caught:
         build_stream(Numbers(3), [1], DataConfig(seed_samples=True), ALONE, seed=0)
     assert "__getitem__" in caught.value.hint
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_do_not_fit_together_are_named(workers: int) -> None:
+def test_stream_with_mismatched_samples_names_them(workers: int) -> None:
     data = Whole(torch.zeros(1), torch.zeros(1), torch.zeros(2))
     stream = build_stream(data, [3], DataConfig(num_workers=workers), ALONE, seed=0)
     with pytest.raises(DataError, match=r"shape \(1,\) in item 0 of the batch, shape \(2,\) in item 2"):
@@ -153,11 +153,11 @@ class Fails(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # its end takes torch five seconds
-def test_exceptions_of_the_dataset_stay_what_they_are(workers: int) -> None:
+def test_stream_raises_exceptions_of_the_dataset_unchanged(workers: int) -> None:
     with pytest.raises(FileNotFoundError, match="shard 2 is gone"):
         list(build_stream(Fails(), [1], DataConfig(num_workers=workers), ALONE, seed=0))
 
 
-def test_pairs_go_to_the_device_like_any_batch() -> None:
+def test_stream_batches_are_moved_to_the_device() -> None:
     stream = build_stream(Numbers(3), [2], DataConfig(), ALONE, seed=0)
     assert [samples for samples, _ in on_device(stream, CPU, torch.bfloat16, ahead=2)] == [2, 1]

@@ -83,12 +83,12 @@ def error_of(data: Any, workers: int, **config: Any) -> str:
         (Lines(), "while reading item 1 of batch 2 of Lines (numbers start at 0)"),
     ],
 )
-def test_an_error_names_the_sample(data: Any, where: str) -> None:
+def test_read_error_names_the_sample(data: Any, where: str) -> None:
     assert error_of(data, workers=0).splitlines()[-1] == where
 
 
 @pytest.mark.slow  # torch waits for 5 s for such a worker to end
-def test_an_error_in_a_dataloader_worker_names_the_sample() -> None:
+def test_read_error_in_a_dataloader_worker_names_the_sample() -> None:
     assert error_of(Photos(), workers=1).rstrip().endswith("while reading sample 17 of Photos")
 
 
@@ -105,7 +105,7 @@ def test_an_error_in_a_dataloader_worker_names_the_sample() -> None:
     ],
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stop_iteration_of_the_users_code_does_not_end_the_epoch(
+def test_stop_iteration_in_user_code_does_not_end_the_epoch(
     data: Any, config: dict[str, Any], said: str, workers: int
 ) -> None:
     found = error_of(data, workers, **config)
@@ -118,7 +118,7 @@ def end_at_once(_number: int) -> None:
 
 
 @pytest.mark.slow  # torch waits for 5 s for such a worker to end
-def test_a_stop_iteration_of_worker_init_fn_does_not_end_the_epoch() -> None:
+def test_stop_iteration_in_worker_init_fn_does_not_end_the_epoch() -> None:
     own = DataLoader(Photos(), batch_size=2, num_workers=1, worker_init_fn=end_at_once)
     with pytest.raises(RuntimeError, match="Caught StopIteration in DataLoader worker process 0"):
         list(checked_batches(build_loader(Photos(), [[7, 3], [4, 5]], DataConfig(), ALONE, 0, own)))
@@ -129,17 +129,17 @@ class EndlessIndices(list[int]):
         return next(iter(()))
 
 
-def test_a_stop_iteration_of_a_subsets_indices_does_not_end_the_epoch() -> None:
+def test_stop_iteration_in_the_indices_of_a_subset_does_not_end_the_epoch() -> None:
     data = Subset(TensorDataset(torch.ones(4)), EndlessIndices(range(4)))
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(checked_batches(build_loader(data, [[0, 1]], DataConfig(), ALONE, seed=0)))
 
 
-def test_an_error_of_the_dataset_that_times_out_is_not_taken_for_torchs() -> None:
+def test_timeout_error_of_the_dataset_is_not_taken_for_that_of_torch() -> None:
     assert "the server timed out" in error_of(Photos("the server timed out"), 0)
 
 
-def test_a_dataset_that_spawned_workers_cannot_get_is_named() -> None:
+def test_dataset_that_cannot_be_sent_to_spawned_workers_is_named() -> None:
     class Hidden(Photos):
         """Cannot be pickled: no module has it."""
 

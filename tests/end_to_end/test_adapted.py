@@ -18,7 +18,7 @@ WITHOUT = 0  # a step that is never done
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "other"), [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_a_killed_run_resumes_bitwise_from_what_is_trained(
+def test_adapter_run_killed_resumes_bitwise_from_its_trained_weights(
     ddpkit: Ddpkit, tmp_path: Path, parallel: str, other: str
 ) -> None:
     ended = {}

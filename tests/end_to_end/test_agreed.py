@@ -36,7 +36,9 @@ def found_by(start: Start, ranks: int) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("scenario", [each for each in agreed.EXACT if each.__name__ not in NOT_BY_HAND])
-def test_one_process_trains_as_a_plain_loop(scenario: Callable[[], list[float]], monkeypatch: Any) -> None:
+def test_scenario_on_one_process_trains_like_a_plain_loop(
+    scenario: Callable[[], list[float]], monkeypatch: Any
+) -> None:
     one = scenario()
     monkeypatch.setattr(agreed, "Training", agreed.ByHand)
     assert one == pytest.approx(scenario(), abs=1e-9)
@@ -44,7 +46,7 @@ def test_one_process_trains_as_a_plain_loop(scenario: Callable[[], list[float]],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 2])
-def test_what_ranks_share_stays_the_same_or_is_refused(start: Start, ranks: int) -> None:
+def test_scenario_on_several_ranks_has_the_same_result_or_is_refused(start: Start, ranks: int) -> None:
     alone = found_by(start, 1)
     found = found_by(start, ranks)
     assert found["the_compiler_sees_the_wrapper"] == [[1.0]] * ranks
@@ -66,9 +68,7 @@ def test_what_ranks_share_stays_the_same_or_is_refused(start: Start, ranks: int)
         ("ddp", "both", "rank 0 at a comparison of buffers, because they changed: 0.table from (2, 2) float32 to (3"),
     ],
 )
-def test_a_buffer_whose_shape_changes_on_some_ranks_ends_the_job_and_is_named(
-    start: Start, strategy: str, ranks: str, said: str
-) -> None:
+def test_buffer_whose_shape_changes_on_some_ranks_is_named(start: Start, strategy: str, ranks: str, said: str) -> None:
     run = start("ddpkit", 2, PROGRAMS / "growing_buffer.py", strategy, ranks)
     assert run.returncode == 1, run.stderr
     where = "the shape of the buffer" if strategy == "pipeline" else "a comparison of buffers, because they changed:"

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("augmented.py")
 
 
 @pytest.mark.slow
-def test_what_becomes_of_a_sample_depends_on_seed_epoch_and_sample_alone(start: Start, tmp_path: Path) -> None:
+def test_seeded_sample_depends_only_on_seed_epoch_and_index(start: Start, tmp_path: Path) -> None:
     became: list[dict[str, list[float]]] = []
     for ranks in (1, 3):
         run = start("ddpkit", ranks, SCRIPT, str(tmp_path))

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(700))]
 @pytest.mark.parametrize(
     "words", ["checkpoint.py --ways ddpkit", "launch.py", "published.py", "train.py --only mlp --peers by_hand,ddpkit"]
 )
-def test_a_benchmark_runs_to_its_end(words: str) -> None:
+def test_benchmark_runs_to_its_end(words: str) -> None:
     name, *flags = words.split()
     done = run(sys.executable, ROOT / "benchmarks" / name, "--quick", *flags, cwd=ROOT, timeout=seconds(600))
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ class Job:
         ),
     ],
 )
-def test_the_cause_of_a_slow_run_is_named(
+def test_top_advice_and_report_name_the_cause_of_a_slow_run(
     script: Callable[..., Path], ddpkit: Callable[..., Any], tmp_path: Path, cause: str, ranks: int, said: str
 ) -> None:
     # Under another name in each process: `ddpkit top` shows all jobs here, those of other tests too.

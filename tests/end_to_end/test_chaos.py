@@ -9,7 +9,7 @@ from launching import seconds
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(600))]
 
 
-def test_a_run_killed_at_random_ends_with_the_same_bits_and_every_sample_once(tmp_path: Path) -> None:
+def test_run_killed_at_random_ends_bitwise_identical_with_every_sample_once(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "undisturbed")
     ended, faults = disturbed(tmp_path / "disturbed", seed=0)
     assert ended == expected, faults

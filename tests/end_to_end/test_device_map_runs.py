@@ -23,7 +23,7 @@ def ended(run: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_with_two_devices_each_train_as_one_process_with_one(start: Start) -> None:
+def test_device_map_on_two_ranks_trains_as_one_process_without(start: Start) -> None:
     """The CPU stands for all devices: see `ddp_kit.parallel.device_map.device_at`."""
     alone, mapped, ddp, both = (
         ended(start("ddpkit", ranks, SCRIPT, "plain", "0", device_map, env=ON_THE_CPU))
@@ -37,7 +37,9 @@ def test_two_ranks_with_two_devices_each_train_as_one_process_with_one(start: St
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
-def test_on_gpus_the_same(ddpkit: Ddpkit, tmp_path: Path, gpus: int) -> None:
+def test_device_map_on_gpus_trains_as_one_process_without_and_resumes(
+    ddpkit: Ddpkit, tmp_path: Path, gpus: int
+) -> None:
     alone = ended(ddpkit("launch", "--gpus", 1, SCRIPT, "plain", 0, "null"))
     words = ["--gpus", gpus, "--gpus-per-process", 2, "--max-restarts", 1]
     mapped = ended(ddpkit("launch", *words, SCRIPT, "plain", 0, SPLIT))
@@ -51,7 +53,7 @@ def test_on_gpus_the_same(ddpkit: Ddpkit, tmp_path: Path, gpus: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_ends_as_an_undisturbed_one(ddpkit: Ddpkit, tmp_path: Path, ranks: int) -> None:
+def test_device_map_run_killed_ends_like_an_undisturbed_one(ddpkit: Ddpkit, tmp_path: Path, ranks: int) -> None:
     found = []
     for dies_after in (0, 7):
         (folder := tmp_path / str(dies_after)).mkdir()
@@ -63,7 +65,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(ddpkit: Ddpkit, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_device_map_is_loaded_without_one(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_device_map_checkpoint_loads_without_a_device_map(ddpkit: Ddpkit, tmp_path: Path) -> None:
     undisturbed = ended(
         ddpkit("launch", "--nproc-per-node", 1, SCRIPT, "resumes", 0, "null", cwd=tmp_path, env=ON_THE_CPU)
     )

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("evaluated.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 1, 2, 4])
-def test_values_and_predictions_do_not_depend_on_the_ranks(start: Start, ranks: int) -> None:
+def test_evaluation_and_predictions_do_not_depend_on_the_ranks(start: Start, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT, "own")
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) == ranks

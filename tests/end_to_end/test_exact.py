@@ -125,7 +125,7 @@ def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("all_ranks", "every"), [((1, 3), 6), ((1, 3), 1), ((1, 2, 4), 1)], ids=["few", "odd", "even"])
-def test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(
+def test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch(
     start: Start, tmp_path: Path, all_ranks: tuple[int, ...], every: int
 ) -> None:
     tried = cases()[::every]
@@ -150,7 +150,7 @@ def test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_a_rank_without_samples_stands_in_for_sparse_gradients_too(start: Start) -> None:
+def test_rank_without_samples_contributes_zeros_to_sparse_gradients(start: Start) -> None:
     # The last step has one sample.
     runs = [start("ddpkit", processes, PROGRAMS / "sparse_gradients.py") for processes in (1, 2)]
     for run in runs:
@@ -162,7 +162,7 @@ def test_a_rank_without_samples_stands_in_for_sparse_gradients_too(start: Start)
 
 
 @pytest.mark.slow
-def test_epochs_of_other_lengths_are_trained_on_whole_at_every_number_of_ranks(start: Start) -> None:
+def test_epochs_of_changing_length_train_alike_at_every_number_of_ranks(start: Start) -> None:
     runs = [start("ddpkit", processes, PROGRAMS / "changing_epochs.py") for processes in (1, 2)]
     for run in runs:
         assert run.returncode == 0, run.stderr
@@ -177,7 +177,7 @@ def test_epochs_of_other_lengths_are_trained_on_whole_at_every_number_of_ranks(s
 
 
 @pytest.mark.slow
-def test_an_epoch_that_has_other_lengths_on_the_ranks_is_an_error(start: Start) -> None:
+def test_epoch_whose_length_differs_between_ranks_is_an_error(start: Start) -> None:
     run = start("ddpkit", 2, PROGRAMS / "grows_on_one_rank.py")
     assert run.returncode == 1
     assert "the ranks do not agree on the number of samples: 8, 12 on ranks 0, 1" in run.stderr

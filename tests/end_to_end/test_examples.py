@@ -11,7 +11,7 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.mark.slow
-def test_the_gpt_learns_more_than_how_often_each_character_occurs(start: Start, root: Path) -> None:
+def test_gpt_example_beats_the_character_frequencies(start: Start, root: Path) -> None:
     run = start("ddpkit", 2, root / "examples" / "gpt.py")
     assert run.returncode == 0, run.stderr
     (loss,) = re.findall(r"loss on unseen text: ([\d.]+)", run.stdout)
@@ -20,7 +20,7 @@ def test_the_gpt_learns_more_than_how_often_each_character_occurs(start: Start, 
 
 
 @pytest.mark.slow
-def test_the_gpt_s_weighted_loss_does_not_depend_on_the_ranks(start: Start, root: Path) -> None:
+def test_gpt_example_has_the_same_loss_at_any_number_of_ranks(start: Start, root: Path) -> None:
     losses = set()
     for launcher, ranks in (("python", 1), ("ddpkit", 3)):
         run = start(launcher, ranks, root / "examples" / "gpt.py", "--steps", "4")
@@ -32,7 +32,7 @@ def test_the_gpt_s_weighted_loss_does_not_depend_on_the_ranks(start: Start, root
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "said"), [("imperative", "stopped after"), ("plain_ddp", "ranks, mean loss")])
 @pytest.mark.parametrize("processes", [3, 1])
-def test_an_example_runs_in_one_and_in_three_processes(
+def test_example_runs_in_one_and_in_three_processes(
     start: Start, root: Path, name: str, said: str, processes: int
 ) -> None:
     run = start("ddpkit", processes, root / "examples" / f"{name}.py")

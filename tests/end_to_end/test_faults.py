@@ -152,7 +152,7 @@ def it_is_interrupted_twice(launcher: "subprocess.Popen[str]", rank: int) -> Non
         it_is_interrupted_twice,
     ],
 )
-def test_nothing_is_left(
+def test_fault_leaves_no_process_or_file(
     script: Script,
     ready: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -216,7 +216,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, the_server_is_killed])
 @pytest.mark.parametrize("text", [BUSY_THREADS, MANY_TENSORS], ids=["threads", "tensors"])
-def test_nothing_is_left_of_ranks_that_take_long_to_end(
+def test_fault_leaves_no_process_of_ranks_that_exit_slowly(
     script: Script, ready: Path, text: str, fault: Callable[..., None]
 ) -> None:
     job = JobProcesses()
@@ -232,7 +232,9 @@ def test_nothing_is_left_of_ranks_that_take_long_to_end(
 
 
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, a_rank_is_killed])
-def test_batches_shared_by_name_are_not_left(script: Script, ready: Path, fault: Callable[..., None]) -> None:
+def test_fault_leaves_no_batches_in_named_shared_memory(
+    script: Script, ready: Path, fault: Callable[..., None]
+) -> None:
     """Their names are known to torch_shm_manager alone, which would remove them two seconds later."""
     job = JobProcesses()
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: the manager's socket is in it
@@ -250,7 +252,7 @@ def test_batches_shared_by_name_are_not_left(script: Script, ready: Path, fault:
     assert not [path for pid in there for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
-def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Script) -> None:
+def test_process_that_a_script_leaves_running_is_ended_and_named(script: Script) -> None:
     main = script("import subprocess\nsubprocess.Popen(['sleep', '1001'], start_new_session=True)\n")
     job = JobProcesses()
     run = launch("--nproc-per-node", 2, main, env=job.env)
@@ -259,7 +261,7 @@ def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Sc
     assert job.alive() == {}
 
 
-def test_what_is_not_the_job_s_is_left_alone(script: Script) -> None:
+def test_process_that_is_not_the_jobs_is_left_running(script: Script) -> None:
     """A launch in the background of a shell of the user's own, while other work runs."""
     main = script("pass")
     with launching.started("sleep", 1002) as other:
@@ -270,7 +272,7 @@ def test_what_is_not_the_job_s_is_left_alone(script: Script) -> None:
 # The verdict -----------------------------------------------------------------------------------------------------
 
 
-def test_one_traceback_of_eight_ranks_is_shown_once_and_last(script: Script) -> None:
+def test_traceback_of_one_of_eight_ranks_is_shown_once_and_last(script: Script) -> None:
     main = script(f"""{MEETS}
 for step in range(10):
     if step == 5 and rank == 3:
@@ -280,13 +282,13 @@ for step in range(10):
     assert_shown_once(launch("--nproc-per-node", 8, main, labels=True), rank=3)
 
 
-def test_so_it_is_of_ranks_that_python_itself_has_started(script: Script) -> None:
+def test_traceback_of_a_cold_worker_is_shown_once_and_last(script: Script) -> None:
     """Without a process group, with which torch 2.13 may abort such a process while it ends."""
     main = script("import os, signal\nif os.environ['RANK'] == '1':\n    raise ValueError('no luck')\nsignal.pause()")
     assert_shown_once(launch("--cold", "--nproc-per-node", 3, main, labels=True), rank=1)
 
 
-def test_so_it_is_of_ranks_that_take_long_to_end(script: Script) -> None:
+def test_traceback_of_ranks_that_exit_slowly_is_shown_once(script: Script) -> None:
     """And each that failed alike is counted, though it is terminated while it ends.
 
     Rank 0 exits a second after all ranks have printed their tracebacks; the others wait to be terminated.
@@ -325,13 +327,13 @@ def assert_shown_once(run: "subprocess.CompletedProcess[str]", rank: int) -> Non
     assert lines[start + 4].endswith("): ValueError: no luck")
 
 
-def test_ranks_that_fail_alike_are_counted(script: Script) -> None:
+def test_tracebacks_that_are_the_same_on_all_ranks_are_shown_once(script: Script) -> None:
     run = launch("--nproc-per-node", 3, script(f"{MEETS}\ndist.barrier()\nraise ValueError('the same everywhere')"))
     assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
     assert re.search(r"ddpkit: rank \d failed first: exit code 1 .*: ValueError: the same everywhere", run.stderr)
 
 
-def test_a_traceback_that_was_no_last_word_is_in_its_place(script: Script) -> None:
+def test_traceback_that_the_script_has_caught_stays_in_its_place(script: Script) -> None:
     main = script("""
 import logging, sys
 logging.basicConfig(format="%(message)s")
@@ -349,13 +351,13 @@ print("continues", file=sys.stderr)
     assert lines[-2:] == ["ZeroDivisionError: division by zero", "continues"]
 
 
-def test_a_script_that_is_its_own_job_prints_its_traceback_itself(script: Script) -> None:
+def test_script_that_is_its_own_job_prints_its_traceback_itself(script: Script) -> None:
     run = launch("--nproc-per-node", 1, script("raise ValueError('alone')"))
     assert run.stderr.count("ValueError: alone") == 2, "its own, and in the verdict"
     assert run.stderr.count("Traceback") == 1
 
 
-def test_the_step_of_a_trainer_is_named_though_it_was_killed(script: Script) -> None:
+def test_verdict_on_a_killed_trainer_names_its_step(script: Script) -> None:
     main = script("""
 import os, signal, torch
 from torch import nn
@@ -372,7 +374,7 @@ for step in trainer.steps(torch.ones(80, 2)):
     assert re.search(r"rank 1 failed first: killed by SIGKILL \(local rank 1, pid \d+, after step 7\)", run.stderr)
 
 
-def test_a_rank_that_leaves_early_is_named(script: Script) -> None:
+def test_verdict_names_a_rank_that_exits_early(script: Script) -> None:
     run = launch(
         "--nproc-per-node", 3, script(f"import os\n{MEETS}\nif rank == 1: os._exit(0)\ndist.all_reduce(total)")
     )
@@ -380,7 +382,7 @@ def test_a_rank_that_leaves_early_is_named(script: Script) -> None:
     assert "ddpkit: rank 1 ended early, with exit code 0, while other ranks still needed it; then rank" in run.stderr
 
 
-def test_the_verdict_is_kept_for_programs(script: Script, tmp_path: Path) -> None:
+def test_verdict_is_written_as_json_to_the_log_folder(script: Script, tmp_path: Path) -> None:
     main = script("import os, signal, sys\nif os.environ['RANK'] == '1': sys.exit(7)\nsignal.pause()")
     run = launch("--log-dir", tmp_path / "logs", "--nproc-per-node", 2, main)
     (file,) = (tmp_path / "logs").rglob("verdict.json")
@@ -411,9 +413,7 @@ def little_memory() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_a_rank_that_the_kernel_kills_for_memory_is_named_so_and_not_restarted_for_ever(
-    script: Script, little_memory: Path
-) -> None:
+def test_rank_killed_for_memory_is_reported_and_not_restarted_forever(script: Script, little_memory: Path) -> None:
     main = script("""
 import os, signal
 if os.environ["RANK"] == "1":
@@ -438,7 +438,7 @@ signal.pause()
         ("time.sleep(1000)", "sent no batch within the timeout", seconds(4)),
     ],
 )
-def test_a_data_loader_worker_that_dies_or_hangs_is_named_with_its_rank(
+def test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank(
     script: Script, fault: str, named: str, timeout: float
 ) -> None:
     """In its second batch: by then the workers of both ranks have started."""
@@ -489,7 +489,7 @@ while True:
 """
 
 
-def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Script, ready: Path) -> None:
+def test_warning_signal_reaches_ranks_with_a_handler_and_ends_no_rank(script: Script, ready: Path) -> None:
     job = JobProcesses()
     with started("--nproc-per-node", 2, script(LISTENS), ready, job=job, DEAF="0") as launcher:
         wait_for(ready, 2)
@@ -536,7 +536,7 @@ signal.signal(signal.SIGTERM, end)
 
 
 @pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
-def test_ranks_that_tell_their_parent_to_stop_mean_the_launcher(
+def test_ranks_that_signal_their_parent_stop_the_launcher(
     flags: Sequence[str], script: Script, ready: Path, go: Path
 ) -> None:
     """Two of three do so, again and again, as preemption handlers do: all are told once, and end in order."""
@@ -548,7 +548,7 @@ def test_ranks_that_tell_their_parent_to_stop_mean_the_launcher(
         assert (job.returncode, output.count("told to stop")) == (75, 3), errors
 
 
-def test_a_job_whose_server_is_stopped_ends(script: Script, ready: Path, go: Path) -> None:
+def test_job_whose_warm_server_is_stopped_ends(script: Script, ready: Path, go: Path) -> None:
     job = JobProcesses()
     with started("--cold", "--nproc-per-node", 2, script(GOES_ON), ready, go, job=job) as launcher:
         wait_for(ready, 2)
@@ -560,7 +560,7 @@ def test_a_job_whose_server_is_stopped_ends(script: Script, ready: Path, go: Pat
         assert job.alive() == {}
 
 
-def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) -> None:
+def test_launcher_whose_ranks_have_saved_exits_with_the_code_for_a_restart(script: Script, ready: Path) -> None:
     job = JobProcesses()
     with started("--nproc-per-node", 2, script(LISTENS), ready, job=job, CODE="75") as launcher:
         wait_for(ready, 2)
@@ -570,7 +570,7 @@ def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) 
         assert "the job saved a checkpoint; start it again to continue (exit code 75)" in said
 
 
-def test_a_rank_that_has_saved_waits_for_the_others_and_no_restart_follows(script: Script) -> None:
+def test_rank_that_has_saved_waits_for_the_others_and_is_not_restarted(script: Script) -> None:
     main = script("""
 import os, sys, time
 from pathlib import Path
@@ -588,7 +588,7 @@ sys.exit(75)
     assert "restart" not in run.stderr
 
 
-def test_a_launcher_that_is_killed_at_its_start_leaves_no_folder(script: Script, tmp_path: Path) -> None:
+def test_launcher_killed_at_its_start_leaves_no_folder(script: Script, tmp_path: Path) -> None:
     """The server is stopped, as if it were slow to import torch, until the launcher has come to its folder."""
     temporary, job = tmp_path / "temporary", JobProcesses()
     temporary.mkdir()
@@ -668,9 +668,7 @@ def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout:
         process.resume()
 
 
-def test_a_job_of_two_nodes_that_was_suspended_as_a_whole_continues(
-    script: Script, ready: Path, tmp_path: Path
-) -> None:
+def test_job_of_two_nodes_that_was_suspended_continues(script: Script, ready: Path, tmp_path: Path) -> None:
     main, told = script(MEETS_UNTIL_TOLD), tmp_path / "told"
     interval = seconds(0.5)
     flags = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
@@ -688,7 +686,7 @@ def test_a_job_of_two_nodes_that_was_suspended_as_a_whole_continues(
         assert (first.returncode, second.returncode) == (0, 0), ends
 
 
-def test_a_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) -> None:
+def test_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) -> None:
     limited = ("sh", "-c", 'ulimit -n 22 && exec "$@"', "sh", DDPKIT)
     done = launching.run(*limited, "launch", "--nproc-per-node", 2, script("print('started')"))
     assert done.returncode == 3, done.stderr

@@ -15,7 +15,7 @@ EMULATED = {"DDPKIT_EMULATE_FP8": "1"}
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_fp8_trains_resumes_bitwise_and_leaves_a_checkpoint_of_a_plain_model(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_fp8_run_resumes_bitwise_and_saves_a_checkpoint_of_a_plain_model(ddpkit: Ddpkit, tmp_path: Path) -> None:
     ended = {}
     for after in (WITHOUT, 5):
         words = (tmp_path / f"after-{after}", after)
@@ -35,7 +35,7 @@ def test_fp8_trains_resumes_bitwise_and_leaves_a_checkpoint_of_a_plain_model(ddp
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_fp8_without_a_gpu_is_refused(ddpkit: Ddpkit, tmp_path: Path) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, SCRIPT, tmp_path, WITHOUT, env={"CUDA_VISIBLE_DEVICES": ""})
     assert run.returncode == 1
     assert "precision='fp8' needs a GPU of compute capability 8.9 or higher" in run.stderr

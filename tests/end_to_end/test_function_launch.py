@@ -17,7 +17,7 @@ from ddp_kit import LaunchError, UsageError, function_launch, launch
 
 
 @pytest.mark.slow
-def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any]) -> None:
+def test_launch_in_a_script_returns_results_and_raises_exceptions(start: Callable[..., Any]) -> None:
     done = start("python", 1, PROGRAMS / "launches_functions.py")
     assert done.returncode == 0, done.stderr
     assert "rank 1 is done" in done.stdout
@@ -28,7 +28,7 @@ def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-def test_function_that_reads_standard_input_finds_it_empty() -> None:
+def test_launched_function_that_reads_standard_input_finds_it_empty() -> None:
     with started(sys.executable, PROGRAMS / "reads_stdin.py", stdin=subprocess.PIPE) as caller:
         assert caller.stdin is not None
         output, errors = caller.communicate("of the caller\n", timeout=seconds(120))
@@ -45,18 +45,18 @@ def test_function_that_reads_standard_input_finds_it_empty() -> None:
         (lambda: launch(print, Lock()), "argument 1 is a lock"),
     ],
 )
-def test_what_cannot_be_launched_is_said(call: Callable[[], object], said: str) -> None:
+def test_launch_of_an_unsuitable_function_is_refused(call: Callable[[], object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         call()
 
 
-def test_within_a_rank_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_within_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match="already a rank"):
         launch(print)
 
 
-def test_an_end_without_a_result_or_an_exception_is_said(tmp_path: Path) -> None:
+def test_launch_without_a_result_or_an_exception_reports_how_the_rank_ended(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="rank 0 exited before the function returned"):
         function_launch._outcome(tmp_path, 0)
     (tmp_path / function_launch.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
@@ -64,7 +64,7 @@ def test_an_end_without_a_result_or_an_exception_is_said(tmp_path: Path) -> None
         function_launch._outcome(tmp_path, 137)
 
 
-def test_a_result_that_cannot_be_copied_and_an_exception_that_cannot_be_are_said(tmp_path: Path) -> None:
+def test_launch_with_a_result_that_cannot_be_pickled_says_so(tmp_path: Path) -> None:
     class TwoArgumentsError(Exception):
         def __init__(self, one: int, two: int) -> None:
             super().__init__(f"{one} and {two}")
@@ -90,7 +90,7 @@ class OnAGpu(Tensor):
         return torch.device("cuda", 0)
 
 
-def test_a_tensor_on_a_gpu_is_refused_by_its_name() -> None:
+def test_launch_with_a_captured_gpu_tensor_names_it() -> None:
     weights = {"first": torch.ones(2).as_subclass(OnAGpu)}
 
     def captures() -> object:

@@ -36,17 +36,19 @@ def check_exact(run: Run, tmp_path: Path, ranks: int, *, share: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_that_share_a_gpu_train_as_one(ddpkit: Run, tmp_path: Path, ranks: int) -> None:
+def test_ranks_that_share_a_gpu_train_like_one_rank(ddpkit: Run, tmp_path: Path, ranks: int) -> None:
     check_exact(ddpkit, tmp_path, ranks, share=ranks > 1)
 
 
 @pytest.mark.gpu(2)
-def test_ranks_with_a_gpu_each_train_as_one_over_nccl(ddpkit: Run, tmp_path: Path) -> None:
+def test_ranks_with_a_gpu_each_train_like_one_rank_over_nccl(ddpkit: Run, tmp_path: Path) -> None:
     check_exact(ddpkit, tmp_path, min(4, torch.cuda.device_count()), share=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_whose_rank_is_killed_ends_bitwise_as_an_undisturbed_one(ddpkit: Run, tmp_path: Path, ranks: int) -> None:
+def test_gpu_run_whose_rank_is_killed_ends_bitwise_like_an_undisturbed_one(
+    ddpkit: Run, tmp_path: Path, ranks: int
+) -> None:
     ended = {}
     for after in (0, 11):  # 0: a step that is never done
         words = ("--nproc-per-node", ranks, "--max-restarts", 1, HERE / "resumed.py", tmp_path / str(after), after, 0)
@@ -58,7 +60,7 @@ def test_a_run_whose_rank_is_killed_ends_bitwise_as_an_undisturbed_one(ddpkit: R
     assert ended[0] == ended[11]
 
 
-def test_a_rank_too_many_is_refused_with_what_to_do(ddpkit: Run, tmp_path: Path) -> None:
+def test_rank_without_a_gpu_is_refused_with_a_hint(ddpkit: Run, tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps(cases()[:1]))
     ranks = torch.cuda.device_count() + 1
     done = ddpkit("launch", "--nproc-per-node", ranks, HERE / "exact.py", tmp_path / "cases.json")

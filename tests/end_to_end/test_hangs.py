@@ -97,7 +97,7 @@ def launch(*words: object, timeout: float = 240) -> "subprocess.CompletedProcess
         ("sleep", 1, r"in data \(script.py:\d+ in sleep\)"),
     ],
 )
-def test_a_rank_that_hangs_in_a_trainer_is_named_with_its_stack(
+def test_hung_rank_in_a_trainer_is_named_with_its_stack(
     script: Script, tmp_path: Path, fault: str, workers: int, told: str
 ) -> None:
     run = launch("--hang-timeout", LIMIT, "--log-dir", tmp_path / "logs", script(TRAINS), fault, workers)
@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_in_a_trainer_is_named_with_its_stack(
     assert f" {fault} (" in record["stacks"]["1"]
 
 
-def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script) -> None:
+def test_hung_run_continues_after_a_restart_and_slow_steps_are_no_hang(script: Script) -> None:
     run = launch("--hang-timeout", LIMIT, "--max-restarts", 1, script(TRAINS), "sleep", 0)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("hung") == 1, run.stderr
@@ -123,7 +123,7 @@ def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script
     assert run.stdout.count("done 20") == 2
 
 
-def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None:
+def test_hang_in_a_script_without_a_trainer_is_detected(script: Script) -> None:
     run = launch("--hang-timeout", LIMIT, script(MEETS), "sleep", 600)
     assert run.returncode == HUNG, run.stderr
     assert re.search(
@@ -133,7 +133,7 @@ def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None
     assert re.search(r'^  File ".*script.py", line \d+, in sleep\n', run.stderr, re.MULTILINE)
 
 
-def test_where_torch_s_own_timeout_comes_first_the_rank_that_was_missing_is_named(script: Script) -> None:
+def test_hang_that_torchs_timeout_detects_first_names_the_missing_rank(script: Script) -> None:
     run = launch("--cold", script(MEETS), "sleep", LIMIT)
     assert run.returncode == HUNG, run.stderr
     assert "rank 1 failed first: hung" in run.stderr
@@ -169,7 +169,7 @@ globals()[sys.argv[1 + RANK]]()
 @pytest.mark.parametrize(
     ("rank_0", "rank_1"), [("regex", "end"), ("pause", "end"), ("regex", "pause"), ("pause", "pause")]
 )
-def test_a_rank_that_is_stuck_while_no_other_waits_for_it_is_found(script: Script, rank_0: str, rank_1: str) -> None:
+def test_hung_rank_that_no_other_rank_waits_for_is_detected(script: Script, rank_0: str, rank_1: str) -> None:
     run = launch("--hang-timeout", LIMIT, script(AT_THE_END), rank_0, rank_1, timeout=60)
     assert run.returncode == HUNG, run.stderr
     held = " with the interpreter lock held" if rank_0 == "regex" else ""
@@ -177,7 +177,7 @@ def test_a_rank_that_is_stuck_while_no_other_waits_for_it_is_found(script: Scrip
     assert re.search(rf"rank 0 failed first: hung \(.*\): {told}", run.stderr, re.MULTILINE), run.stderr
 
 
-def test_a_rank_that_works_alone_after_the_others_have_ended_does_not_hang(script: Script) -> None:
+def test_rank_that_works_after_the_others_have_ended_is_not_hung(script: Script) -> None:
     run = launch("--hang-timeout", LIMIT, script(AT_THE_END), "work", "end")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("worked") == 1
@@ -195,7 +195,7 @@ time.sleep(600)
 """
 
 
-def test_a_worker_in_uninterruptible_sleep_is_a_failure_that_counts(tmp_path: Path) -> None:
+def test_worker_in_uninterruptible_sleep_is_a_failure_that_counts(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(VFORKS)
     env = {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": str(seconds(2))}
     done = launching.launch("--nproc-per-node", 2, "--max-restarts", 1, "script.py", cwd=tmp_path, env=env)

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("hooks.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_changes_around_the_step_are_those_of_one_process_or_refused_in_words(start: Start, ranks: int) -> None:
+def test_gradient_and_weight_changes_at_every_placement_equal_one_process(start: Start, ranks: int) -> None:
     spec = importlib.util.spec_from_file_location("hooks", SCRIPT)
     assert spec
     assert spec.loader

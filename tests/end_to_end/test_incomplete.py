@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("incomplete.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_samples_left_out_of_batches_do_not_count_at_any_number_of_ranks(start: Start, ranks: int) -> None:
+def test_samples_omitted_from_batches_do_not_count_at_any_number_of_ranks(start: Start, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT, str(ranks))
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) == ranks
@@ -21,7 +21,7 @@ def test_samples_left_out_of_batches_do_not_count_at_any_number_of_ranks(start: 
 
 
 @pytest.mark.slow
-def test_plain_mean_of_batches_with_samples_left_out_is_refused_with_several_ranks(start: Start) -> None:
+def test_plain_mean_with_omitted_samples_is_refused_with_several_ranks(start: Start) -> None:
     script = PROGRAMS / "omits_samples.py"
     run = start("ddpkit", 2, script)
     assert run.returncode == 1

@@ -16,7 +16,7 @@ OWN_TO_A_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELAST
 
 
 @pytest.mark.slow
-def test_a_real_model_ends_with_the_same_loss_however_it_is_started(
+def test_digits_example_has_the_same_loss_under_every_launcher(
     start: Start, script: Callable[[str], Path], root: Path
 ) -> None:
     # In float64: rounding differs with the number of ranks, and each step amplifies it, in float32 to 0.9 % after 345.
@@ -37,7 +37,7 @@ def test_a_real_model_ends_with_the_same_loss_however_it_is_started(
 
 
 @pytest.mark.slow
-def test_workers_find_the_same_environment_as_under_torchrun(start: Start, script: Callable[[str], Path]) -> None:
+def test_workers_have_the_same_environment_as_under_torchrun(start: Start, script: Callable[[str], Path]) -> None:
     shows = script("say((os.environ['RANK'], dict(os.environ)))")
 
     def seen(launcher: str) -> dict[str, dict[str, str]]:
@@ -52,7 +52,7 @@ def test_workers_find_the_same_environment_as_under_torchrun(start: Start, scrip
 
 
 @pytest.mark.slow
-def test_the_script_sees_itself_as_under_torchrun(start: Start, script: Callable[[str], Path]) -> None:
+def test_script_has_the_same_argv_and_path_as_under_torchrun(start: Start, script: Callable[[str], Path]) -> None:
     shows = script(
         "import sys, torch.distributed as dist\n"
         "print(__name__, __file__, sys.argv, sys.path[0], sys.stdout.isatty(), dist.is_torchelastic_launched())"

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("left_out.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_left_out_leaves_no_trace_in_fp32_and_in_fp16(start: Start, ranks: int) -> None:
+def test_skipped_steps_leave_no_trace_in_fp32_and_fp16(start: Start, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == ranks

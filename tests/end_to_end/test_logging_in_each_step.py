@@ -10,7 +10,7 @@ from launching import PROGRAMS
 
 
 @pytest.mark.slow
-def test_a_logged_value_adds_no_collective_to_a_step(ddpkit: Callable[..., Any], tmp_path: Path) -> None:
+def test_logged_value_adds_no_collective_to_a_step(ddpkit: Callable[..., Any], tmp_path: Path) -> None:
     done = ddpkit("launch", "--nproc-per-node", 2, PROGRAMS / "logs_in_each_step.py", tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in ("0", "1"):

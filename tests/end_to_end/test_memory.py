@@ -25,7 +25,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.slow
-def test_whatever_does_not_fit_the_result_is_the_same(start: Start) -> None:
+def test_out_of_memory_in_any_place_does_not_change_the_result(start: Start) -> None:
     kinds: list[dict[str, Any]] = [{}, {"weighted": True, "optimizer": "adam"}, {"buffers": True}]
     kinds += [{"strategy": "zero1", "offload": "optimizer"}, {"parallel": {"find_unused_parameters": True}}]
     cases = [
@@ -46,7 +46,7 @@ def test_whatever_does_not_fit_the_result_is_the_same(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_so_it_is_at_three_ranks_and_wherever_the_others_are(start: Start) -> None:
+def test_out_of_memory_on_some_of_three_ranks_does_not_change_the_result(start: Start) -> None:
     late = {"at": "backward", "ranks": [1], "step": 3, "fits": 5}
     first = {"at": "loss", "ranks": [2], "step": 1, "fits": 5}  # found by the search, which is before the first step
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -66,7 +66,7 @@ def test_so_it_is_at_three_ranks_and_wherever_the_others_are(start: Start) -> No
 
 
 @pytest.mark.slow
-def test_what_does_not_even_fit_with_one_sample_says_so(start: Start) -> None:
+def test_out_of_memory_with_one_sample_says_that_nothing_smaller_exists(start: Start) -> None:
     case = {"at": "forward", "ranks": [1], "step": 3, "fits": 0, "auto": True}
     run = start("ddpkit", 2, SCRIPT, json.dumps([case]))
     assert run.returncode == 1

@@ -48,7 +48,7 @@ say(trainer.world.rank, result.metrics["loss"], model.eval()(data).mean().item()
 
 
 @pytest.mark.slow
-def test_both_ranks_are_told_of_each_mistake_in_the_words_of_the_table(start: Start) -> None:
+def test_each_mistake_gives_both_ranks_the_message_of_the_table(start: Start) -> None:
     run = start("ddpkit", 2, Path(mistakes.__file__))
     assert run.returncode == 0, run.stderr
     found: dict[str, dict[int, tuple[tuple[str, str], bool]]] = {}
@@ -65,7 +65,7 @@ def test_both_ranks_are_told_of_each_mistake_in_the_words_of_the_table(start: St
 
 
 @pytest.mark.slow
-def test_one_model_is_evaluated_its_batch_norm_statistics_included(start: Start, script: Script) -> None:
+def test_evaluation_uses_one_model_including_its_batch_norm_statistics(start: Start, script: Script) -> None:
     run = start("ddpkit", 2, script(BATCH_NORM))
     assert run.returncode == 0, run.stderr
     ranks = [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
@@ -76,7 +76,7 @@ def test_one_model_is_evaluated_its_batch_norm_statistics_included(start: Start,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "processes"), [("python", 1), ("torchrun", 3), ("ddpkit", 3)])
-def test_five_mistakes_in_a_configuration_are_listed_once(
+def test_configuration_with_five_mistakes_lists_them_once(
     start: Start, script: Script, launcher: str, processes: int
 ) -> None:
     run = start(launcher, processes, script(FIVE_MISTAKES))
@@ -95,7 +95,7 @@ def test_five_mistakes_in_a_configuration_are_listed_once(
 
 
 @pytest.mark.slow
-def test_a_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start, script: Script) -> None:
+def test_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start, script: Script) -> None:
     run = start("ddpkit", 3, script(ONE_RANK_FAILS))
     assert run.returncode == 1
     assert run.stderr.count("the loss function returned a str") == 1
@@ -118,9 +118,7 @@ TrainerConfig(log_every_steps=0)
 
 
 @pytest.mark.slow
-def test_the_verdict_names_the_rank_that_printed_the_mistake_though_another_ended_first(
-    start: Start, script: Script
-) -> None:
+def test_verdict_names_the_rank_that_printed_the_mistake(start: Start, script: Script) -> None:
     run = start("ddpkit", 2, script(PRINTS_FIRST))
     assert run.returncode == 1
     assert run.stderr.count("ddpkit: error at script.py:") == 1, run.stderr
@@ -202,7 +200,7 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
         ),
     ],
 )
-def test_a_mistake_is_said_once_by_one_rank_and_ends_all(
+def test_mistake_on_several_ranks_is_shown_once_and_ends_all(
     start: Start, script: Script, on: tuple[int, ...], loss: str, leaves_out: object, change: str, said: str
 ) -> None:
     run = start("ddpkit", 2, script(FAULTS.format(on=on, loss=loss, leaves_out=leaves_out, change=change)))
@@ -215,7 +213,7 @@ def test_a_mistake_is_said_once_by_one_rank_and_ends_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
-def test_the_rank_that_has_the_cause_is_named_whichever_ends_first(
+def test_rank_with_the_cause_is_named_whichever_rank_ends_first(
     ddpkit: Start, script: Script, flags: tuple[str, ...]
 ) -> None:
     main = script(FAULTS.format(on=(2,), loss="loss.detach()", leaves_out=False, change=""))
@@ -286,7 +284,7 @@ else:
         ("other", "rank 0 at trainer.evaluate() after step 0, rank 1 at trainer.fit() after step 0"),
     ],
 )
-def test_ranks_that_go_apart_are_told_so(start: Start, script: Script, place: str, said: str) -> None:
+def test_ranks_that_diverge_are_reported(start: Start, script: Script, place: str, said: str) -> None:
     run = start("ddpkit", 2, script(APART), place)
     assert run.returncode == 1
     assert said in run.stderr
@@ -301,7 +299,7 @@ def test_ranks_that_go_apart_are_told_so(start: Start, script: Script, place: st
         ("ddpkit", "made", "Trainer(...)"),
     ],
 )
-def test_a_rank_that_ends_without_taking_part_is_named(
+def test_barrier_names_a_rank_that_exited_before_it(
     start: Start, script: Script, launcher: str, place: str, said: str
 ) -> None:
     run = start(launcher, 2, script(APART), place)
@@ -333,14 +331,14 @@ Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_for_the_others_trainers_says_so(start: Start, script: Script, rank: int) -> None:
+def test_barrier_reports_that_other_ranks_have_not_made_their_trainer(start: Start, script: Script, rank: int) -> None:
     run = start("ddpkit", 2, script(ALONE.replace("WAITS", repr(str(rank)))))
     assert run.returncode == 0, run.stderr
     assert f"rank {rank} is waiting at Trainer(...): not all of the 2 processes have reached this call" in run.stderr
 
 
 @pytest.mark.slow
-def test_half_of_a_launchers_environment_is_no_traceback(start: Start, script: Script) -> None:
+def test_incomplete_launcher_environment_is_refused_without_a_traceback(start: Start, script: Script) -> None:
     run = start(
         "python",
         1,
@@ -415,7 +413,7 @@ LONG = str(seconds(100)), str(seconds(200))
         ),
     ],
 )
-def test_a_module_that_some_ranks_leave_out_is_named_and_nothing_hangs(
+def test_module_that_some_ranks_omit_is_named_without_a_hang(
     start: Start, script: Script, strategy: str, who: str, since: int, said: str
 ) -> None:
     run = start("ddpkit", 2, script(LEFT_OUT), strategy, who, str(since), *SHORT)
@@ -428,7 +426,7 @@ def test_a_module_that_some_ranks_leave_out_is_named_and_nothing_hangs(
 
 
 @pytest.mark.slow
-def test_a_module_may_be_left_out_of_a_pass_by_all_ranks(start: Start, script: Script) -> None:
+def test_module_that_all_ranks_omit_in_a_pass_is_accepted(start: Start, script: Script) -> None:
     run = start("ddpkit", 2, script(LEFT_OUT), "fsdp", "all", "3", *LONG)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step 2") == 2
@@ -437,9 +435,7 @@ def test_a_module_may_be_left_out_of_a_pass_by_all_ranks(start: Start, script: S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 2])
-def test_the_rank_whose_weights_differ_from_those_of_most_ranks_is_the_cause(
-    start: Start, script: Script, odd: int
-) -> None:
+def test_rank_whose_weights_differ_from_the_majority_is_the_cause(start: Start, script: Script, odd: int) -> None:
     drift = """
 def drift(loss):
     with torch.no_grad():

@@ -121,7 +121,7 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 
 
 @pytest.mark.slow
-def test_cells_of_a_notebook_launch_what_they_define(notebook: Notebook) -> None:
+def test_notebook_cells_launch_functions_that_they_define(notebook: Notebook) -> None:
     shown = notebook.run(FIRST)
     assert "[rank 0] in a cell: 41" in shown
     assert "[rank 1] in a cell: 41" in shown
@@ -158,7 +158,7 @@ tempfile.tempdir = None  # it is found anew
 
 
 @pytest.mark.slow
-def test_ten_calls_leave_nothing(notebook: Notebook) -> None:
+def test_notebook_after_ten_launches_has_no_process_or_file_left(notebook: Notebook) -> None:
     notebook.run(MARKED)
     assert notebook.run("print([launch(os.getpid, processes=2) for _ in range(10)])").count("[rank") == 0
     waiting = notebook.launches()
@@ -171,7 +171,7 @@ def test_ten_calls_leave_nothing(notebook: Notebook) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_restart_of_the_kernel_leaves_no_process(notebook: Notebook, killed: bool) -> None:
+def test_notebook_kernel_restart_leaves_no_process(notebook: Notebook, killed: bool) -> None:
     notebook.run(MARKED)
     notebook.run("launch(os.getpid, processes=2)")
     waiting = notebook.launches()
@@ -195,7 +195,7 @@ launch(prints, processes=2)
 
 
 @pytest.mark.slow
-def test_no_output_is_lost_and_no_character_broken(notebook: Notebook) -> None:
+def test_notebook_output_is_complete_and_no_character_is_broken(notebook: Notebook) -> None:
     shown = notebook.run(PRINTS)
     for rank in range(2):
         lines = [line for line in shown.splitlines() if line.startswith(f"[rank {rank}] line ")]
@@ -229,7 +229,7 @@ def _shown(notebook: Any, cell: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_digits_are_learned_in_a_notebook_and_progress_is_readable(tmp_path: Path) -> None:
+def test_digits_notebook_trains_and_shows_readable_progress(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs pip install scikit-learn")
     notebook = _executed("digits.ipynb", tmp_path)
     shown = _shown(notebook, "train")
@@ -242,7 +242,7 @@ def test_the_digits_are_learned_in_a_notebook_and_progress_is_readable(tmp_path:
 
 
 @pytest.mark.slow
-def test_results_and_exceptions_come_back_to_a_notebook(tmp_path: Path) -> None:
+def test_results_and_errors_notebook_shows_results_and_exceptions(tmp_path: Path) -> None:
     notebook = _executed("results_and_errors.ipynb", tmp_path)
     assert _shown(notebook, "first").endswith("21")
     assert "rank 1 has 20, the sum is 320" in _shown(notebook, "second")

@@ -19,7 +19,9 @@ FIT = PROGRAMS / "fits.py"
 
 
 @pytest.mark.slow
-def test_elsewhere_there_are_plain_lines_of_rank_0(start: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
+def test_output_without_a_terminal_is_plain_lines_of_rank_0(
+    start: Callable[..., "subprocess.CompletedProcess[str]"],
+) -> None:
     run = start("ddpkit", 2, FIT)
     assert run.returncode == 0, run.stderr
     said = [line for line in run.stderr.splitlines() if "INFO" in line]
@@ -55,7 +57,7 @@ def on_a_terminal(*command: object, columns: int) -> str:
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_is_one_bar() -> None:
+def test_output_on_a_terminal_is_one_bar() -> None:
     shown = on_a_terminal(DDPKIT, "launch", "--nproc-per-node", 2, FIT, "evaluate", columns=100)
     assert "20/20" in shown
     assert "/21" in shown, "the evaluation has one of its own"
@@ -65,7 +67,7 @@ def test_on_a_terminal_there_is_one_bar() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_on_a_terminal_no_line_is_too_long_and_no_figure_is_cut(columns: int) -> None:
+def test_output_on_a_terminal_fits_its_width_without_cut_figures(columns: int) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_a_terminal(sys.executable, FIT, "fit", columns=columns))
     lines = [line.rpartition("\r")[2].rstrip() for line in shown.replace("\r\n", "\n").split("\n")]
     assert max(len(line) for line in lines if "__main__" not in line) <= columns, "the user's own stay as they are"
@@ -78,7 +80,7 @@ def test_on_a_terminal_no_line_is_too_long_and_no_figure_is_cut(columns: int) ->
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path]) -> None:
+def test_output_after_ctrl_c_is_one_line_without_tracebacks(script: Callable[[str], Path]) -> None:
     # Not signal.pause(): a signal just before it would not end it.
     text = "import os, signal; wakes, wake = os.pipe(); os.set_blocking(wake, False); signal.set_wakeup_fd(wake)\n"
     text += "say('up')\nwhile True: os.read(wakes, 1)"

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("own_order.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_sampler_over_the_whole_dataset_trains_as_in_one_process(start: Start, ranks: int) -> None:
+def test_sampler_over_the_whole_dataset_trains_as_in_one_process(start: Start, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.split()) == ranks

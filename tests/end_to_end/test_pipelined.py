@@ -134,7 +134,7 @@ UNEVEN = {name: case for name, case in CASES.items() if name.endswith("uneven pa
 @pytest.mark.slow
 @pytest.mark.timeout(seconds(600))
 @pytest.mark.parametrize("two_pipelines", [UNEVEN, CASES], ids=["", "all"])
-def test_a_pipeline_trains_as_one_process_does(start: Start, tmp_path: Path, two_pipelines: dict[str, Any]) -> None:
+def test_pipeline_trains_like_one_process(start: Start, tmp_path: Path, two_pipelines: dict[str, Any]) -> None:
     alone = run(start, 1, tmp_path / "1", CASES | FOUR_STAGES | COMBINED)
     for ranks, cases in ((2, CASES), (4, two_pipelines | FOUR_STAGES | COMBINED)):
         for name, results in run(start, ranks, tmp_path / str(ranks), cases).items():
@@ -160,7 +160,7 @@ RANDOM = {"random": (4, {**FULL, "parallel": {"shard": 2}, "model": {"dropout": 
 
 @pytest.mark.slow
 @pytest.mark.timeout(seconds(600))
-def test_a_pipeline_resumes_bitwise_and_its_checkpoints_fit_other_placements(start: Start, tmp_path: Path) -> None:
+def test_pipeline_resumes_bitwise_and_its_checkpoints_load_elsewhere(start: Start, tmp_path: Path) -> None:
     def third(saved: list[dict[str, Any]]) -> str:
         return str(Path(saved[0]["saved"]).with_name("step-00000003"))
 
@@ -204,7 +204,7 @@ def test_a_pipeline_resumes_bitwise_and_its_checkpoints_fit_other_placements(sta
 
 
 @pytest.mark.slow
-def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start) -> None:
+def test_pipeline_loss_that_uses_weights_of_other_stages_is_an_error(start: Start) -> None:
     done = start("ddpkit", 2, PROGRAMS / "penalised.py")
     assert done.returncode == 1
     assert "stage 1 (rank 1) used 0.0.weight" in done.stderr
@@ -213,7 +213,7 @@ def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "found"), [("102345", "blocks.1"), ("012354", "blocks.5")])
-def test_a_model_that_calls_blocks_out_of_order_is_one_error(start: Start, order: str, found: str) -> None:
+def test_pipeline_model_that_calls_blocks_out_of_order_is_one_error(start: Start, order: str, found: str) -> None:
     done = start("ddpkit", 3, PROGRAMS / "blocks_out_of_order.py", order)
     assert done.returncode == 1
     assert done.stderr.count("hint: ") == 1

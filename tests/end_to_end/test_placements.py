@@ -27,26 +27,30 @@ def table() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_placements_of_the_quick_table_train_like_one_process(
+    table: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert table.main(["zero1", "fsdp", "tensor 2"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(seconds(1200))
-def test_all_rows_are(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_placements_of_the_whole_table_train_like_one_process(
+    table: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert table.main([]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.slow
-def test_on_gpus_they_are_those_of_one_process_too(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_placements_on_gpus_train_like_one_process(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["zero1", "fsdp", "tensor 2", "pipeline 2, 1f1b", "fsdp, checkpointing"]
     rows += ["ddp, offloaded optimizer", "fsdp, offloaded optimizer", "fsdp, offloaded"]
     assert table.main(rows) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_run_moved_between_placements_ends_like_one_that_stays(ddpkit: Ddpkit, tmp_path: Path) -> None:
     def train(ranks: int, parallel: object, steps: int, folder: str, *offload: str) -> dict[str, list[float]]:
         words = (MOVED, json.dumps(parallel), steps, tmp_path / folder, *offload)
         run = ddpkit("launch", "--nproc-per-node", ranks, *words)
@@ -66,7 +70,7 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_averaged_weights_leaves_none_of_them_behind(start: Ddpkit) -> None:
+def test_evaluation_of_averaged_weights_restores_the_trained_ones(start: Ddpkit) -> None:
     runs = [start("ddpkit", 2, PROGRAMS / "averaged_evaluation.py", parallel) for parallel in ("ddp", "fsdp")]
     found = [[float(text) for text in re.findall(r"ended (\S+)", run.stdout)] for run in runs]  # type: ignore[attr-defined]
     assert len(found[0]) == 2, runs[0].stderr  # type: ignore[attr-defined]
@@ -75,7 +79,7 @@ def test_an_evaluation_of_averaged_weights_leaves_none_of_them_behind(start: Ddp
 
 
 @pytest.mark.slow
-def test_channels_last_and_adagrad_train_alike_everywhere(start: Ddpkit) -> None:
+def test_channels_last_and_adagrad_train_alike_under_every_strategy(start: Ddpkit) -> None:
     run = start("ddpkit", 2, PROGRAMS / "channels_last.py")
     assert run.returncode == 0, run.stderr  # type: ignore[attr-defined]
     (line,) = re.findall(r"found (.*)", run.stdout)  # type: ignore[attr-defined]
@@ -86,7 +90,7 @@ def test_channels_last_and_adagrad_train_alike_everywhere(start: Ddpkit) -> None
 
 
 @pytest.mark.slow
-def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None:
+def test_model_parallelised_by_a_function_of_the_user_trains_like_one_process(ddpkit: Ddpkit) -> None:
     script, losses = Path(__file__).with_name("spread_by_hand.py"), {}
     for ranks in (1, 4):
         run = ddpkit("launch", "--nproc-per-node", ranks, script)
@@ -113,7 +117,7 @@ def test_fsdp_with_a_mixed_precision_policy_gathers_half_the_bytes(ddpkit: Ddpki
 
 
 @pytest.mark.slow
-def test_an_overflow_of_fp16_is_left_out_on_all_ranks_of_every_strategy(ddpkit: Ddpkit) -> None:
+def test_fp16_overflow_is_skipped_on_all_ranks_of_every_strategy(ddpkit: Ddpkit) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("scaled.py"))
     assert run.returncode == 0, run.stderr
     found = {name: list(map(float, rest.split())) for name, rest in re.findall(r"found (\w+) (.*)", run.stdout)}
@@ -125,7 +129,7 @@ def test_an_overflow_of_fp16_is_left_out_on_all_ranks_of_every_strategy(ddpkit: 
 
 
 @pytest.mark.slow
-def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit) -> None:
+def test_unsupported_placement_is_refused(ddpkit: Ddpkit) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("misplaced.py"))
     assert run.returncode == 0, run.stderr
     found = dict(line.removeprefix("[rank 0] ").split(": ", 1) for line in run.stdout.splitlines() if ": " in line)

@@ -51,7 +51,7 @@ print("trained")
     ],
     ids=str,
 )
-def test_what_is_called_exact_is_what_the_ranks_have(
+def test_plan_of_exact_bytes_equals_the_bytes_on_ranks(
     ranks: int, parallel: Any, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start("ddpkit", ranks, SCRIPT, json.dumps(parallel))
@@ -74,7 +74,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, ranks: int, parallel: Any) -> Memor
 
 
 @pytest.mark.slow
-def test_ranks_train_with_what_auto_has_chosen(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_strategy_trains_with_its_choice(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, 2, "fsdp")
     counted = plan.exact + plan.communication
     memory = int(counted / 0.8)  # of which it takes more than 70 % and less than 85 %
@@ -98,7 +98,7 @@ def made(parallel: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, root: Path) -> None:
+def test_plan_of_a_7_billion_parameter_gpt_needs_little_memory(script: Any, root: Path) -> None:
     path = script(GPT.format(examples=str(root / "examples")))
     words = ["--gpus", 8, "--memory", "80GiB", path]
     with started(DDPKIT, "plan", *words, stderr=subprocess.STDOUT) as process:
@@ -120,7 +120,7 @@ PLANNED = ["examples/digits.py", "examples/gpt.py", "examples/imperative.py", "t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [*PLANNED, *(f"examples/recipes/{name}.py" for name in RECIPES)])
-def test_example_is_planned_alike_with_and_without_gpus(path: str, ddpkit: Any, tmp_path: Path) -> None:
+def test_plan_of_an_example_is_the_same_with_and_without_gpus(path: str, ddpkit: Any, tmp_path: Path) -> None:
     plans = []
     for env in ({}, with_visible_gpus(tmp_path, 2, memory=1)):
         run = ddpkit("plan", "--gpus", 2, "--nodes", 2, "--memory", "8GiB", ROOT / path, env=env)
@@ -140,14 +140,14 @@ def test_example_is_planned_alike_with_and_without_gpus(path: str, ddpkit: Any, 
 
 
 @pytest.mark.slow
-def test_example_without_a_trainer_has_no_plan(ddpkit: Any) -> None:
+def test_plan_of_an_example_without_a_trainer_is_an_error(ddpkit: Any) -> None:
     run = ddpkit("plan", "--gpus", 2, "--memory", "8GiB", ROOT / "examples" / "plain_ddp.py")
     assert run.returncode == 1
     assert "RANK expected" in run.stderr
 
 
 @pytest.mark.slow
-def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/placement.md plans the GPT's
+def test_plan_of_an_example_fits(ddpkit: Any, root: Path) -> None:  # docs/placement.md plans the GPT's
     run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / "digits.py")
     assert run.returncode == 0, run.stderr
     assert "fits: 1.0 GiB of 8.0 GiB" in run.stdout
@@ -164,7 +164,9 @@ def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/pla
         ("raise SystemExit(7)", 7, ""),
     ],
 )
-def test_a_script_without_a_plan_says_why(text: str, code: int, said: str, ddpkit: Any, script: Any) -> None:
+def test_plan_of_a_script_that_cannot_be_planned_says_why(
+    text: str, code: int, said: str, ddpkit: Any, script: Any
+) -> None:
     run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", script(text))
     assert run.returncode == code
     assert said in run.stderr

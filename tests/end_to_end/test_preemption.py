@@ -54,7 +54,7 @@ def last_state(folder: Path) -> dict[str, object]:
     return {part: state[part] for part in ("progress", "optimizer", "callbacks", "random")}
 
 
-def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tmp_path: Path) -> None:
+def test_stop_signals_at_different_times_save_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     settings = json.dumps({"max_steps": MOST})
     whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
     folder = tmp_path / "run"
@@ -64,7 +64,7 @@ def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tm
     assert ended(train(LAUNCH, folder, settings=settings)) == whole
 
 
-def test_ctrl_c_and_the_clock_end_a_run_that_goes_on_later(tmp_path: Path) -> None:
+def test_run_stopped_by_ctrl_c_or_max_seconds_resumes_later(tmp_path: Path) -> None:
     whole = ended(train(ALONE, tmp_path / "undisturbed"))
     folder = tmp_path / "run"
     stopped(train(ALONE, folder, "rank", "SIGINT"), folder, "SIGINT")
@@ -83,7 +83,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 
-def test_a_run_saves_before_its_time_in_the_cluster_ends_and_says_whether_a_save_fits_into_the_grace(
+def test_run_saves_before_its_time_limit_and_warns_if_a_save_exceeds_the_grace(
     script: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -97,7 +97,7 @@ def test_a_run_saves_before_its_time_in_the_cluster_ends_and_says_whether_a_save
     assert len(re.findall(said, run.stderr)) == 1, run.stderr
 
 
-def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
+def test_saves_every_seconds_are_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     most = round(seconds(30))
     often = {"dir": str(tmp_path), "every_seconds": 0.1, "keep_last": 2 * most}
     ended(train(LAUNCH, tmp_path, "nobody", "slow", json.dumps({"checkpoint": often, "max_steps": most})))
@@ -107,7 +107,7 @@ def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("steps", [25, 20])
-def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(steps: int, tmp_path: Path) -> None:
+def test_evaluation_too_long_for_the_grace_is_left_to_the_resumed_run(steps: int, tmp_path: Path) -> None:
     # 20: it is the last one of the run.
     settings = f'{{"eval_every_steps": 10, "max_steps": {steps}}}'
     whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
@@ -120,17 +120,17 @@ def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(
 EVALUATED = '{"eval_every_steps": 20}'
 
 
-def test_a_run_that_is_stopped_before_its_first_step_asks_to_be_started_again(tmp_path: Path) -> None:
+def test_run_stopped_before_its_first_step_asks_for_a_restart(tmp_path: Path) -> None:
     whole = ended(train(ALONE, tmp_path / "undisturbed", settings=EVALUATED))
     folder = tmp_path / "run"
     assert stopped(train(ALONE, folder, "sanity", "SIGTERM", EVALUATED), folder, "SIGTERM") == 1
     assert ended(train(ALONE, folder, settings=EVALUATED)) == whole
 
 
-def test_one_rank_is_enough_to_stop_a_run_before_its_first_step(tmp_path: Path) -> None:
+def test_stop_request_of_one_rank_before_the_first_step_stops_the_run(tmp_path: Path) -> None:
     settings = json.dumps({"eval_every_steps": 20, "max_steps": MOST})
     assert stopped(train(LAUNCH, tmp_path, "sanity", "SIGTERM", settings), tmp_path, "SIGTERM") < MOST
 
 
-def test_a_signal_after_the_last_step_does_not_change_how_the_run_ends(tmp_path: Path) -> None:
+def test_signal_after_the_last_step_does_not_change_the_result(tmp_path: Path) -> None:
     assert ended(train(ALONE, tmp_path, "end", "SIGTERM")).startswith("ended 60")

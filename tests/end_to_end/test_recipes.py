@@ -17,7 +17,7 @@ OTHERS = ("detection", "image_classifier", "reinforcement", "ring_gan")
 PAIR = ("contrastive", "token_batches")
 
 
-def test_every_recipe_is_tried(root: Path) -> None:
+def test_every_recipe_has_a_case(root: Path) -> None:
     recipes = [each.stem for each in (root / "examples/recipes").glob("*.py")]
     assert sorted(OF_TRANSFORMERS + OTHERS + PAIR) == sorted(recipes)
 
@@ -34,7 +34,7 @@ def test_every_recipe_is_tried(root: Path) -> None:
         pytest.param(PAIR, (1, 3), 3, id="the pair at 3 ranks"),
     ],
 )
-def test_a_recipe_does_not_depend_on_the_ranks_and_resumes_bitwise(
+def test_recipe_does_not_depend_on_the_ranks_and_resumes_bitwise(
     ddpkit: Ddpkit, tmp_path: Path, names: tuple[str, ...], ranks: tuple[int, ...], killed_at: int
 ) -> None:
     def ended(ranks: int, kills: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("reduced_alike.py")
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bitwise_from_its_first_steps_on(tmp_path: Path) -> None:
+def test_run_killed_in_its_first_steps_resumes_bitwise_at_three_ranks(tmp_path: Path) -> None:
     run = launch("--nproc-per-node", 3, SCRIPT, tmp_path / "runs", timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     found = re.findall(r"([a-z ]+ left after [123]): (same|other)", run.stdout)

@@ -28,7 +28,7 @@ dist.all_reduce(total)
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [((), 2), ((), 4), (("--cold",), 2)])
-def test_every_restart_after_a_kill_comes_up(
+def test_restart_after_every_kill_starts_all_ranks(
     script: Script, ranks: int, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     kills = 3 if flags else 10
@@ -49,7 +49,7 @@ dist.destroy_process_group()  # else a thread of gloo's that lets go of its last
     assert len(re.findall(rf"killed by SIGKILL .*; restart \d+ of {kills}", run.stderr)) == kills
 
 
-def test_without_restarts_left_the_last_failure_is_the_verdict(start: Start, script: Script) -> None:
+def test_verdict_without_restarts_left_is_the_last_failure(start: Start, script: Script) -> None:
     run = start("ddpkit", 2, script("import sys\nif os.environ['RANK'] == '1': sys.exit(9)\nsay('ok')"))
     assert run.returncode == 9
     assert "rank 1 failed first: exit code 9" in run.stderr.splitlines()[-1]
@@ -64,7 +64,7 @@ def test_without_restarts_left_the_last_failure_is_the_verdict(start: Start, scr
         (("--cold",), "import nowhere_to_be_found"),
     ],
 )
-def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(
+def test_import_error_at_the_top_is_shown_once_and_not_restarted(
     script: Script, statement: str, flags: tuple[str, ...]
 ) -> None:
     main = script(f"import os\n{statement}\n")
@@ -75,7 +75,7 @@ def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(
     assert "not restarted: an import in the script failed" in run.stderr
 
 
-def test_an_import_error_in_the_middle_of_the_work_is_a_failure_like_others(script: Script) -> None:
+def test_import_error_in_a_function_is_restarted(script: Script) -> None:
     main = script("def work():\n    import nowhere_to_be_found\nwork()\n")
     run = launch("--nproc-per-node", 1, "--max-restarts", 1, main)
     assert run.returncode == 1
@@ -83,14 +83,14 @@ def test_an_import_error_in_the_middle_of_the_work_is_a_failure_like_others(scri
     assert "restart 1 of 1" in run.stderr
 
 
-def test_a_script_that_mends_itself_is_restarted_as_often_as_allowed(script: Script) -> None:
+def test_script_that_recovers_is_restarted_as_often_as_allowed(script: Script) -> None:
     main = script("attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert attempt == 2, attempt\nsay('done')")
     run = launch("--nproc-per-node", 1, "--max-restarts", 2, main)
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
     assert re.findall(r"restart .*", run.stderr) == ["restart 1 of 2", "restart 2 of 2 in 1 s"]
 
 
-def test_a_signal_ends_the_wait_of_a_crash_loop_at_once(script: Script) -> None:
+def test_signal_during_the_delay_of_a_crash_loop_ends_it_at_once(script: Script) -> None:
     main = script("raise ValueError('always')")
     with started(DDPKIT, "launch", "--nproc-per-node", 1, "--max-restarts", 50, main) as launcher:
         assert launcher.stderr is not None
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_wait_of_a_crash_loop_at_once(script: Script) -> None:
 TRAINS = Path(__file__).with_name("restarted.py")
 
 
-def test_failures_after_new_steps_that_are_kept_use_up_no_restarts(tmp_path: Path) -> None:
+def test_failures_after_newly_saved_steps_use_up_no_restarts(tmp_path: Path) -> None:
     run = launch("--nproc-per-node", 2, "--max-restarts", 1, TRAINS, tmp_path, "kills")
     assert run.returncode == 0, run.stderr
     assert re.findall(r"restart .*", run.stderr) == [
@@ -116,14 +116,14 @@ def test_failures_after_new_steps_that_are_kept_use_up_no_restarts(tmp_path: Pat
     ]
 
 
-def test_a_loss_that_is_not_finite_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
+def test_non_finite_loss_at_the_same_step_twice_is_not_restarted(tmp_path: Path) -> None:
     run = launch("--nproc-per-node", 2, "--max-restarts", 10, TRAINS, tmp_path, "nan")
     assert run.returncode == 1
     assert re.findall(r"restart .*", run.stderr) == ["restart 1 of 10"]
     assert "\n  not restarted again: the same error occurred twice after step 5\n" in run.stderr
 
 
-def test_a_crash_loop_ends_after_so_many_restarts_without_a_new_step(tmp_path: Path) -> None:
+def test_crash_loop_ends_after_max_restarts_without_a_new_step(tmp_path: Path) -> None:
     run = launch("--nproc-per-node", 2, "--max-restarts", 2, TRAINS, tmp_path, "crashes")
     assert run.returncode == 1
     assert re.findall(r"restart .*", run.stderr) == ["restart 1 of 2", "restart 2 of 2 in 1 s"]
@@ -132,7 +132,7 @@ def test_a_crash_loop_ends_after_so_many_restarts_without_a_new_step(tmp_path: P
 
 
 @pytest.mark.parametrize("flags", [(), ("-m",)])
-def test_no_worker_outlives_a_launcher_that_is_killed(script: Script, flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_workers_of_a_killed_launcher_end(script: Script, flags: tuple[str, ...], tmp_path: Path) -> None:
     main = script(
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); say(os.getpid())\nwhile True: signal.pause()"
     )
@@ -146,7 +146,7 @@ def test_no_worker_outlives_a_launcher_that_is_killed(script: Script, flags: tup
             os.close(worker)
 
 
-def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: Script) -> None:
+def test_second_interrupt_kills_workers_that_ignore_the_first(script: Script) -> None:
     main = script(
         "import signal; signal.signal(signal.SIGINT, lambda *_: say('told'))\nsay(os.getpid())\n"
         "while True: signal.pause()"
@@ -167,7 +167,7 @@ def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: S
         os.close(worker)
 
 
-def test_who_trains_with_one_that_failed_is_not_waited_for_until_the_grace_ends(tmp_path: Path) -> None:
+def test_peers_of_a_failed_rank_end_before_the_shutdown_timeout(tmp_path: Path) -> None:
     words = ["--nproc-per-node", 2, "--max-restarts", 1, "--shutdown-timeout", 3000]
     run = launch(*words, Path(__file__).with_name("stubborn.py"), tmp_path / "run")
     assert run.returncode == 0, run.stderr

@@ -35,7 +35,7 @@ def ended_with(output: str) -> list[str]:
     ],
     ids=str,
 )
-def test_so_it_does_under_every_strategy(
+def test_resume_under_every_strategy_is_bitwise(
     ddpkit: Ddpkit, tmp_path: Path, ranks: int, parallel: object, offload: tuple[str, ...]
 ) -> None:
     ended = {}
@@ -59,7 +59,7 @@ def test_so_it_does_under_every_strategy(
         (3, 0, 7, WIDE),
     ],
 )
-def test_a_killed_run_ends_as_an_undisturbed_one(
+def test_killed_run_ends_like_an_undisturbed_one(
     ddpkit: Ddpkit, tmp_path: Path, ranks: int, workers: int, dies_after: int, width: int
 ) -> None:
     ended = {}
@@ -77,7 +77,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_at_another_number_of_ranks_the_run_goes_on_and_says_what_differs(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_run_resumed_with_another_number_of_ranks_reports_the_difference(ddpkit: Ddpkit, tmp_path: Path) -> None:
     died = ddpkit("launch", "--nproc-per-node", 2, SCRIPT, tmp_path / "run", 11, 0)
     assert died.returncode == 137
     run = ddpkit("launch", "--nproc-per-node", 1, SCRIPT, tmp_path / "run", WITHOUT, 0)
@@ -87,7 +87,7 @@ def test_at_another_number_of_ranks_the_run_goes_on_and_says_what_differs(ddpkit
 
 
 @pytest.mark.slow
-def test_a_save_that_is_being_written_when_its_rank_is_killed_is_gone_on_from(ddpkit: Ddpkit, tmp_path: Path) -> None:
+def test_run_killed_during_a_save_resumes_from_that_save(ddpkit: Ddpkit, tmp_path: Path) -> None:
     script = Path(__file__).with_name("unfinished.py")
     run = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script, tmp_path / "run", 0)
     assert run.returncode == 0, run.stderr

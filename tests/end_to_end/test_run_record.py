@@ -16,7 +16,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_job_that_restarts_leaves_one_record(tmp_path: Path) -> None:
+def test_run_record_of_a_job_that_restarts_is_one_record(tmp_path: Path) -> None:
     words = ["--nproc-per-node", 2, "--max-restarts", 1, PROGRAMS / "fails_once.py", "save", "--token", "abcdef123"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def test_a_job_that_restarts_leaves_one_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(tmp_path: Path) -> None:
+def test_run_record_without_a_checkpoint_folder_is_in_the_log_folder(tmp_path: Path) -> None:
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "--max-restarts", 1, PROGRAMS / "fails_once.py"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_second_job_that_is_refused_leaves_the_record_of_the_first_alone(tmp_path: Path) -> None:
+def test_run_record_is_unchanged_by_a_second_job_that_is_refused(tmp_path: Path) -> None:
     path = PROGRAMS / "waits_at_step_7.py"
     with started(DDPKIT, "launch", "--cold", path, cwd=tmp_path) as first:
         wait_until((tmp_path / "at-7").exists, "step 7", within=120)

@@ -413,7 +413,7 @@ def differences(case: str, one: Facts, other: Facts, *excused: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_warm_worker_is_as_a_cold_one_and_both_as_plain_python(case: str, seen: Seen) -> None:
+def test_warm_and_cold_workers_and_plain_python_look_alike_to_a_script(case: str, seen: Seen) -> None:
     assert not differences(case, seen(case, "cold"), seen(case, "warm"), *WARM_IS_NOT_COLD)
     for way in ("cold", "warm") if CASES[case].is_for_python else ():
         excused = WORKER_IS_NOT_PYTHON | (WARM_IS_NOT_COLD if way == "warm" else {})
@@ -423,7 +423,7 @@ def test_a_warm_worker_is_as_a_cold_one_and_both_as_plain_python(case: str, seen
 
 
 @pytest.mark.slow
-def test_a_second_attempt_is_as_the_first(seen: Seen) -> None:
+def test_second_attempt_looks_like_the_first_to_a_script(seen: Seen) -> None:
     of_the_attempt = ("*environment.TORCHELASTIC_*", "*environment.FAIL_FIRST", "*/launcher")
     assert not differences("itself", seen("itself", "warm"), seen("restarted", "warm"), *of_the_attempt)
 
@@ -438,7 +438,7 @@ def test_two_workers_draw_different_numbers(seen: Seen) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--redirects", "--tee"])
 @pytest.mark.parametrize("way", [COLD, ()], ids=["cold", "warm"])
-def test_a_log_has_every_byte(flag: str, way: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+def test_log_files_have_every_byte_of_the_output(flag: str, way: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in kept().items() if name != "HOME"}
     given: Any = {"cwd": folder, "env": environment, "capture_output": True, "timeout": seconds(200)}
     plain = subprocess.run([sys.executable, "-u", "writes.py"], **given)

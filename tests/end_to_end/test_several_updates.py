@@ -33,7 +33,7 @@ def ended(run: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "within"), [(1, 1e-12), (3, 1e-10)])
-def test_a_gan_is_trained_as_by_hand_and_resumes_bitwise(
+def test_gan_trains_like_the_loop_by_hand_and_resumes_bitwise(
     ddpkit: Ddpkit, tmp_path: Path, ranks: int, within: float
 ) -> None:
     weights, losses = script("gan").by_hand()

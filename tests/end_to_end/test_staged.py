@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("staged.py")
 
 
 @pytest.mark.slow
-def test_schedules_draw_alike_resume_bitwise_and_keep_buffers_and_averages(start: Start, tmp_path: Path) -> None:
+def test_pipeline_schedules_draw_alike_resume_bitwise_and_keep_buffers(start: Start, tmp_path: Path) -> None:
     done = start("ddpkit", 2, SCRIPT, str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
@@ -27,7 +27,7 @@ def test_schedules_draw_alike_resume_bitwise_and_keep_buffers_and_averages(start
 
 
 @pytest.mark.slow
-def test_a_buffer_that_passes_begin_to_change_later_is_an_error(start: Start, tmp_path: Path) -> None:
+def test_buffer_that_a_later_pass_first_changes_is_an_error(start: Start, tmp_path: Path) -> None:
     done = start("ddpkit", 2, SCRIPT, str(tmp_path), "late")
     assert done.returncode == 1
     assert "a pass changed late, which the first pass of the run did not change" in done.stderr

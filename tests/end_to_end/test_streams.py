@@ -63,7 +63,7 @@ def by_hand(case: dict[str, Any], passes: list[tuple[int, list[int]]], steps: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_streams_of_unequal_lengths_are_trained_on_exactly(start: Start, tmp_path: Path, ranks: int) -> None:
+def test_streams_of_unequal_lengths_train_exactly(start: Start, tmp_path: Path, ranks: int) -> None:
     cases = [USUAL | case | {"lengths": case["lengths"][:ranks]} for case in CASES if any(case["lengths"][:ranks])]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     run = start("ddpkit", ranks, SCRIPT, str(tmp_path / "cases.json"), str(tmp_path))

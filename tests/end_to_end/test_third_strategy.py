@@ -30,16 +30,16 @@ say(type(trainer._context.strategy).__name__)
 
 
 @pytest.mark.slow
-def test_it_is_this_strategy(start: Start, script: Script) -> None:
+def test_third_strategy_is_used(start: Start, script: Script) -> None:
     run = start("ddpkit", 2, script(NAMED))
     assert run.stdout.split() == ["FlatAllReduce"] * 2, run.stderr
 
 
 @pytest.mark.slow
-def test_training_is_that_of_the_whole_global_batch(start: Start, tmp_path: Path) -> None:
-    test_exact.test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(start, tmp_path, (3,), 1)
+def test_third_strategy_trains_like_the_whole_global_batch(start: Start, tmp_path: Path) -> None:
+    test_exact.test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch(start, tmp_path, (3,), 1)
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_as_an_undisturbed_one(ddpkit: Start, tmp_path: Path) -> None:
-    test_resume.test_a_killed_run_ends_as_an_undisturbed_one(ddpkit, tmp_path, 3, 0, 7, test_resume.WIDE)
+def test_third_strategy_run_killed_ends_like_an_undisturbed_one(ddpkit: Start, tmp_path: Path) -> None:
+    test_resume.test_killed_run_ends_like_an_undisturbed_one(ddpkit, tmp_path, 3, 0, 7, test_resume.WIDE)

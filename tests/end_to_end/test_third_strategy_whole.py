@@ -2,22 +2,22 @@
 
 import pytest
 from launching import ROOT
-from test_evaluation import test_values_and_predictions_do_not_depend_on_the_ranks
+from test_evaluation import test_evaluation_and_predictions_do_not_depend_on_the_ranks
 from test_exact import (
-    test_a_rank_without_samples_stands_in_for_sparse_gradients_too,
-    test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks,
+    test_rank_without_samples_contributes_zeros_to_sparse_gradients,
+    test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch,
 )
-from test_memory import test_whatever_does_not_fit_the_result_is_the_same
-from test_resume import test_a_killed_run_ends_as_an_undisturbed_one
+from test_memory import test_out_of_memory_in_any_place_does_not_change_the_result
+from test_resume import test_killed_run_ends_like_an_undisturbed_one
 
 pytestmark = pytest.mark.slow
 
 __all__ = [
-    "test_a_killed_run_ends_as_an_undisturbed_one",
-    "test_a_rank_without_samples_stands_in_for_sparse_gradients_too",
-    "test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks",
-    "test_values_and_predictions_do_not_depend_on_the_ranks",
-    "test_whatever_does_not_fit_the_result_is_the_same",
+    "test_evaluation_and_predictions_do_not_depend_on_the_ranks",
+    "test_killed_run_ends_like_an_undisturbed_one",
+    "test_out_of_memory_in_any_place_does_not_change_the_result",
+    "test_rank_without_samples_contributes_zeros_to_sparse_gradients",
+    "test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch",
 ]
 
 

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("together.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_agree_on_their_data_and_share_what_there_is(start: Start, tmp_path: Path, ranks: int) -> None:
+def test_ranks_agree_on_their_data_and_share_it(start: Start, tmp_path: Path, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT, str(tmp_path / "runs"))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("all held") == ranks

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("utilised.py")
 
 
 @pytest.mark.slow
-def test_the_flops_are_those_of_the_plain_model_under_every_strategy() -> None:
+def test_flops_under_every_strategy_are_those_of_the_plain_model() -> None:
     run = launch("--nproc-per-node", 2, SCRIPT, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     found = re.findall(r"(\w+): (\d+|none) (same|other)", run.stdout)

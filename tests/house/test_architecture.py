@@ -94,7 +94,7 @@ def own_imports(path: Path) -> set[str]:
     return {name for name in found if name}
 
 
-def test_every_module_has_its_floor() -> None:
+def test_every_module_has_a_layer() -> None:
     upstairs = {
         room(name_of(path)) for path in modules() if not name_of(path).startswith("launcher")
     } - OUTSIDE_THE_FLOORS
@@ -102,7 +102,7 @@ def test_every_module_has_its_floor() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in modules() if not name_of(path).startswith("launcher")], ids=name_of)
-def test_a_floor_imports_only_floors_below_it(path: Path) -> None:
+def test_module_imports_only_lower_layers(path: Path) -> None:
     own = room(name_of(path))
     if own in OUTSIDE_THE_FLOORS:
         return
@@ -114,12 +114,12 @@ def test_a_floor_imports_only_floors_below_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(STANDARD_LIBRARY_ONLY))
-def test_the_ground_floor_needs_little_beside_the_standard_library(name: str) -> None:
+def test_layer_0_imports_little_but_the_standard_library(name: str) -> None:
     roots = {full.split(".")[0] for full in imports((PACKAGE / name.replace(".", "/")).with_suffix(".py"))}
     assert not roots & {"torch", "loguru", "rich", "pynvml", "pydantic", "yaml", "numpy"}
 
 
-def test_the_launcher_imports_the_ground_floor_and_itself() -> None:
+def test_launcher_imports_only_layer_0_and_itself() -> None:
     for path in (PACKAGE / "launcher").rglob("*.py"):
         for other in own_imports(path):
             assert room(other) == "launcher" or FLOOR.get(room(other)) == 0 or other == "", (
@@ -163,7 +163,7 @@ def test_engine_names_stay_in_clusters() -> None:
             assert not pattern.search(text), f"{path.name}: {text}"
 
 
-def test_strategies_are_known_in_their_folder_alone() -> None:
+def test_strategy_classes_of_torch_are_used_only_in_parallel() -> None:
     own = {"DistributedDataParallel", "fully_shard", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer"}
     for path in modules():
         if "parallel" not in path.relative_to(PACKAGE).parts:
@@ -206,7 +206,7 @@ def private_uses(path: Path) -> list[str]:
     return found + [full for full in imports(path) if full.startswith("torch.") and "._" in full]
 
 
-def test_torch_s_private_members_are_used_in_one_module_of_a_worker() -> None:
+def test_private_members_of_torch_are_used_only_in_torch_internals() -> None:
     for path in modules():
         if name_of(path).startswith("launcher") or "checkpoint" in path.relative_to(PACKAGE).parts:
             continue
@@ -216,7 +216,7 @@ def test_torch_s_private_members_are_used_in_one_module_of_a_worker() -> None:
     assert len(private_uses(PACKAGE / "torch_internals.py")) <= PRIVATE_USES["torch_internals"]
 
 
-def test_the_agent_uses_torch_s_private_members_in_one_module() -> None:
+def test_agent_uses_private_members_of_torch_in_one_module() -> None:
     found = {name_of(path): private_uses(path) for path in (PACKAGE / "launcher" / "agent").glob("*.py")}
     allowed = "launcher.agent.torchrun"
     assert len(found.pop(allowed)) <= PRIVATE_USES[allowed]
@@ -224,7 +224,7 @@ def test_the_agent_uses_torch_s_private_members_in_one_module() -> None:
     assert not {name: uses for name, uses in found.items() if uses}
 
 
-def test_a_forked_worker_uses_torch_s_private_members_in_one_module() -> None:
+def test_warm_worker_uses_private_members_of_torch_in_one_module() -> None:
     python = {"_run_module_as_main", "_set_native_id"}  # of CPython
     found = {
         name_of(path): [use for use in private_uses(path) if use.rpartition(".")[2] not in python]
@@ -235,7 +235,7 @@ def test_a_forked_worker_uses_torch_s_private_members_in_one_module() -> None:
     assert not {name: uses for name, uses in found.items() if uses}
 
 
-def test_what_the_agent_runs_is_no_subclass_of_torch_s() -> None:
+def test_agent_classes_do_not_inherit_from_torch() -> None:
     for path in (PACKAGE / "launcher").rglob("*.py"):
         theirs = {full.rpartition(".")[2] for full in imports(path) if full.startswith("torch.")}
         for node in nodes_of(path):
@@ -243,13 +243,13 @@ def test_what_the_agent_runs_is_no_subclass_of_torch_s() -> None:
                 assert not theirs & {ast.unparse(base) for base in node.bases}, f"{path.name}: {node.name}"
 
 
-def test_nothing_outside_the_launcher_imports_it() -> None:
+def test_no_module_outside_the_launcher_imports_it() -> None:
     for path in modules():
         if not name_of(path).startswith("launcher") and name_of(path) != "__main__":
             assert not any(other.startswith("launcher") for other in own_imports(path)), path.name
 
 
-def test_only_the_agent_imports_torch_in_the_launcher() -> None:
+def test_launcher_imports_torch_only_in_the_agent() -> None:
     with_torch = {path for path in (PACKAGE / "launcher").rglob("*.py") if _uses(path, "torch")}
     assert {path.parent.name for path in with_torch} == {"agent"}
 
@@ -258,7 +258,7 @@ def _uses(path: Path, root: str) -> bool:
     return any(full.split(".")[0] == root for full in imports(path))
 
 
-def test_the_environment_is_touched_in_few_places() -> None:
+def test_environment_is_accessed_in_few_modules() -> None:
     touching = {
         name_of(path)
         for path in modules()
@@ -269,7 +269,7 @@ def test_the_environment_is_touched_in_few_places() -> None:
     assert touching <= {"env", "heartbeat", *starting, *folder("launcher.agent"), *folder("launcher.warm")}
 
 
-def test_environment_variables_are_named_in_one_module_alone() -> None:
+def test_environment_variables_are_named_in_one_module() -> None:
     import ddp_kit.env as contract
 
     names = {
@@ -283,7 +283,7 @@ def test_environment_variables_are_named_in_one_module_alone() -> None:
         assert not written & names, f"{path.name} spells out {written & names}"
 
 
-def test_records_that_cross_a_boundary_are_frozen() -> None:
+def test_public_dataclasses_are_frozen() -> None:
     for path in modules():
         if path.stem == "__main__":
             continue
@@ -295,6 +295,6 @@ def test_records_that_cross_a_boundary_are_frozen() -> None:
                 assert fields(kind)
 
 
-def test_the_drawing_in_the_design_has_no_python_outside_the_package() -> None:
+def test_launch_and_docker_folders_contain_no_python() -> None:
     for folder in ("launch", "docker"):
         assert not list((PACKAGE.parent / folder).rglob("*.py")), f"{folder}/ would be importable"

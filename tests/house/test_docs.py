@@ -109,7 +109,7 @@ def started(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("its", by_document())
-def test_the_commands_of_a_document_run(its: list[Command], clone: Path) -> None:
+def test_documented_commands_run(its: list[Command], clone: Path) -> None:
     for command in its:
         if not command.needs_gpus:
             run(command, clone)
@@ -117,21 +117,21 @@ def test_the_commands_of_a_document_run(its: list[Command], clone: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [each for each in commands() if each.needs_gpus], ids=str)
-def test_a_command_for_gpus_runs(command: Command, clone: Path) -> None:
+def test_documented_commands_for_gpus_run(command: Command, clone: Path) -> None:
     if not gpus():
         pytest.skip("needs GPUs; there are none on this machine")
     run(command, clone)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_in_the_documents_lead_somewhere(document: Path) -> None:
+def test_links_in_documents_lead_to_files(document: Path) -> None:
     words = re.sub(r"^```.*?^```$|`[^`\n]+`", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)", words):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_the_table_of_log_rows_has_every_field() -> None:
+def test_table_of_log_rows_has_every_field() -> None:
     table = (ROOT / "docs" / "training.md").read_text().partition("| `LogRow` |")[2].partition("\n\n")[0]
     listed = [
         name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.partition("|")[2].partition("|")[0])
@@ -140,19 +140,19 @@ def test_the_table_of_log_rows_has_every_field() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_that_is_only_shown_is_valid_python(document: Path) -> None:
+def test_python_blocks_that_are_only_shown_are_valid(document: Path) -> None:
     """A block of ```py is not run: code for other libraries, or a part of a script."""
     for block in blocks(document, "py"):
         ast.parse(block)
 
 
-def test_the_table_of_settings_names_every_setting() -> None:
+def test_table_of_settings_names_every_setting() -> None:
     table = (ROOT / "docs" / "configuration.md").read_text()
     for name in TrainerConfig.model_fields:
         assert f"`{name}`" in table, f"docs/configuration.md does not have {name}"
 
 
-def test_every_dependency_has_its_reason() -> None:
+def test_dependency_table_has_every_dependency() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.search(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     assert listed

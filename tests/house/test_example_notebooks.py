@@ -11,7 +11,7 @@ MOST_BYTES = 8000
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_has_no_outputs_and_is_small(path: Path) -> None:
+def test_notebook_has_no_outputs_and_is_small(path: Path) -> None:
     assert path.suffix == ".ipynb"
     notebook = json.loads(path.read_text())
     for cell in notebook["cells"]:
@@ -24,5 +24,5 @@ def test_a_notebook_has_no_outputs_and_is_small(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_is_linked_from_its_page(path: Path) -> None:
+def test_notebook_is_linked_from_its_page(path: Path) -> None:
     assert f"](../examples/notebooks/{path.name})" in (ROOT / "docs" / "notebooks.md").read_text()

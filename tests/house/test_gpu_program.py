@@ -36,7 +36,7 @@ gpu.main()
 
 
 @pytest.mark.slow
-def test_each_part_is_by_itself(tmp_path: Path) -> None:
+def test_gpu_program_continues_after_parts_that_fail_or_hang(tmp_path: Path) -> None:
     done = run(sys.executable, "-c", PROGRAM, BENCHMARKS, PATIENCE, "--out", tmp_path, timeout=120)
     assert done.returncode == 1, done.stderr
     results = {name: result for name, (result, _) in json.loads((tmp_path / "outcomes.json").read_text()).items()}
@@ -51,7 +51,7 @@ def test_each_part_is_by_itself(tmp_path: Path) -> None:
     assert has_ended(int((tmp_path / "hangs.log").read_text().split()[1]))
 
 
-def test_without_a_gpu_all_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_gpu_program_without_a_gpu_skips_all_parts_with_the_reason(tmp_path: Path) -> None:
     program = PROGRAM.replace("gpus: 1", "gpus: 0")
     done = run(sys.executable, "-c", program, BENCHMARKS, PATIENCE, "--out", tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr

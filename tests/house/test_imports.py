@@ -14,7 +14,7 @@ print(*(name for name in sys.modules if name.startswith("torch.") and name not i
 
 
 @pytest.mark.slow
-def test_the_trainer_imports_nothing_of_torch_that_the_warm_server_has_not() -> None:
+def test_trainer_imports_no_part_of_torch_that_the_warm_server_has_not() -> None:
     done = run(sys.executable, "-c", LOADED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

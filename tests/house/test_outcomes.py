@@ -21,7 +21,7 @@ TESTS = {outcome: test.strip("`") for outcome, test in table("| outcome | test")
 FILES = {engine: file.strip("`") for engine, file, _ in table("| engine | file")[1]}
 
 
-def test_the_tables_of_tests_have_every_outcome_and_engine() -> None:
+def test_tables_of_outcomes_have_every_outcome_and_engine() -> None:
     assert list(TESTS) == [outcome for outcome, *_ in OUTCOMES]
     assert list(FILES) == ENGINES
     assert all(len(cells) == len(ENGINES) for _, *cells in OUTCOMES)
@@ -29,7 +29,7 @@ def test_the_tables_of_tests_have_every_outcome_and_engine() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("outcome", TESTS)
-def test_a_cell_names_a_test(outcome: str, engine: str) -> None:
+def test_cell_of_the_table_of_outcomes_names_a_test(outcome: str, engine: str) -> None:
     source = (ROOT / "tests" / "rigs" / FILES[engine]).read_text()
     tests = {each.name for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)}
     assert TESTS[outcome] in tests

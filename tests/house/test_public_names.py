@@ -53,23 +53,23 @@ PUBLIC = {
 }
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names_are_as_listed() -> None:
     assert set(ddp_kit.__all__) == PUBLIC
     assert set(dir(ddp_kit)) == PUBLIC
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_public_name_is_there_and_documented(name: str) -> None:
+def test_public_name_exists_and_is_documented(name: str) -> None:
     value = getattr(ddp_kit, name)
     assert name == "__version__" or value.__doc__
 
 
-def test_another_name_is_an_attribute_error() -> None:
+def test_unknown_public_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         ddp_kit.Trainr  # noqa: B018
 
 
-def test_importing_the_name_of_the_command_says_what_to_import() -> None:
+def test_import_of_ddpkit_suggests_ddp_kit() -> None:
     with pytest.raises(ImportError, match="from ddp_kit import Trainer"):
         import_module("ddpkit")
 
@@ -83,14 +83,14 @@ def test_importing_the_name_of_the_command_says_what_to_import() -> None:
         ("from ddp_kit import Loss", True),
     ],
 )
-def test_torch_is_imported_only_by_what_needs_it(statement: str, torch_loaded: bool) -> None:
+def test_torch_is_imported_only_by_names_that_need_it(statement: str, torch_loaded: bool) -> None:
     code = f"{statement}; import sys; print('torch' in sys.modules)"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (0, f"{torch_loaded}\n"), done.stderr
 
 
 @pytest.mark.slow
-def test_callbacks_leave_the_packages_of_others_alone_until_they_are_used() -> None:
+def test_callbacks_import_no_tracker_packages() -> None:
     code = "import ddp_kit.callbacks, sys; print({'tensorboard', 'wandb'} & set(sys.modules))"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

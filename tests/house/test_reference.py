@@ -63,17 +63,17 @@ def test_api_reference_of_a_docstring_with_an_unknown_argument_is_an_error(
         api.page()
 
 
-def test_the_tables_of_settings_are_those_of_the_configuration() -> None:
+def test_tables_of_settings_equal_the_configuration() -> None:
     text = (DOCS / "configuration.md").read_text()
     assert tool("settings").updated(text) == text, "run `make docs`, which writes the tables"
 
 
-def test_the_line_counts_of_the_recipes_are_those_of_the_files() -> None:
+def test_table_of_recipes_has_their_line_counts() -> None:
     text = (DOCS / "recipes.md").read_text()
     assert tool("recipes").updated(text) == text, "run `make docs`, which writes the table"
 
 
-def test_the_recipes_page_shows_what_the_recipes_have() -> None:
+def test_recipes_page_shows_code_of_the_recipes() -> None:
     recipes = [path.read_text() for path in (ROOT / "examples" / "recipes").glob("*.py")]
     shown = re.findall(r"^```py\n(.*?)^```$", (DOCS / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(shown) > 8
@@ -81,19 +81,19 @@ def test_the_recipes_page_shows_what_the_recipes_have() -> None:
         assert any(block in text or indent(block, "    ") in text for text in recipes), block
 
 
-def test_the_types_of_settings_are_those_of_the_configuration() -> None:
+def test_types_of_settings_equal_the_configuration() -> None:
     text = (ROOT / "ddp_kit" / "config" / "types.py").read_text()
     assert tool("settings").types() == text, "run `make docs`, which writes config/types.py"
 
 
-def test_the_exit_codes_are_those_of_the_code() -> None:
+def test_exit_code_page_lists_the_exit_codes() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (DOCS / "reference" / "exit-codes.md").read_text(), re.MULTILINE)
     (broken,) = re.findall(r"\| (\d+) \(`BROKEN`\) \|", (DOCS / "reference" / "exit-codes.md").read_text())
     listed = {name: int(code) for code, name in rows} | {"BROKEN": int(broken)}
     assert listed == {code.name: code.value for code in ExitCode}
 
 
-def test_the_variables_are_those_of_the_code() -> None:
+def test_environment_page_lists_the_variables() -> None:
     """env.py is the only module that names environment variables; TMPDIR is read by Python's tempfile."""
     constants = [node.value for node in ast.walk(ast.parse(Path(env.__file__).read_text())) if is_text(node)]
     named = {text for text in constants if re.fullmatch(r"[A-Z][A-Z0-9_]+", text)} - {"SIGRTMAX", "ERROR"}
@@ -126,7 +126,7 @@ def texts_of_the_source() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("heading", ["Messages of the launcher", "Messages of the Trainer", "Messages on clusters"])
-def test_the_messages_of_ddpkit_are_in_its_source(heading: str) -> None:
+def test_messages_of_ddpkit_in_troubleshooting_are_in_its_source(heading: str) -> None:
     texts = list(texts_of_the_source())
     patterns = {text: ".*".join(re.escape(part.strip()) for part in text.split("…")) for text in messages(heading)}
     gone = [
@@ -137,7 +137,7 @@ def test_the_messages_of_ddpkit_are_in_its_source(heading: str) -> None:
     assert not gone, "ddp_kit has no such messages any more"
 
 
-def test_the_messages_of_others_are_those_that_get_a_hint() -> None:
+def test_messages_of_others_in_troubleshooting_get_a_hint() -> None:
     quoted = messages("Messages of torch and Python, to which the launcher adds a hint")
     for message in quoted:
         assert diagnosis.hint(message, 1), f"there is no hint for {message!r}"

@@ -8,7 +8,7 @@ from launching import ROOT, run
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_documentation_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site")
     build = run(*command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
     assert build.returncode == 0, build.stdout + build.stderr

@@ -25,7 +25,7 @@ LAST = Path("step-00004000", "model.safetensors")
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_tutorial_run_that_is_killed_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     script = re.search(r"^```python\n(# spirals\.py\n.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
     assert script
     (tmp_path / "spirals.py").write_text(script[1])
@@ -54,7 +54,7 @@ def launch(folder: str, where: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
+def test_recording_program_runs(tmp_path: Path) -> None:
     done = run(sys.executable, RECORDING, tmp_path)
     assert done.returncode == 0, done.stderr
     for name, shown in SHOWN.items():
@@ -62,7 +62,7 @@ def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_recording_shows_its_run_and_nothing_of_this_machine(name: str) -> None:
+def test_recording_shows_its_run_and_nothing_of_this_machine(name: str) -> None:
     check_recording((ROOT / "docs" / "images" / name).read_text(), SHOWN[name])
 
 

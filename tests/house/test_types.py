@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(seconds(900))  # they read all of torch
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_a_checker_accepts_the_examples_and_finds_each_mistake(checker: str, folder: Path) -> None:
+def test_type_checker_accepts_the_examples_and_finds_each_mistake(checker: str, folder: Path) -> None:
     command = shutil.which(checker, path=f"{BIN}:{os.environ['PATH']}")
     if command is None:
         pytest.skip(f"{checker} is not installed: `pip install -e .[dev]`")

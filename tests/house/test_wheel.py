@@ -16,12 +16,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def test_its_top_level_is_the_package_and_what_names_it(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_only_the_package_and_ddpkit_at_its_top_level(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ddp_kit", "ddpkit.py"}
 
 
-def test_it_holds_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile) -> None:
     package = ROOT / "ddp_kit"
     modules = {f"ddp_kit/{path.relative_to(package)}" for path in package.rglob("*.py")}
     names = set(wheel.namelist())
@@ -30,6 +30,6 @@ def test_it_holds_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_it_brings_the_command(wheel: zipfile.ZipFile) -> None:
+def test_wheel_installs_the_command(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "ddpkit = ddp_kit.launcher.cli:entry" in wheel.read(entry_points).decode()

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return runs
 
 
-def test_they_are_listed_newest_first(ddpkit: Command, folder: Path) -> None:
+def test_checkpoints_command_lists_newest_first(ddpkit: Command, folder: Path) -> None:
     run = ddpkit("checkpoints", folder, "--verify")
     assert run.returncode == 0, run.stderr
     title, newest, other = run.stdout.splitlines()
@@ -39,7 +39,7 @@ def test_they_are_listed_newest_first(ddpkit: Command, folder: Path) -> None:
     assert other.endswith("  2      whole")
 
 
-def test_damage_is_exit_code_1(ddpkit: Command, folder: Path) -> None:
+def test_checkpoints_command_with_damage_exits_with_1(ddpkit: Command, folder: Path) -> None:
     file = folder / name_of(12) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -55,7 +55,7 @@ def test_damage_is_exit_code_1(ddpkit: Command, folder: Path) -> None:
     assert ddpkit("checkpoints", folder, "--diff", "9", "12").returncode == 1
 
 
-def test_what_is_not_finished_is_named_and_is_no_damage(ddpkit: Command, folder: Path) -> None:
+def test_checkpoints_command_names_incomplete_folders_without_an_error(ddpkit: Command, folder: Path) -> None:
     (folder / ".writing-step-00000015-aa").mkdir()
     (folder / "set-aside-1").mkdir()
     run = ddpkit("checkpoints", folder)
@@ -64,7 +64,7 @@ def test_what_is_not_finished_is_named_and_is_no_damage(ddpkit: Command, folder:
     assert "set-aside-1: an abandoned branch" in run.stdout
 
 
-def test_what_differs_between_two_is_shown(ddpkit: Command, folder: Path) -> None:
+def test_checkpoints_command_diff_shows_the_differences(ddpkit: Command, folder: Path) -> None:
     run = ddpkit("checkpoints", folder, "--diff", "9", "12")
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
@@ -89,7 +89,9 @@ def test_what_differs_between_two_is_shown(ddpkit: Command, folder: Path) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_a_usage_error(ddpkit: Command, folder: Path, words: list[str], said: str) -> None:
+def test_checkpoints_command_with_invalid_arguments_is_a_usage_error(
+    ddpkit: Command, folder: Path, words: list[str], said: str
+) -> None:
     run = ddpkit("checkpoints", *words, cwd=folder.parent)
     assert run.returncode == 2
     assert said in run.stderr

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_importing_the_command_line_imports_neither_torch_nor_nvml() -> None:
+def test_import_of_the_command_line_imports_neither_torch_nor_nvml() -> None:
     code = "import sys, ddp_kit.launcher.cli; print([m for m in ('torch', 'pynvml', 'pydantic') if m in sys.modules])"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_the_commands_and_their_flags(ddpkit: Command) -> None:
+def test_help_lists_the_commands_and_flags(ddpkit: Command) -> None:
     top, launch = ddpkit("--help"), ddpkit("launch", "--help")
     assert top.returncode == launch.returncode == 0
     assert "ddpkit launch --gpus 4 train.py" in top.stdout
@@ -36,13 +36,13 @@ def test_the_commands_and_their_flags(ddpkit: Command) -> None:
     assert "exit codes:" in launch.stdout
 
 
-def test_the_version_is_the_package_s(ddpkit: Command) -> None:
+def test_version_is_that_of_the_package(ddpkit: Command) -> None:
     from ddp_kit import __version__
 
     assert ddpkit("--version").stdout == f"ddpkit {__version__}\n"
 
 
-def test_python_m_is_the_same_command() -> None:
+def test_python_m_ddp_kit_runs_the_command() -> None:
     assert run(sys.executable, "-m", "ddp_kit", "--version").stdout.startswith("ddpkit ")
 
 
@@ -65,7 +65,7 @@ def test_python_m_is_the_same_command() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_exit_code_2_with_what_to_type_and_no_traceback(
+def test_invalid_command_line_exits_with_2_and_a_hint(
     forked_ddpkit: Command, tmp_path: Path, words: list[str], said: str
 ) -> None:
     (tmp_path / "train.py").touch()
@@ -76,13 +76,13 @@ def test_a_mistake_is_exit_code_2_with_what_to_type_and_no_traceback(
     assert "Traceback" not in run.stderr
 
 
-def test_a_pet_variable_that_cannot_be_read_is_a_usage_error(ddpkit: Command) -> None:
+def test_invalid_pet_variable_is_a_usage_error(ddpkit: Command) -> None:
     run = ddpkit("launch", "train.py", env={"PET_STANDALONE": "yes"})
     assert run.returncode == 2
     assert "PET_STANDALONE=yes is not a number\n  hint: set PET_STANDALONE to 0 or 1" in run.stderr
 
 
-def test_gpus_are_taken_free_ones_first_and_named(
+def test_gpus_flag_prefers_free_gpus_and_names_them(
     ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
 ) -> None:
     shows = script("say(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
@@ -92,7 +92,7 @@ def test_gpus_are_taken_free_ones_first_and_named(
     assert "ddpkit: GPU 1: Fake GPU, 0.0 of 80 GiB used, free" in run.stderr
 
 
-def test_a_gpu_that_does_not_tell_of_its_memory_is_no_obstacle(
+def test_gpu_that_does_not_report_its_memory_can_be_used(
     ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
 ) -> None:
     environment = machine(0)
@@ -108,7 +108,7 @@ def test_a_gpu_that_does_not_tell_of_its_memory_is_no_obstacle(
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 failed first: killed by SIGSEGV"),
     ],
 )
-def test_the_exit_code_is_the_first_failing_worker_s(
+def test_exit_code_is_that_of_the_first_failing_worker(
     ddpkit: Command, script: Callable[[str], Path], ending: str, code: int, said: str
 ) -> None:
     wait = "signal.pause()  # until it is ended"
@@ -119,7 +119,7 @@ def test_the_exit_code_is_the_first_failing_worker_s(
     assert "ChildFailedError" not in run.stderr
 
 
-def test_an_interrupt_in_the_middle_of_the_start_leaves_no_worker_behind(script: Callable[[str], Path]) -> None:
+def test_interrupt_during_the_start_leaves_no_worker(script: Callable[[str], Path]) -> None:
     waiting = script("import signal; say(os.getpid()); signal.pause()")
     with started(DDPKIT, "launch", "--nproc-per-node", 6, waiting) as launcher:
         assert launcher.stdout is not None
@@ -129,7 +129,7 @@ def test_an_interrupt_in_the_middle_of_the_start_leaves_no_worker_behind(script:
     assert launcher.returncode == 143
 
 
-def test_an_interrupted_launcher_ends_its_workers_and_says_so(script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_interrupted_launcher_ends_its_workers_and_reports_it(script: Callable[[str], Path], tmp_path: Path) -> None:
     waiting = script("import signal; say(os.getpid()); signal.pause()")
     with started(DDPKIT, "launch", "--nproc-per-node", 2, waiting) as launcher:
         assert launcher.stdout is not None
@@ -161,9 +161,7 @@ def test_ctrl_c_ends_a_launcher_that_a_script_has_started_in_the_background(scri
             os.kill(worker, 0)
 
 
-def test_nothing_is_left_in_the_folder_for_temporary_files(
-    ddpkit: Command, script: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_launch_leaves_no_temporary_files(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     where = script("say(os.environ['TORCHELASTIC_ERROR_FILE'])")
@@ -172,7 +170,7 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_log_folder_of_the_user_is_kept(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
     run = ddpkit("launch", "--nproc-per-node", "2", "-r", "3", "--log-dir", tmp_path / "logs", script("print('hello')"))
     assert run.returncode == 0, run.stderr
     logs = sorted((tmp_path / "logs").rglob("stdout.log"))
@@ -189,7 +187,7 @@ def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callabl
     ],
     ids=str,
 )
-def test_what_follows_the_script_is_the_script_s_own(
+def test_arguments_after_the_script_are_passed_to_the_script(
     ddpkit: Command, script: Callable[[str], Path], before: list[str], words: list[str]
 ) -> None:
     shows = script("import sys; print(sys.argv[1:])")
@@ -198,7 +196,7 @@ def test_what_follows_the_script_is_the_script_s_own(
     assert ddpkit("launch", shows, "--", *words).stdout == f"{words}\n", "as with torchrun, one -- is dropped"
 
 
-def test_a_hang_up_that_was_ignored_at_the_start_stays_ignored(script: Callable[[str], Path]) -> None:
+def test_sighup_ignored_at_the_start_stays_ignored(script: Callable[[str], Path]) -> None:
     waiting = script("import signal; say(os.getpid()); signal.pause()")
     command = ["nohup", DDPKIT, "launch", "--nproc-per-node", 2, waiting]
     with started(*command, stderr=subprocess.DEVNULL) as launcher:
@@ -211,7 +209,7 @@ def test_a_hang_up_that_was_ignored_at_the_start_stays_ignored(script: Callable[
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_before_anything_runs_is_one_line_and_leaves_nothing(
+def test_signal_before_workers_start_prints_one_line_and_leaves_nothing(
     script: Callable[[str], Path], tmp_path: Path, number: signal.Signals
 ) -> None:
     temporary = tmp_path / "temporary"
@@ -231,7 +229,7 @@ def test_a_stop_before_anything_runs_is_one_line_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
-def test_modules_programs_and_macros_start_as_with_torchrun(ddpkit: Command, tmp_path: Path) -> None:
+def test_modules_programs_and_macros_start_like_under_torchrun(ddpkit: Command, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(
         "import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode())"
@@ -241,9 +239,7 @@ def test_modules_programs_and_macros_start_as_with_torchrun(ddpkit: Command, tmp
     assert ddpkit("launch", "--no-python", "echo", "hello").stdout == "hello\n"
 
 
-def test_a_host_name_that_does_not_resolve_is_no_obstacle_on_one_node(
-    ddpkit: Command, script: Callable[[str], Path]
-) -> None:
+def test_launch_on_one_node_ignores_an_unresolvable_host_name(ddpkit: Command, script: Callable[[str], Path]) -> None:
     assert "127.0.0.1" in ddpkit("launch", script("import os; print(os.environ['MASTER_ADDR'])")).stdout
 
 
@@ -264,7 +260,7 @@ cli.entry(["devices"])
 """
 
 
-def test_second_signal_while_the_first_is_reported_ends_the_launcher_with_the_code_of_the_first() -> None:
+def test_second_signal_during_the_report_exits_with_the_code_of_the_first() -> None:
     done = run(sys.executable, "-c", STOPPED_TWICE)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "ddpkit: stopped by SIGTERM\n")
 

@@ -19,7 +19,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 @pytest.mark.slow
-def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
+def test_bash_completion_offers_commands_flags_values_and_files(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     printed = run(DDPKIT, "--print-completion", "bash")
     assert printed.returncode == 0, printed.stderr
@@ -36,7 +36,7 @@ def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
     assert completed("submit", "--part") == ["--partition"]
 
 
-def test_an_unknown_shell_is_named() -> None:
+def test_completion_for_an_unknown_shell_is_refused() -> None:
     done = run(DDPKIT, "--print-completion", "csh")
     assert done.returncode == 2
     assert "invalid choice: 'csh'" in done.stderr

@@ -232,13 +232,13 @@ FROM_ENVIRONMENT = {
 SWITCHES = ["PET_STANDALONE", "PET_MODULE", "PET_NO_PYTHON", "PET_RUN_PATH", "PET_VIRTUAL_LOCAL_RANK"]
 
 
-def test_every_default_that_torchrun_takes_from_the_environment_is_tried_here() -> None:
+def test_defaults_that_torchrun_takes_from_the_environment_are_all_tested() -> None:
     taken = (argparse_util.env, argparse_util.check_env)
     names = {f"PET_{a.dest.upper()}" for a in torchrun.get_args_parser()._actions if isinstance(a, taken)}
     assert names <= {*FROM_ENVIRONMENT, *SWITCHES}
 
 
-def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> None:
+def test_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> None:
     off = dict.fromkeys(SWITCHES, "0")
     seen = same(worker, env=FROM_ENVIRONMENT | off)
     first = seen.environments["1.0"]
@@ -255,7 +255,7 @@ def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> N
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_path: Path, switch: str) -> None:
+def test_pet_variable_of_a_switch_is_1_or_0(same: Same, worker: str, tmp_path: Path, switch: str) -> None:
     Path(worker).chmod(0o755)
     Path(worker).write_text(f"#!{sys.executable}\n{WORKER}")
     script = "worker" if switch == "PET_MODULE" else worker
@@ -277,7 +277,7 @@ def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_pat
         ("-r 1 -t 1:3", {"0/stdout", "1/stdout", "1/stderr"}, None),
     ],
 )
-def test_logs_lie_where_torchrun_puts_them(
+def test_log_files_are_where_torchrun_puts_them(
     same: Same, worker: str, words: str, files: set[str], on_console: list[str] | None
 ) -> None:
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id", "job_1", "--log-dir", "logs"]
@@ -290,7 +290,7 @@ def test_logs_lie_where_torchrun_puts_them(
         assert ("err 0" in seen.lines) or "-r" in words
 
 
-def test_folders_and_files_of_logs_are_private_and_none_is_empty_for_nothing(worker: str, tmp_path: Path) -> None:
+def test_log_folders_and_files_are_private_and_never_left_empty(worker: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()  # where py-spy is not found, each worker keeps a file open for its own stacks
     (site / "sitecustomize.py").write_text("import sysconfig; sysconfig.get_path = lambda *words: '/nowhere'")
@@ -306,7 +306,7 @@ def test_folders_and_files_of_logs_are_private_and_none_is_empty_for_nothing(wor
     assert "stacks.txt" not in {path.name for path in made}
 
 
-def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) -> None:
+def test_prefix_of_teed_lines_can_be_set_by_the_user(same: Same, worker: str) -> None:
     template = "<${role_name} ${rank} ${local_rank}> "
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "--role", "trainer", "-t", 3, worker]
     assert "[trainer1]:err 1" in same(*words).lines
@@ -317,14 +317,14 @@ def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) ->
 
 
 @pytest.mark.parametrize("tee", ["0", "3"])
-def test_only_the_ranks_asked_for_reach_the_console(same: Same, worker: str, tee: str) -> None:
+def test_local_ranks_filter_limits_the_console_output(same: Same, worker: str, tee: str) -> None:
     words = ["--nproc-per-node", 3, "--log-dir", "logs", "-t", tee]
     seen = same(*words, "--local-ranks-filter", "0,2", worker)
     assert {line.split()[1] for line in seen.lines} == {"0", "2"}
     assert len(seen.logs) == (6 if tee == "3" else 0), "the files have all ranks"
 
 
-def test_lines_that_match_a_filter_are_duplicated_to_a_file_of_all_ranks(same: Same, worker: str) -> None:
+def test_duplicate_filters_copy_matching_lines_to_a_file(same: Same, worker: str) -> None:
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "-t", 3]
     seen = same(*words, "--duplicate-stdout-filters", "cherry,apple,, ", "--duplicate_stderr_filters=kiwi", worker)
     logs = {Path(name).name: lines for name, lines in seen.logs.items()}
@@ -333,14 +333,14 @@ def test_lines_that_match_a_filter_are_duplicated_to_a_file_of_all_ranks(same: S
     assert len(seen.lines) == 8, "the console still has every line"
 
 
-def test_the_local_rank_is_put_into_the_script_s_name_and_arguments(same: Same, worker: str, tmp_path: Path) -> None:
+def test_local_rank_macro_is_replaced_in_the_script_and_its_arguments(same: Same, worker: str, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"worker_{rank}.py").write_text(WORKER)
     seen = same("--nproc-per-node", 2, tmp_path / "worker_${local_rank}.py", "--to=${local_rank}", "$HOME", "${rank}")
     assert "out 1 of __main__ ['--to=1', '$HOME', '${rank}']" in seen.lines
 
 
-def test_a_program_that_is_not_python_gets_its_rank_and_its_arguments(same: Same, tmp_path: Path) -> None:
+def test_no_python_program_gets_its_rank_and_its_arguments(same: Same, tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text('#!/bin/sh\necho "out $RANK of $WORLD_SIZE" "$@"\n')
     program.chmod(0o755)
@@ -364,12 +364,12 @@ def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monk
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_run_path_script_fails_as_under_torchrun(same: Same, worker: str) -> None:
+def test_run_path_script_fails_as_under_torchrun(same: Same, worker: str) -> None:
     Path(worker).write_text(WORKER + "sys.exit(0 if rank == '0' else 7)")
     assert same("--run-path", "--start-method=fork", "--nproc-per-node", 2, worker).failed
 
 
-def test_logs_specs_a_rendezvous_and_an_event_log_handler_come_from_plugins(
+def test_plugins_for_logs_rendezvous_and_event_logs_are_used(
     same: Same, worker: str, plugins: dict[str, str], tmp_path: Path
 ) -> None:
     meeting = ["--rdzv-backend=meeting", "--rdzv-endpoint=corner:7", "--rdzv-id=us", "--rdzv-conf", "colour=blue"]
@@ -405,7 +405,7 @@ def _events(errors: str) -> list[Any]:
     ["", "sys.exit(7 if attempt == 0 else 0)", "sys.exit(7)"],
     ids=["well", "later", "not"],
 )
-def test_what_happens_is_recorded_as_by_torchrun(worker: str, tmp_path: Path, ends: str) -> None:
+def test_events_are_recorded_as_by_torchrun(worker: str, tmp_path: Path, ends: str) -> None:
     Path(worker).write_text(WORKER + ends)
     words = ["--nproc-per-node=1", "--max-restarts=1", "--event-log-handler=console", worker]
     ours, torchs = (_events(_run(name, words, tmp_path / name, {}).errors) for name in ("ddpkit", "torchrun"))
@@ -424,7 +424,7 @@ with timer.expires(after={seconds(0.1)}):
 """
 
 
-def test_timers_of_the_workers_are_served_where_a_variable_asks_for_it(worker: str, tmp_path: Path) -> None:
+def test_file_timers_of_workers_are_served_if_a_variable_enables_them(worker: str, tmp_path: Path) -> None:
     """When one expires, torch kills the worker, and then the launcher itself."""
     Path(worker).write_text(EXPIRES)
     for name in COMMANDS:
@@ -442,20 +442,20 @@ ALL_CONF = (
 
 
 @pytest.mark.parametrize("conf", [ALL_CONF, "store_type=file"])
-def test_c10d_meets_at_the_endpoint_named(same: Same, worker: str, conf: str) -> None:
+def test_c10d_rendezvous_uses_the_named_endpoint(same: Same, worker: str, conf: str) -> None:
     endpoint = "store" if "file" in conf else f"localhost:{free_port()}"
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=job", "--rdzv-conf", conf]
     assert same("--nnodes=1", "--nproc-per-node=2", *words, worker).environments["1.0"]["TORCHELASTIC_RUN_ID"] == "job"
 
 
-def test_a_rendezvous_of_torch_that_is_closed_is_called_so(worker: str, tmp_path: Path) -> None:
+def test_closed_torch_rendezvous_is_reported_as_closed(worker: str, tmp_path: Path) -> None:
     store = ["--rdzv-backend=c10d", "--rdzv-endpoint=store", "--rdzv-id=job", "--rdzv-conf=store_type=file"]
     first, second = (_run("ddpkit", ["--nproc-per-node=1", *store, worker], tmp_path, {}) for _ in range(2))
     assert first.code == 0, first.errors
     assert_one_message(second.code, second.errors, {3}, "is closed", "'job'", "another --rdzv-id")
 
 
-def test_standalone_takes_a_fresh_place_and_id_whatever_else_is_named(same: Same, worker: str) -> None:
+def test_standalone_uses_a_new_port_and_id_despite_other_flags(same: Same, worker: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         seen = same("--standalone", "--rdzv-backend=etcd", "--rdzv-endpoint", place, "--rdzv-id=mine", worker)
@@ -463,7 +463,7 @@ def test_standalone_takes_a_fresh_place_and_id_whatever_else_is_named(same: Same
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_two_agents_are_one_job(worker: str, tmp_path: Path, rendezvous: str) -> None:
+def test_two_agents_form_one_job(worker: str, tmp_path: Path, rendezvous: str) -> None:
     seen = {}
     for launcher in COMMANDS:
         port, folder = free_port(), tmp_path / launcher
@@ -480,7 +480,7 @@ def test_two_agents_are_one_job(worker: str, tmp_path: Path, rendezvous: str) ->
     assert places == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
 
 
-def test_a_failed_group_is_started_again_until_it_ends_well(same: Same, worker: str) -> None:
+def test_failed_group_is_restarted_until_it_succeeds(same: Same, worker: str) -> None:
     Path(worker).write_text(WORKER + "sys.exit(7 if attempt < 2 else 0)\n")
     words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=job", "--log-dir=logs", "-r=1", worker]
     seen = same("--nproc-per-node=1", "--max-restarts=3", *words)
@@ -489,7 +489,7 @@ def test_a_failed_group_is_started_again_until_it_ends_well(same: Same, worker: 
     assert set(seen.logs) == {f"logs/job_<random>/attempt_{attempt}/0/stdout.log" for attempt in range(3)}
 
 
-def test_a_root_cause_is_handed_on_as_by_torchrun_and_shown_once(tmp_path: Path, worker: str) -> None:
+def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path, worker: str) -> None:
     Path(worker).write_text(RECORDED)
     handed_on = []
     for launcher in COMMANDS:
@@ -525,7 +525,7 @@ signal.pause()
 """
 
 
-def test_an_error_file_whose_message_is_a_string_is_shown_and_handed_on(tmp_path: Path, worker: str) -> None:
+def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: Path, worker: str) -> None:
     Path(worker).write_text(WRITES_ITS_ERROR_FILE)
     own = tmp_path / "own.json"
     seen = _run("ddpkit", ["--nproc-per-node=2", worker], tmp_path / "run", {"TORCHELASTIC_ERROR_FILE": str(own)})
@@ -541,7 +541,7 @@ def test_an_error_file_whose_message_is_a_string_is_shown_and_handed_on(tmp_path
     [(signal.SIGTERM, None), (signal.SIGUSR1, "SIGTERM,SIGUSR1")],
     ids=["default", "named"],
 )
-def test_a_signal_to_the_launcher_reaches_every_worker(
+def test_signal_to_the_launcher_reaches_every_worker(
     worker: str, tmp_path: Path, number: signal.Signals, named: str | None
 ) -> None:
     Path(worker).write_text(WAITS)
@@ -563,7 +563,7 @@ def test_a_signal_to_the_launcher_reaches_every_worker(
     assert seen["ddpkit"].failed or number is signal.SIGUSR1, "a signal that only warns lets the job end well"
 
 
-def test_a_signal_that_this_system_lacks_does_not_stop_the_job(same: Same, worker: str) -> None:
+def test_signal_that_the_system_lacks_is_ignored(same: Same, worker: str) -> None:
     assert not same("--nproc-per-node=2", "--signals-to-handle", "SIGTERM,SIGNONE", worker).failed
 
 
@@ -582,7 +582,7 @@ while True:
 """
 
 
-def test_a_worker_that_will_not_end_is_killed_after_the_shutdown_timeout(worker: str, tmp_path: Path) -> None:
+def test_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(worker: str, tmp_path: Path) -> None:
     """In torch it is killed 30 seconds after it was asked to end, whatever the flag says: this test ends before."""
     Path(worker).write_text(STUBBORN)
     words = ["--nproc-per-node=2", f"--shutdown-timeout={seconds(1):.0f}", worker]
@@ -635,7 +635,7 @@ NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reaso
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_one_message_without_a_traceback(
+def test_invalid_flag_is_one_message_without_a_traceback(
     forked_ddpkit: Callable[..., "subprocess.CompletedProcess[str]"],
     tmp_path: Path,
     words: str,
@@ -649,7 +649,7 @@ def test_a_mistake_is_one_message_without_a_traceback(
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_who_holds_the_port_is_named(worker: str, tmp_path: Path, rendezvous: str) -> None:
+def test_port_in_use_names_the_process_that_uses_it(worker: str, tmp_path: Path, rendezvous: str) -> None:
     (tmp_path / "holder.py").write_text(
         "import signal, socket\nserver = socket.create_server(('127.0.0.1', 0))\n"
         "print(server.getsockname()[1], flush=True)\nsignal.pause()\n"

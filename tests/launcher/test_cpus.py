@@ -16,11 +16,11 @@ def files(root: Path, contents: dict[str, str]) -> Path:
     return root
 
 
-def test_the_cores_are_those_of_the_launcher_s_own_affinity(tmp_path: Path) -> None:
+def test_cores_are_those_of_the_launchers_affinity(tmp_path: Path) -> None:
     assert set(cpus.here().core_of) == os.sched_getaffinity(0)
 
 
-def test_threads_of_one_core_are_one_core(tmp_path: Path) -> None:
+def test_threads_of_one_core_are_counted_once(tmp_path: Path) -> None:
     usable = sorted(os.sched_getaffinity(0))
     siblings = {
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{usable[0]},999\n" for cpu in usable
@@ -63,13 +63,13 @@ def test_threads_of_one_core_are_one_core(tmp_path: Path) -> None:
     ],
     ids=["none", "v2", "v2, of a group around", "v1, in a container", "v1, unlimited"],
 )
-def test_the_quota_is_the_smallest_of_the_control_groups_around(
+def test_quota_is_the_smallest_of_all_enclosing_control_groups(
     tmp_path: Path, contents: dict[str, str], quota: float | None
 ) -> None:
     assert cpus.here(files(tmp_path, contents)).quota == quota
 
 
-def test_a_quota_is_shared_too() -> None:
+def test_quota_is_divided_among_the_processes() -> None:
     core_of = {cpu: cpu for cpu in range(32)}
     assert cpus.threads_each(Cpus(core_of), [()] * 4) == 8
     assert cpus.threads_each(Cpus(core_of, quota=10.5), [()] * 4) == 2

@@ -33,11 +33,11 @@ def without_uuids(lines: list[str]) -> list[str]:
     return [re.sub(r"((GPU|MIG)-\S*|UUID) +(?=state|free|busy)", "", line) for line in lines]
 
 
-def test_a_machine_without_gpus_is_one_line(ddpkit: Command) -> None:
+def test_devices_on_a_machine_without_gpus_prints_one_line(ddpkit: Command) -> None:
     assert shown(ddpkit, {"FAKE_NVML": ""}) == ["this machine has no NVIDIA GPU, or no driver for one"]
 
 
-def test_memory_load_node_and_who_computes_are_shown(ddpkit: Command, machine_of: Machine) -> None:
+def test_devices_shows_memory_load_numa_node_and_processes(ddpkit: Command, machine_of: Machine) -> None:
     waits = ["cat", "-", "\x1b[2J"]  # what a terminal would obey is not passed on
     with started(*waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:
         busy = gpu("a", 41, f"load 98\nnode 1\nprocess {other.pid} {40 * GIB}\nprocess {NOT_A_PROCESS} {GIB}")
@@ -53,7 +53,7 @@ def test_memory_load_node_and_who_computes_are_shown(ddpkit: Command, machine_of
     ]
 
 
-def test_what_nvml_does_not_tell_is_left_open_and_a_lost_gpu_is_left_out(ddpkit: Command, machine_of: Machine) -> None:
+def test_devices_omits_lost_gpus_and_marks_unknown_values(ddpkit: Command, machine_of: Machine) -> None:
     lines = shown(ddpkit, machine_of(f"gpu GPU-a 0 0\n{gpu('b', 0, 'lost')}{gpu('c')}"))
     assert without_uuids(lines) == [
         "GPU  --gpus  name      memory used    load  NUMA  state",
@@ -62,7 +62,7 @@ def test_what_nvml_does_not_tell_is_left_open_and_a_lost_gpu_is_left_out(ddpkit:
     ]
 
 
-def test_links_are_those_of_nvidia_smi(ddpkit: Command, machine_of: Machine) -> None:
+def test_devices_shows_links_like_nvidia_smi(ddpkit: Command, machine_of: Machine) -> None:
     """Two pairs with NVLinks of their own, each pair at a PCIe switch, the pairs on different NUMA nodes."""
     gpus = [gpu(name, 0, f"nvlink {other}\nnvlink {other}") for name, other in zip("abcd", (1, 0, 3, 2), strict=True)]
     levels = "level 0 1 10\nlevel 2 3 20\nlevel 0 2 50\nlevel 0 3 50\nlevel 1 2 50\nlevel 1 3 50\n"
@@ -78,14 +78,16 @@ def test_links_are_those_of_nvidia_smi(ddpkit: Command, machine_of: Machine) -> 
 
 
 @pytest.mark.parametrize("count", [8, 16])
-def test_all_gpus_behind_nvlink_switches_reach_each_other(ddpkit: Command, machine_of: Machine, count: int) -> None:
+def test_devices_shows_nvlink_switches_as_links_between_all_gpus(
+    ddpkit: Command, machine_of: Machine, count: int
+) -> None:
     lines = shown(ddpkit, machine_of("".join(gpu(str(number), 0, "nvlink switch\n" * 18) for number in range(count))))
     assert [line for line in lines if line.endswith("free")] == lines[1 : count + 1]
     assert f"  0: NV18 to 1-{count - 1}" in lines
     assert f"  3: NV18 to 0-2, 4-{count - 1}" in lines
 
 
-def test_mig_devices_stand_for_their_gpu(ddpkit: Command, machine_of: Machine) -> None:
+def test_devices_lists_mig_devices_in_place_of_their_gpu(ddpkit: Command, machine_of: Machine) -> None:
     parts = f"node 1\nmig MIG-x {10 * GIB} {GIB // 2}\nmig MIG-y {10 * GIB} {2 * GIB}\nprocess {NOT_A_PROCESS} {GIB}"
     lines = shown(ddpkit, machine_of(gpu("a", 0, parts) + gpu("b", 0, "mig-mode") + gpu("c")))
     assert [line.split("  ")[0] for line in lines[1:]] == ["0:0", "0:1", "", "1", "2"]
@@ -94,19 +96,19 @@ def test_mig_devices_stand_for_their_gpu(ddpkit: Command, machine_of: Machine) -
     assert lines[4].endswith("in MIG mode without MIG devices")
 
 
-def test_positions_in_the_user_s_mask_are_shown(ddpkit: Command, machine_of: Machine) -> None:
+def test_devices_shows_positions_in_the_users_mask(ddpkit: Command, machine_of: Machine) -> None:
     environment = machine_of(gpu("a") + gpu("b") + gpu("c")) | {"CUDA_VISIBLE_DEVICES": "2,GPU-a"}
     lines = shown(ddpkit, environment)
     assert [line.split()[:2] for line in lines[:4]] == [["GPU", "--gpus"], ["0", "1"], ["1", "-"], ["2", "0"]]
     assert lines[5] == "CUDA_VISIBLE_DEVICES=2,GPU-a: --gpus can use 2 of 3 GPUs"
 
 
-def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:
+def test_devices_refuses_arguments_and_has_help(ddpkit: Command) -> None:
     assert "unrecognized arguments: all" in ddpkit("devices", "all").stderr
     assert "links and processes" in " ".join(ddpkit("devices", "--help").stdout.split())
 
 
-def test_the_command_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
+def test_devices_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
     code = "import os, sys; from ddp_kit.launcher.commands import devices; devices.text(os.environ)"
     names = "print([name for name in ('torch', 'pydantic', 'rich') if name in sys.modules])"
     done = run(sys.executable, "-c", f"{code}; {names}", env=machine_of(gpu("a")), cwd=ROOT)
@@ -114,7 +116,7 @@ def test_the_command_imports_neither_torch_nor_pydantic(machine_of: Machine) -> 
 
 
 @pytest.mark.parametrize("count", [8, 16])
-def test_what_nvml_tells_is_what_the_choice_and_the_binding_follow(machine_of: Machine, count: int) -> None:
+def test_gpu_choice_and_core_binding_follow_nvml(machine_of: Machine, count: int) -> None:
     """Every second GPU is busy; half of them are near the one half of 64 cores, the other half near the other."""
     lines = ""
     for number in range(count):
@@ -139,7 +141,7 @@ print([(worker.cpus[0], worker.cpus[-1]) for worker in made.workers])
     ]
 
 
-def test_nobody_to_read_the_list_is_no_traceback(machine: Callable[..., dict[str, str]]) -> None:
+def test_devices_with_an_unwritable_output_prints_no_traceback(machine: Callable[..., dict[str, str]]) -> None:
     with Path("/dev/full").open("w") as full, started(DDPKIT, "devices", env=machine(0), stdout=full) as devices:
         _, errors = devices.communicate(timeout=seconds(60))
     assert "Traceback" not in errors

@@ -91,12 +91,12 @@ def assert_result(result: CheckResult | None, status: Status, *words: str) -> No
     assert bool(result.fix) == (status != Status.OK), "what is wrong comes with what fixes it, and nothing else does"
 
 
-def test_on_a_good_machine_every_check_is_ok(healthy: Machine) -> None:
+def test_doctor_on_a_good_machine_reports_ok_for_every_check(healthy: Machine) -> None:
     results = [check(healthy) for name, check in doctor.CHECKS.items() if name != "ports"]
     assert [result for result in results if result is None or result.status != Status.OK] == []
 
 
-def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
+def test_doctor_without_a_gpu_reports_one_line(healthy: Machine) -> None:
     healthy = replace(
         healthy, driver=Driver(error="NVML Shared Library Not Found", absent=True), probes=replace(ALL_WELL, nccl=None)
     )
@@ -114,7 +114,7 @@ def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
     assert [check(healthy) for check in of_gpus] == [None] * len(of_gpus)
 
 
-def test_an_old_python_is_broken(healthy: Machine) -> None:
+def test_doctor_with_an_old_python_fails(healthy: Machine) -> None:
     assert_result(checks.python(replace(healthy, python=(3, 9, 2))), Status.FAIL, "Python 3.9.2", "python3.11 -m")
 
 
@@ -128,7 +128,7 @@ def test_an_old_python_is_broken(healthy: Machine) -> None:
     ids=["version 2, an outer group", "version 1", "version 1, in a container"],
 )
 @pytest.mark.parametrize(("limit", "status"), [(4 * GIB, Status.OK), (GIB, Status.WARN)])
-def test_the_memory_limit_of_a_container_or_job_is_told(
+def test_doctor_reports_the_memory_limit_of_a_container_or_job(
     healthy: Machine, own: str, group: str, file: str, limit: int, status: Status
 ) -> None:
     (healthy.root / "proc/self/cgroup").write_text(own)
@@ -139,7 +139,7 @@ def test_the_memory_limit_of_a_container_or_job_is_told(
     assert_result(checks.memory(healthy), status, f"{limit / GIB:.1f} GiB of the machine's 64.0 GiB")
 
 
-def test_memory_without_a_limit_is_the_machine_s(healthy: Machine) -> None:
+def test_doctor_without_a_memory_limit_reports_the_machines_memory(healthy: Machine) -> None:
     (healthy.root / "proc/self/cgroup").write_text("4:memory:/\n0::/\n")
     write(healthy.root / "sys/fs/cgroup/memory", memory__limit_in_bytes="9223372036854771712\n")
     result = checks.memory(healthy)
@@ -162,7 +162,7 @@ def test_memory_without_a_limit_is_the_machine_s(healthy: Machine) -> None:
         ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, Status.OK, "CPU cores: 16"),
     ],
 )
-def test_the_cpu_quota_of_a_container_or_job_is_told(
+def test_doctor_reports_the_cpu_quota_of_a_container_or_job(
     healthy: Machine, own: str, files: dict[str, str], status: Status, found: str
 ) -> None:
     (healthy.root / "proc/self/cgroup").write_text(own)
@@ -172,7 +172,7 @@ def test_the_cpu_quota_of_a_container_or_job_is_told(
     assert_result(checks.cpu(healthy), status, found)
 
 
-def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
+def test_doctor_reports_cores_that_the_process_may_not_use(healthy: Machine) -> None:
     assert_result(checks.cpu(replace(healthy, usable_cores=4)), Status.OK, "4 of the machine's 16 may be used")
 
 
@@ -190,11 +190,13 @@ def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
         (1024, 1024, Status.WARN, "--ulimit nofile=65536"),
     ],
 )
-def test_few_open_files_are_a_warning(healthy: Machine, soft: int, hard: int, status: Status, fix: str) -> None:
+def test_doctor_with_a_low_limit_of_open_files_warns(
+    healthy: Machine, soft: int, hard: int, status: Status, fix: str
+) -> None:
     assert_result(checks.open_files(replace(healthy, open_files=(soft, hard))), status, fix)
 
 
-def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None:
+def test_doctor_without_infiniband_accepts_little_locked_memory(healthy: Machine) -> None:
     usual = replace(healthy, locked_memory=(8 * 1024**2, -1))
     assert_result(checks.locked_memory(usual), Status.OK, "8.0 MiB")
     assert_result(
@@ -206,7 +208,7 @@ def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None
     )
 
 
-def test_shared_memory_is_to_be_there_and_large(healthy: Machine) -> None:
+def test_doctor_with_small_or_missing_shared_memory_warns_or_fails(healthy: Machine) -> None:
     small = replace(healthy, space=lambda _: (64 * 1024**2, 64 * 1024**2))
     assert_result(checks.shared_memory(small), Status.WARN, "64.0 MiB", "--shm-size=8g", "--ipc=host")
     full = replace(healthy, space=lambda _: (10 * GIB, 0))
@@ -216,12 +218,12 @@ def test_shared_memory_is_to_be_there_and_large(healthy: Machine) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_shared_memory_that_cannot_be_written_to_is_broken(healthy: Machine) -> None:
+def test_doctor_with_unwritable_shared_memory_fails(healthy: Machine) -> None:
     (healthy.root / "dev/shm").chmod(0o555)
     assert_result(checks.shared_memory(healthy), Status.FAIL, "cannot be written to", "chmod 1777")
 
 
-def test_checkpoints_need_a_folder_and_space(healthy: Machine) -> None:
+def test_doctor_checks_the_checkpoint_folder_and_its_space(healthy: Machine) -> None:
     assert_result(checks.checkpoints(healthy), Status.OK, "10.0 GiB free")
     full = replace(healthy, space=lambda _: (500 * GIB, 3 * GIB))
     assert_result(checks.checkpoints(full), Status.WARN, "3.0 GiB free", "--dir")
@@ -233,12 +235,12 @@ def test_checkpoints_need_a_folder_and_space(healthy: Machine) -> None:
     assert_result(checks.checkpoints(file), Status.FAIL, "Not a directory", "--dir DIR")
 
 
-def test_a_clock_that_nobody_sets_is_a_warning(healthy: Machine) -> None:
+def test_doctor_with_an_unsynchronised_clock_warns(healthy: Machine) -> None:
     assert_result(checks.clock(replace(healthy, clock_synchronised=False)), Status.WARN, "set-ntp true")
     assert_result(checks.clock(replace(healthy, clock_synchronised=None)), Status.OK, "unknown")
 
 
-def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
+def test_doctor_with_a_host_name_that_does_not_resolve_here_warns(healthy: Machine) -> None:
     lost = replace(healthy, probes=replace(ALL_WELL, host=said("gaierror: [Errno -2] Name or service not known")))
     fix = 'echo "127.0.1.1 node1" >> /etc/hosts'
     assert_result(checks.host_name(lost), Status.WARN, "does not resolve", fix)
@@ -246,7 +248,7 @@ def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
     assert_result(checks.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
 
 
-def test_who_holds_a_port_is_named(healthy: Machine) -> None:
+def test_doctor_names_the_process_that_uses_a_port(healthy: Machine) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
         held = checks.ports(healthy, (port,))
@@ -266,7 +268,7 @@ def test_who_holds_a_port_is_named(healthy: Machine) -> None:
         (["dev/nvidia0"], "", "the driver reports no GPU", "sudo modprobe nvidia"),
     ],
 )
-def test_a_gpu_without_a_working_driver_is_broken(
+def test_doctor_with_a_gpu_without_a_working_driver_fails(
     healthy: Machine, tmp_path: Path, files: list[str], error: str, found: str, fix: str
 ) -> None:
     for name in files:
@@ -277,7 +279,7 @@ def test_a_gpu_without_a_working_driver_is_broken(
     assert_result(checks.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), fix)
 
 
-def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machine) -> None:
+def test_doctor_ignores_sound_cards_and_control_nodes_of_gpus(healthy: Machine) -> None:
     write(healthy.root / "sys/bus/pci/devices/0000:01:00.1", vendor="0x10de\n", **{"class": "0x040300\n"})
     write(healthy.root / "sys/bus/pci/devices/0000:00:02.0", vendor="0x8086\n", **{"class": "0x030000\n"})
     write(healthy.root / "dev", nvidiactl="")
@@ -298,7 +300,7 @@ def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machi
         ("MIG-1234", Status.OK, "1 MIG device visible"),
     ],
 )
-def test_the_sense_of_cuda_visible_devices(healthy: Machine, words: str, status: Status, found: str) -> None:
+def test_doctor_explains_cuda_visible_devices(healthy: Machine, words: str, status: Status, found: str) -> None:
     assert_result(checks.visible_gpus(replace(healthy, env={"CUDA_VISIBLE_DEVICES": words})), status, found)
 
 
@@ -312,7 +314,7 @@ def with_processes(healthy: Machine, **processes: tuple[int, str]) -> Machine:
     return replace(healthy, driver=replace(healthy.driver, cards=cards))
 
 
-def test_processes_that_lost_their_parent_are_named(healthy: Machine) -> None:
+def test_doctor_names_orphaned_processes(healthy: Machine) -> None:
     busy = with_processes(
         healthy, pid70=(1, "python old.py"), pid71=(60, "python new.py"), pid72=(1, "python older.py")
     )
@@ -321,18 +323,18 @@ def test_processes_that_lost_their_parent_are_named(healthy: Machine) -> None:
     assert "new.py" not in str(checks.orphaned_processes(busy))
 
 
-def test_a_process_that_is_gone_is_named(healthy: Machine) -> None:
+def test_doctor_names_a_process_on_a_gpu_that_no_longer_exists(healthy: Machine) -> None:
     gone = with_processes(healthy, pid70=(1, "python"))
     shutil.rmtree(healthy.root / "proc/70")
     assert_result(checks.orphaned_processes(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
 
 
-def test_the_workers_of_a_launcher_that_is_process_1_of_its_container_are_no_orphans(healthy: Machine) -> None:
+def test_doctor_in_a_container_does_not_call_workers_of_process_1_orphans(healthy: Machine) -> None:
     write(healthy.root / "proc/1", cmdline="/usr/bin/python3.12\0/usr/bin/ddpkit\0launch\0train.py")
     assert_result(checks.orphaned_processes(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
 
 
-def test_memory_errors_are_a_failure(healthy: Machine) -> None:
+def test_doctor_with_memory_errors_fails(healthy: Machine) -> None:
     cards = (healthy.driver.cards[0], replace(healthy.driver.cards[1], ecc_errors=3))
     bad = replace(healthy, driver=replace(healthy.driver, cards=cards))
     assert_result(checks.ecc(bad), Status.FAIL, "GPU 1: 3 uncorrected", "sudo nvidia-smi --gpu-reset -i 1  #")
@@ -348,7 +350,7 @@ def test_memory_errors_are_a_failure(healthy: Machine) -> None:
         ({"cuda": "12.8"}, None, Status.OK, ["does not report"]),
     ],
 )
-def test_torch_s_build_is_held_against_the_driver(
+def test_doctor_compares_the_build_of_torch_with_the_driver(
     healthy: Machine, facts: Mapping[str, object], cuda: tuple[int, int] | None, status: Status, words: list[str]
 ) -> None:
     made = replace(
@@ -370,7 +372,7 @@ def test_torch_s_build_is_held_against_the_driver(
         ("sm_80 sm_90", (7, 0), False),
     ],
 )
-def test_torch_s_architectures_are_held_against_the_gpus(
+def test_doctor_compares_the_architectures_of_torch_with_the_gpus(
     healthy: Machine, built_for: str, capability: tuple[int, int], runs: bool
 ) -> None:
     cards = tuple(replace(card, capability=capability) for card in healthy.driver.cards)
@@ -381,13 +383,13 @@ def test_torch_s_architectures_are_held_against_the_gpus(
     assert_result(checks.torch_and_gpus(made), Status.OK if runs else Status.FAIL, *words)
 
 
-def test_a_gpu_too_old_for_this_torch_gets_the_package_that_still_knows_it(healthy: Machine) -> None:
+def test_doctor_with_a_gpu_too_old_for_torch_names_a_package_for_it(healthy: Machine) -> None:
     cards = tuple(replace(card, capability=(6, 1)) for card in healthy.driver.cards)
     old = replace(healthy, driver=replace(healthy.driver, cards=cards))
     assert_result(checks.torch_and_gpus(old), Status.FAIL, "sm_61", "/cu126")
 
 
-def test_several_gpus_need_nccl(healthy: Machine) -> None:
+def test_doctor_with_several_gpus_requires_nccl(healthy: Machine) -> None:
     without = replace(healthy, probes=replace(ALL_WELL, torch=said(**{**TORCH, "nccl": None})))
     assert_result(checks.nccl(without), Status.FAIL, "without NCCL", "--force-reinstall")
     assert checks.all_reduce_of_gpus(without) is None
@@ -404,7 +406,7 @@ def test_several_gpus_need_nccl(healthy: Machine) -> None:
         ("RuntimeError: Error 802: system not yet initialized", Status.FAIL, "systemctl start nvidia-fabricmanager"),
     ],
 )
-def test_a_gpu_that_computes_wrong_or_not_at_all_is_named(
+def test_doctor_names_a_gpu_that_computes_wrong_or_not_at_all(
     healthy: Machine, error: str, status: Status, fix: str
 ) -> None:
     products = {"GPU-00": said(), "GPU-11": said(error)}
@@ -412,20 +414,20 @@ def test_a_gpu_that_computes_wrong_or_not_at_all_is_named(
     assert_result(checks.matrix_product(broken), status, f"GPU 1: {error}", fix)
 
 
-def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
+def test_doctor_with_a_failing_all_reduce_fails(healthy: Machine) -> None:
     broken = replace(healthy, probes=replace(ALL_WELL, gloo=said("no interface"), nccl=said("no NVLink")))
     assert_result(checks.all_reduce(broken), Status.FAIL, "gloo failed: no interface", "GLOO_SOCKET_IFNAME=lo")
     assert_result(checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL failed: no NVLink", "NCCL_P2P_DISABLE=1")
 
 
-def test_a_process_that_does_not_answer_is_not_waited_for_and_is_ended(tmp_path: Path) -> None:
+def test_doctor_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal; signal.pause()")
     environment, limit = clean_environment({"PYTHONPATH": str(tmp_path)}), seconds(0.2)
     with machine.started(environment, "localhost", (), limit_seconds=limit) as asked:
         assert asked.torch().error == f"no answer within {limit:g} s"
 
 
-def test_two_whole_gpus_are_tried_together_but_not_parts_of_one(tmp_path: Path) -> None:
+def test_doctor_tries_two_whole_gpus_together_but_not_parts_of_one(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os; raise RuntimeError('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])")
     environment, limit = clean_environment({"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "all"}), seconds(60)
     with machine.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")], limit) as asked:
@@ -437,7 +439,7 @@ def test_two_whole_gpus_are_tried_together_but_not_parts_of_one(tmp_path: Path) 
         assert asked.nccl is None
 
 
-def test_check_all_failing_check_becomes_a_warning(healthy: Machine) -> None:
+def test_doctor_reports_a_check_that_raises_as_a_warning(healthy: Machine) -> None:
     (healthy.root / "proc/meminfo").unlink()
     results = dict(doctor.check_all(healthy))
     assert results["memory"].status == Status.WARN
@@ -446,7 +448,7 @@ def test_check_all_failing_check_becomes_a_warning(healthy: Machine) -> None:
 
 
 @pytest.mark.parametrize(("off", "right"), [(1.0, True), (1.0004, True), (1.01, False), (float("nan"), False)])
-def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
+def test_probe_product_tolerates_tf32_rounding_and_no_more(
     monkeypatch: pytest.MonkeyPatch, off: float, right: bool
 ) -> None:
     import torch
@@ -462,7 +464,7 @@ def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
 
 
 @pytest.mark.parametrize(("name", "own"), [("localhost", True), ("192.0.2.1", False)])  # the second is nobody's
-def test_a_name_is_held_against_the_addresses_of_this_machine(name: str, own: bool) -> None:
+def test_doctor_compares_the_host_name_with_the_addresses_of_this_machine(name: str, own: bool) -> None:
     with machine.started(clean_environment(), name, (), seconds(60)) as asked:
         assert asked.host().facts["own"] == own
 
@@ -479,7 +481,7 @@ def broken_torch(folder: Path, text: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_machine_that_can_train_is_exit_code_0_and_the_last_line_counts(ddpkit: Command) -> None:
+def test_doctor_on_a_machine_that_can_train_exits_with_0(ddpkit: Command) -> None:
     run = ddpkit("doctor")
     assert run.returncode == 0, run.stdout + run.stderr
     *lines, last = run.stdout.splitlines()
@@ -492,7 +494,7 @@ def test_a_machine_that_can_train_is_exit_code_0_and_the_last_line_counts(ddpkit
 
 
 @pytest.mark.slow
-def test_json_is_one_document_and_nothing_else(ddpkit: Command, tmp_path: Path) -> None:
+def test_doctor_json_prints_one_document(ddpkit: Command, tmp_path: Path) -> None:
     run = ddpkit("doctor", "--json", "--dir", tmp_path / "nowhere")
     assert run.returncode == 1
     said = json.loads(run.stdout)
@@ -525,7 +527,7 @@ def test_json_is_one_document_and_nothing_else(ddpkit: Command, tmp_path: Path) 
     ],
     ids=["missing", "cannot be imported", "crashes"],
 )
-def test_it_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: str, found: str, fix: str) -> None:
+def test_doctor_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: str, found: str, fix: str) -> None:
     run = ddpkit("doctor", env=broken_torch(tmp_path, text))
     assert run.returncode == 1
     assert f"fail  {found}\n      -> {fix}\n" in run.stdout
@@ -535,7 +537,7 @@ def test_it_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: st
 
 
 @pytest.mark.slow
-def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
+def test_doctor_finds_unusable_gpus_and_memory_errors(
     ddpkit: Command, machine: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     stand_in = (  # a torch that tells what it was built for, and that can do nothing
@@ -562,7 +564,7 @@ def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
 
 
 @pytest.mark.slow
-def test_the_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
+def test_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
     env = broken_torch(tmp_path, "raise ImportError('no')")
     code = f"import sys; from ddp_kit.launcher.doctor import run; run([], {env}); print('torch' in sys.modules)"
     done = run(sys.executable, "-c", code)
@@ -571,7 +573,7 @@ def test_the_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_loopback_interface_it_says_so(tmp_path: Path) -> None:
+def test_doctor_without_a_loopback_interface_fails(tmp_path: Path) -> None:
     in_a_network_of_its_own = ["unshare", "--user", "--map-root-user", "--net"]
     if shutil.which("unshare") is None or run(*in_a_network_of_its_own, "true").returncode:
         pytest.skip("needs a network namespace, which may not be made here")
@@ -584,7 +586,7 @@ def test_without_a_loopback_interface_it_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_there_is_colour_on_a_terminal_alone(tmp_path: Path, no_color: str, coloured: bool) -> None:
+def test_doctor_uses_colour_only_on_a_terminal(tmp_path: Path, no_color: str, coloured: bool) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "ddp_kit", "doctor", "--dir", tmp_path]
     environment = broken_torch(tmp_path, "raise ImportError('no')") | {"NO_COLOR": no_color}
@@ -602,7 +604,7 @@ def test_there_is_colour_on_a_terminal_alone(tmp_path: Path, no_color: str, colo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     waiting = f"import signal; alive = open({str(fifo)!r}, 'w'); print('here', file=alive, flush=True); signal.pause()"
@@ -621,7 +623,7 @@ def test_a_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: sign
 
 
 @pytest.mark.slow
-def test_a_machine_without_room_for_temporary_files_is_broken() -> None:
+def test_doctor_without_space_for_temporary_files_fails() -> None:
     def without_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
@@ -634,7 +636,7 @@ def test_a_machine_without_room_for_temporary_files_is_broken() -> None:
 
 
 @pytest.mark.slow
-def test_the_limits_of_this_process_are_read(tmp_path: Path) -> None:
+def test_doctor_reads_the_limits_of_its_process(tmp_path: Path) -> None:
     environment = broken_torch(tmp_path, "raise ImportError('no')")
 
     def with_few_files() -> None:

@@ -84,14 +84,14 @@ def written(line: str, port: int) -> tuple[list[str], int, int]:
     return shlex.split(line)[1:], int(nodes[1]) if nodes else 1, int(workers[1]) if workers else 1
 
 
-def test_the_docstring_has_command_lines_to_try() -> None:
+def test_docstring_of_torchrun_has_command_lines() -> None:
     lines = of_the_docstring()
     assert len(lines) >= 4
     assert all(re.search(r"\.py\b", line) for line in lines)
 
 
 @pytest.mark.parametrize("line", [*of_the_docstring(), *OF_TUTORIALS])
-def test_a_documented_command_line_runs_unchanged(line: str, tmp_path: Path) -> None:
+def test_documented_torchrun_command_line_runs_unchanged(line: str, tmp_path: Path) -> None:
     if "--numa-binding" in line and not (torch.cuda.is_available() and shutil.which("numactl")):
         pytest.skip("binding to NUMA nodes needs GPUs and numactl")
     if "=gpu" in line and not torch.cuda.is_available():

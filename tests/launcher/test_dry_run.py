@@ -87,7 +87,7 @@ def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] =
         (["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"], {"PET_MAX_RESTARTS": "1"}),
     ],
 )
-def test_a_worker_finds_the_environment_that_was_told(
+def test_dry_run_shows_the_environment_that_workers_get(
     ddpkit: Command, script: Callable[[str], Path], tmp_path: Path, words: list[str], exported: dict[str, str]
 ) -> None:
     line = [*(word.replace("PORT", str(free_port())) for word in words), script(WORKER), "--lr", "0.1"]
@@ -100,7 +100,9 @@ def test_a_worker_finds_the_environment_that_was_told(
 
 
 @pytest.mark.slow
-def test_the_environment_of_both_nodes_is_told(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_dry_run_shows_the_environment_on_both_nodes(
+    ddpkit: Command, script: Callable[[str], Path], tmp_path: Path
+) -> None:
     meeting = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     lines = [[*meeting, f"--node-rank={rank}", script(WORKER)] for rank in (0, 1)]
     texts = [ddpkit("launch", "--dry-run", *line, env=THREADS_UNSET).stdout for line in lines]
@@ -136,7 +138,7 @@ def assert_told(text: str, workers: Environments) -> None:
         (["--gpus-per-process=2", "--nproc-per-node=1"], []),
     ],
 )
-def test_the_torchrun_command_gives_workers_the_same(
+def test_dry_run_torchrun_command_gives_workers_the_same_environment(
     ddpkit: Command,
     script: Callable[[str], Path],
     machine: Callable[..., dict[str, str]],
@@ -163,7 +165,7 @@ def test_the_torchrun_command_gives_workers_the_same(
 
 
 @pytest.mark.slow
-def test_gpus_cores_and_programs_stand_by_rank(
+def test_dry_run_shows_gpus_cores_and_program_of_each_rank(
     ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
 ) -> None:
     env = THREADS_UNSET | machine(1, 0, 0)
@@ -179,7 +181,7 @@ def test_gpus_cores_and_programs_stand_by_rank(
 
 
 @pytest.mark.slow
-def test_the_gpus_of_each_process_are_shown(ddpkit: Command, machine: Callable[..., dict[str, str]]) -> None:
+def test_dry_run_shows_the_gpus_of_each_process(ddpkit: Command, machine: Callable[..., dict[str, str]]) -> None:
     run = ddpkit("launch", "--dry-run", "--gpus-per-process", 2, "-m", "this", env=machine(0, 0, 0, 0))
     assert run.returncode == 0, run.stderr
     rows = tables(run.stdout)[0]
@@ -188,7 +190,7 @@ def test_the_gpus_of_each_process_are_shown(ddpkit: Command, machine: Callable[.
     assert "DDPKIT_GPUS_PER_PROCESS=2 " in TORCHRUN.search(run.stdout)[1]  # type: ignore[index]
 
 
-def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
+def test_dry_run_shows_a_plan_command_that_can_be_pasted() -> None:
     nodes = "--nnodes 2 --nproc-per-node 3 --master-addr n0"
     command = "`ddpkit plan --gpus 3 --nodes 2 --memory {} train.py --lr 0.1 --key '****'`"
     text = described(f"{nodes} train.py --lr 0.1 --key sk_abcdefgh")
@@ -200,14 +202,14 @@ def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
         assert "ddpkit plan" not in described(other)
 
 
-def test_cores_are_ranges() -> None:
+def test_dry_run_shows_cores_as_ranges() -> None:
     text = described("--nproc-per-node 2 train.py", cpus=(0, 1, 2, 3, 8))
     assert tables(text)[0][1].split()[:4] == ["0", "node7", "-", "0-3,8"]
     assert "torchrun command, which does not bind processes to cores:" in text
     assert tables(described("train.py"))[0][1].split()[3] == "any"
 
 
-def test_what_is_only_known_when_nodes_meet_is_not_made_up() -> None:
+def test_dry_run_leaves_values_of_the_rendezvous_open() -> None:
     text = described("--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint n1:29400 --nproc-per-node 2 train.py")
     assert "  first + 1  node7" in text
     assert "nodes       2 to 4; ranks are assigned at the rendezvous" in text
@@ -228,11 +230,11 @@ def test_what_is_only_known_when_nodes_meet_is_not_made_up() -> None:
         ("--numa-binding node", "by --numa-binding"),
     ],
 )
-def test_the_circumstances_are_told(words: str, said: str) -> None:
+def test_dry_run_reports_the_circumstances(words: str, said: str) -> None:
     assert said in described(f"{words} train.py")
 
 
-def test_the_torchrun_command_does_not_repeat_what_torchrun_reads_from_variables() -> None:
+def test_dry_run_torchrun_command_omits_flags_read_from_variables() -> None:
     text = described("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="40", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${rank}>")
     above, _, command = text.partition("The equivalent torchrun command")
     assert "grace       40 s" in above
@@ -290,7 +292,7 @@ TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n
         "--cold",
     ],
 )
-def test_all_that_the_plan_has_is_told(words: str) -> None:
+def test_dry_run_shows_the_effect_of_every_flag(words: str) -> None:
     """Above the command line for torchrun, which repeats the flags."""
     before, after = (
         described(f"{TWO_NODES} {each} train.py").partition("The equivalent torchrun command")[0]
@@ -299,7 +301,7 @@ def test_all_that_the_plan_has_is_told(words: str) -> None:
     assert before != after
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_refused_as_at_the_start() -> None:
+def test_dry_run_with_a_rank_without_a_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="--virtual-local-rank: there is no GPU for local rank 1"):
         described("--virtual-local-rank --nproc-per-node 2 train.py", CUDA_VISIBLE_DEVICES="3")
 
@@ -310,7 +312,7 @@ def test_dry_run_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert cli.launch(["--dry-run", str(tmp_path / "t.py")]) == 0
 
 
-def test_server_may_fork_workers_unless_flags_before_the_script_or_a_variable_forbid_it() -> None:
+def test_may_fork_is_false_only_for_flags_before_the_script_or_variables() -> None:
     for words in (["--cold", "t.py"], ["--no-python", "t"], ["--nproc", "2", "--run_p", "t.py"], ["-m", "--cold", "t"]):
         assert not spec.parse(words, {}).may_fork({})
     for words in (
@@ -355,7 +357,7 @@ ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_a
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_nothing_the_launcher_prints_has_a_secret(ddpkit: Command, tmp_path: Path, words: list[str], code: int) -> None:
+def test_launcher_prints_no_secrets(ddpkit: Command, tmp_path: Path, words: list[str], code: int) -> None:
     (tmp_path / "fails.py").write_text("import os, sys\nraise ValueError(f'no login with {sys.argv} {os.environ}')")
     (tmp_path / "records.py").write_text(RECORDS)
     run = ddpkit("launch", *words, env=THREADS_UNSET | SECRETS | {"FAKE_NVML": ""})
@@ -366,7 +368,7 @@ def test_nothing_the_launcher_prints_has_a_secret(ddpkit: Command, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", [[], ["devices"], ["doctor"]], ids=str)
-def test_a_command_line_that_cannot_be_read_is_not_quoted_with_its_secrets(ddpkit: Command, command: list[str]) -> None:
+def test_launcher_does_not_quote_an_invalid_command_line_with_its_secrets(ddpkit: Command, command: list[str]) -> None:
     run = ddpkit(*command, "--api-key=ap_abcdefgh", "hf_abcdefgh", env=SECRETS)
     assert run.returncode == 2
     assert "usage: ddpkit" in run.stderr
@@ -374,7 +376,7 @@ def test_a_command_line_that_cannot_be_read_is_not_quoted_with_its_secrets(ddpki
 
 
 @pytest.mark.slow
-def test_another_node_shows_no_secret_that_it_does_not_know(ddpkit: Command, tmp_path: Path) -> None:
+def test_launcher_of_another_node_prints_no_secret_that_it_does_not_know(ddpkit: Command, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
         "import os\nif os.environ['RANK'] == '1': raise ValueError(os.environ['HF_TOKEN'])"
     )
@@ -400,7 +402,7 @@ def test_another_node_shows_no_secret_that_it_does_not_know(ddpkit: Command, tmp
         ["--event-log-handler", "nobody"],
     ],
 )
-def test_what_a_start_would_refuse_is_refused_and_no_folder_is_made(
+def test_dry_run_refuses_like_a_start_and_creates_no_folder(
     forked_ddpkit: Command, tmp_path: Path, words: list[str]
 ) -> None:
     (tmp_path / "train.py").touch()

@@ -12,7 +12,7 @@ import ddp_kit
 
 
 @pytest.mark.slow
-def test_it_prints_versions_machine_and_variables_without_secrets(ddpkit: Callable[..., Any]) -> None:
+def test_env_command_prints_versions_machine_and_variables_without_secrets(ddpkit: Callable[..., Any]) -> None:
     variables = {
         "NCCL_DEBUG": "INFO",
         "DDPKIT_TOKEN": "abcdefgh",

@@ -78,7 +78,7 @@ def export(*words: object) -> str:
 
 
 @pytest.mark.parametrize("kind", ["one writer", "four writers", "pieces of three ranks"])
-def test_the_file_has_the_weights(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_writes_the_weights(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1000)
     monkeypatch.setattr(weight_files, "_CHUNK", 1000)
     path = save(tmp_path / "runs", models(kind))
@@ -88,7 +88,7 @@ def test_the_file_has_the_weights(kind: str, tmp_path: Path, monkeypatch: pytest
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["model.safetensors", "runs"]
 
 
-def test_it_is_the_same_file_whatever_the_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_of_any_placement_writes_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1000)
     contents = set()
     for kind in ("one writer", "four writers", "pieces of three ranks"):
@@ -98,7 +98,7 @@ def test_it_is_the_same_file_whatever_the_placement(tmp_path: Path, monkeypatch:
     assert len(contents) == 1
 
 
-def test_shards_have_an_index_and_the_size_that_was_asked_for(tmp_path: Path) -> None:
+def test_export_of_shards_has_an_index_and_the_requested_size(tmp_path: Path) -> None:
     path = save(tmp_path / "runs", models("pieces of three ranks"))
     export(path, tmp_path / "m.safetensors", "--max-shard-size", "5kb")
     index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
@@ -114,7 +114,7 @@ def test_shards_have_an_index_and_the_size_that_was_asked_for(tmp_path: Path) ->
     assert same(read, WEIGHTS)
 
 
-def test_tied_weights_are_written_once_and_named_as_save_model_does(tmp_path: Path) -> None:
+def test_export_writes_tied_weights_once_named_like_save_model(tmp_path: Path) -> None:
     model = torch.nn.Module()
     model.embedding, model.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
     model.head.weight = model.embedding.weight
@@ -128,7 +128,7 @@ def test_tied_weights_are_written_once_and_named_as_save_model_does(tmp_path: Pa
     assert torch.equal(model.head.weight, weight)
 
 
-def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_export_of_a_run_uses_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path / "runs", [{"weight": torch.full((3,), float(step))}], step)
     (tmp_path / "runs" / name_of(3) / "state.json").unlink()
@@ -138,7 +138,7 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     assert load_file(tmp_path / "model.safetensors")["weight"].tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_changed_byte_leaves_no_file(tmp_path: Path) -> None:
+def test_export_of_a_changed_byte_leaves_no_file(tmp_path: Path) -> None:
     path = save(tmp_path / "runs", [dict(WEIGHTS)])
     content = bytearray((path / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -149,7 +149,7 @@ def test_a_changed_byte_leaves_no_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["runs"]
 
 
-def test_it_takes_memory_for_a_chunk_not_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_needs_memory_for_a_chunk_not_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "_CHUNK", 1 << 18)
     weights = {str(number): torch.randn(8, 1 << 18) for number in range(4)}  # 32 MiB
     halves = [
@@ -178,7 +178,7 @@ def test_it_takes_memory_for_a_chunk_not_for_the_model(tmp_path: Path, monkeypat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_said_and_nothing_is_written(
+def test_export_with_invalid_arguments_writes_nothing(
     words: list[str], kind: type[DdpKitError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def test_a_mistake_is_said_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_the_command_does_it_without_torch(ddpkit: Command, tmp_path: Path) -> None:
+def test_export_command_needs_no_torch(ddpkit: Command, tmp_path: Path) -> None:
     path = save(tmp_path / "runs", [dict(WEIGHTS)])
     done = ddpkit("export", path, "model.safetensors", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

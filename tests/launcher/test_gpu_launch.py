@@ -29,7 +29,7 @@ def one() -> Gpu:
     return gpus()[0]
 
 
-def test_devices_are_listed_as_the_driver_tells_of_them(ddpkit: Run) -> None:
+def test_devices_lists_the_gpus_of_the_driver(ddpkit: Run) -> None:
     done = ddpkit("devices")
     assert done.returncode == 0, done.stderr
     for gpu in gpus():
@@ -39,7 +39,7 @@ def test_devices_are_listed_as_the_driver_tells_of_them(ddpkit: Run) -> None:
 
 
 @pytest.mark.parametrize("words", ["1", "free:1", "uuid", ""])
-def test_a_launch_gets_the_gpus_that_it_asks_for(ddpkit: Run, script: Script, one: Gpu, words: str) -> None:
+def test_launch_gets_the_requested_gpus(ddpkit: Run, script: Script, one: Gpu, words: str) -> None:
     asked = one.uuid[:12] if words == "uuid" else words
     done = ddpkit("launch", *(["--gpus", asked] if asked else []), script(SHOWS))
     assert done.returncode == 0, done.stderr
@@ -49,16 +49,14 @@ def test_a_launch_gets_the_gpus_that_it_asks_for(ddpkit: Run, script: Script, on
     assert "starting cold" not in done.stderr
 
 
-def test_forked_and_cold_workers_find_the_same_gpu(ddpkit: Run, script: Script) -> None:
+def test_forked_and_cold_workers_get_the_same_gpu(ddpkit: Run, script: Script) -> None:
     warm, cold = (ddpkit("launch", *flags, "--nproc-per-node", 1, script(SHOWS)) for flags in ([], ["--cold"]))
     assert warm.returncode == cold.returncode == 0, warm.stderr + cold.stderr
     assert warm.stdout == cold.stdout
     assert "starting cold" not in warm.stderr
 
 
-def test_workers_are_started_cold_where_an_import_has_initialised_cuda(
-    ddpkit: Run, script: Script, tmp_path: Path
-) -> None:
+def test_workers_start_cold_if_an_import_has_initialised_cuda(ddpkit: Run, script: Script, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.ones(1, device='cuda')\n")
     done = ddpkit("launch", "--nproc-per-node", 1, script(SHOWS), env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
@@ -75,7 +73,7 @@ say("attempt", attempt)
 """
 
 
-def test_a_worker_that_is_killed_on_a_gpu_is_forked_again(ddpkit: Run, script: Script) -> None:
+def test_worker_killed_on_a_gpu_is_forked_again(ddpkit: Run, script: Script) -> None:
     done = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script(AFTER_A_KILL))
     assert (done.returncode, done.stdout) == (0, "attempt 1\n"), done.stderr
     assert "starting cold" not in done.stderr
@@ -92,7 +90,7 @@ say(sums, any("gemm" in event.key.lower() or event.device_time_total > 0 for eve
 """
 
 
-def test_a_forked_worker_pins_memory_has_loader_processes_and_profiles(ddpkit: Run, script: Script) -> None:
+def test_forked_worker_pins_memory_uses_dataloader_workers_and_profiles(ddpkit: Run, script: Script) -> None:
     done = ddpkit("launch", "--nproc-per-node", 1, script(USES_EVERYTHING))
     assert (done.returncode, done.stdout) == (0, "[131072.0, 131072.0] True\n"), done.stderr
     assert "starting cold" not in done.stderr
@@ -121,7 +119,7 @@ input()
 """
 
 
-def test_a_process_on_a_gpu_is_seen_and_the_gpu_is_not_free(ddpkit: Run, script: Script, tmp_path: Path) -> None:
+def test_process_on_a_gpu_is_listed_and_its_gpu_not_free(ddpkit: Run, script: Script, tmp_path: Path) -> None:
     holds = tmp_path / "holds.py"
     holds.write_text(HOLDS)
     with started(sys.executable, holds, stdin=subprocess.PIPE) as process:
@@ -147,9 +145,7 @@ while not Path("end").exists():
 """
 
 
-def test_of_launches_that_race_for_the_gpus_each_gets_its_own_and_the_others_are_told(
-    script: Script, tmp_path: Path
-) -> None:
+def test_launches_that_race_for_gpus_get_one_each_or_are_refused(script: Script, tmp_path: Path) -> None:
     waits, number = script(WAITS), len(gpus())
     with ExitStack() as running:
         launches = [
@@ -166,7 +162,7 @@ def test_of_launches_that_race_for_the_gpus_each_gets_its_own_and_the_others_are
     assert all("other launches hold" in said for said, code in ended if code == 2), ended
 
 
-def test_mig_devices_are_told_apart_and_given_out(ddpkit: Run, script: Script) -> None:
+def test_mig_devices_are_listed_and_assigned_separately(ddpkit: Run, script: Script) -> None:
     migs = [gpu for gpu in gpus() if gpu.is_mig]
     if not migs:
         pytest.skip("no GPU of this machine is in MIG mode")
@@ -175,7 +171,7 @@ def test_mig_devices_are_told_apart_and_given_out(ddpkit: Run, script: Script) -
     assert done.stdout.split()[:2] == [migs[0].uuid, "1"]
 
 
-def test_the_doctor_finds_nothing_wrong_with_the_gpus(ddpkit: Run) -> None:
+def test_doctor_finds_no_fault_of_the_gpus(ddpkit: Run) -> None:
     done = ddpkit("doctor")
     lines = done.stdout.splitlines()
     wrong = [line for line in lines if line.startswith("fail")]

@@ -40,19 +40,19 @@ class Course:
         assert self.look() is None
 
 
-def test_nobody_has_done_anything_for_the_limit() -> None:
+def test_hang_rule_without_progress_for_the_limit_reports_no_progress() -> None:
     course = Course(TRAINS, TRAINS)
     assert course.quiet(7) == [None] * 7
     assert course.look() == NoProgress(8.0, 8.0)
 
 
-def test_one_rank_that_goes_on_is_enough() -> None:
+def test_hang_rule_with_one_rank_that_progresses_reports_nothing() -> None:
     course = Course(TRAINS, TRAINS)
     for _ in range(40):
         course.beat(1)
 
 
-def test_the_limit_is_extended_to_twice_the_longest_pause() -> None:
+def test_hang_rule_extends_the_limit_to_twice_the_longest_pause() -> None:
     course = Course(TRAINS, TRAINS)
     course.quiet(3)
     course.beat(0, 1)
@@ -64,7 +64,7 @@ def test_the_limit_is_extended_to_twice_the_longest_pause() -> None:
     assert any(course.quiet(1))
 
 
-def test_the_first_steps_may_take_ten_times_as_long() -> None:
+def test_hang_rule_allows_ten_times_the_limit_for_the_first_steps() -> None:
     course = Course(FRESH, FRESH)
     assert course.rule.limit == 80.0
     course.quiet(60)
@@ -73,7 +73,7 @@ def test_the_first_steps_may_take_ten_times_as_long() -> None:
     assert Course(TRAINS, FRESH).rule.limit == 80.0, "the slowest counts"
 
 
-def test_a_rank_that_is_stopped_has_no_good_reason_wherever_it_is() -> None:
+def test_hang_rule_with_a_stopped_rank_reports_it_in_any_phase() -> None:
     course = Course(Heartbeat(), FRESH)
     course.quiet(30)
     assert [course.look(stopped=True) for _ in range(7)] == [None] * 7, "it may have been for a moment"
@@ -83,13 +83,13 @@ def test_a_rank_that_is_stopped_has_no_good_reason_wherever_it_is() -> None:
     assert course.look(stopped=True) is None, "others do not wait for it yet"
 
 
-def test_a_save_may_wait_for_the_disk() -> None:
+def test_hang_rule_allows_more_time_for_a_save() -> None:
     course = Course(replace(TRAINS, phase=Phase.CHECKPOINT), TRAINS)
     assert course.rule.limit == 80.0
 
 
 @pytest.mark.parametrize("phase", [Phase.OUTSIDE, Phase.BETWEEN_STEPS])
-def test_who_does_what_they_like_may_take_as_long_as_they_like(phase: Phase) -> None:
+def test_hang_rule_has_no_limit_for_user_phases(phase: Phase) -> None:
     course = Course(*[replace(TRAINS, phase=phase)] * 2)
     assert not any(course.quiet(500))
     course.beat(0, phase=Phase.BACKWARD)
@@ -97,7 +97,7 @@ def test_who_does_what_they_like_may_take_as_long_as_they_like(phase: Phase) -> 
     assert any(course.quiet(9)), "but one is not to let the others wait"
 
 
-def test_a_script_without_a_trainer_is_watched_where_that_was_asked_for() -> None:
+def test_hang_rule_watches_scripts_without_a_trainer_only_if_asked() -> None:
     ahead = replace(PLAIN, collectives=21, all_collectives=21)
     assert any(Course(PLAIN, ahead, any_script=True).quiet(9))
     assert not any(Course(PLAIN, ahead).quiet(500))
@@ -106,7 +106,7 @@ def test_a_script_without_a_trainer_is_watched_where_that_was_asked_for() -> Non
     assert not any(Course(early, replace(early, collectives=3), any_script=True).quiet(79))
 
 
-def test_ranks_that_all_stay_in_native_code_hang_though_nobody_waits() -> None:
+def test_hang_rule_with_all_ranks_in_native_code_reports_no_progress() -> None:
     """The time of Python code is known by its changes; it is no progress by itself."""
     observed = replace(PLAIN, python_at=1)
     assert Course(observed, any_script=True).quiet(9)[-1] == NoProgress(9.0, 8.0)
@@ -128,24 +128,24 @@ def test_ranks_that_all_stay_in_native_code_hang_though_nobody_waits() -> None:
     assert any(course.quiet(9)), "the group was destroyed, which is not the start of the script"
 
 
-def test_time_in_which_nobody_looked_does_not_count() -> None:
+def test_hang_rule_ignores_time_in_which_the_agent_did_not_look() -> None:
     course = Course(TRAINS, TRAINS)
     assert course.look(after=3600.0) is None
 
 
-def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+def test_hang_rule_does_not_wait_for_a_rank_that_has_ended() -> None:
     course = Course(TRAINS, TRAINS)
     course.quiet(7)
     del course.signs[1]
     assert course.look() == NoProgress(8.0, 8.0)
 
 
-def test_other_nodes_come_first() -> None:
+def test_no_progress_lets_other_nodes_report_first() -> None:
     assert not NoProgress(11.0, 8.0).past_other_nodes_limit
     assert NoProgress(12.0, 8.0).past_other_nodes_limit
 
 
-def test_after_a_good_reason_the_time_starts_again() -> None:
+def test_hang_rule_reset_restarts_the_time() -> None:
     course = Course(TRAINS, TRAINS)
     assert any(course.quiet(8))
     course.rule.reset()
@@ -165,24 +165,24 @@ def test_after_a_good_reason_the_time_starts_again() -> None:
         ((replace(TRAINS, phase=Phase.DATA), replace(TRAINS, phase=Phase.CALLBACKS)), (Stack(), Stack())),
     ],
 )
-def test_the_culprit_is_stopped_or_in_no_collective_or_behind(
+def test_culprit_is_the_rank_that_is_stopped_outside_collectives_or_behind(
     signs: tuple[Heartbeat, ...], stacks: tuple[Stack, ...]
 ) -> None:
     assert culprit(dict(enumerate(signs)), dict(enumerate(stacks))) == 1
 
 
-def test_where_all_wait_for_each_other_the_cause_is_elsewhere() -> None:
+def test_ranks_that_all_wait_for_each_other_are_recognised() -> None:
     assert all_wait_for_ranks([IN_ALL_REDUCE, IN_ALL_REDUCE])
     assert not all_wait_for_ranks([IN_ALL_REDUCE, IN_THE_SCRIPT])
     assert not all_wait_for_ranks([IN_ALL_REDUCE, replace(IN_ALL_REDUCE, stopped=True)])
 
 
-def test_who_sits_in_a_debugger_does_not_hang() -> None:
+def test_rank_in_a_debugger_is_recognised() -> None:
     assert is_debugged([IN_ALL_REDUCE, Stack(frames=(Frame("interaction", "/usr/lib/python3.11/pdb.py", 400),))])
     assert not is_debugged([IN_ALL_REDUCE, IN_THE_SCRIPT])
 
 
-def test_a_stack_is_told_in_the_user_s_own_lines() -> None:
+def test_stack_is_described_by_the_lines_of_the_users_code() -> None:
     user = Frame("__getitem__", "/home/ann/train.py", 31)
     fetch = Frame("fetch", "/lib/site-packages/torch/utils/data/_utils/fetch.py", 54)
     inner = Frame("match", "/lib/site-packages/regex/regex.py", 7)
@@ -209,5 +209,5 @@ def test_a_stack_is_told_in_the_user_s_own_lines() -> None:
         ([Frame("work", "/home/ann/train.py", 1), Frame("all_reduce", "torch/distributed/distributed_c10d.py", 1)], ""),
     ],
 )  # fmt: skip
-def test_a_collective_is_known_by_its_name(frames: list[Frame], words: str) -> None:
+def test_collective_is_recognised_by_its_function_names(frames: list[Frame], words: str) -> None:
     assert Stack(frames=tuple(frames)).waits_for_ranks == words

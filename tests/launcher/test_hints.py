@@ -84,7 +84,7 @@ def little(kind: int, amount: int) -> Callable[[], None]:
     ],
     ids=lambda value: value.strip()[:30],
 )
-def test_a_real_failure_leads_to_its_advice(tmp_path: Path, code: str, said: str) -> None:
+def test_hint_for_a_real_failure_gives_its_advice(tmp_path: Path, code: str, said: str) -> None:
     text, exit_code = failed(code, tmp_path)
     advice = hint(text, exit_code)
     assert said in advice, text
@@ -100,7 +100,7 @@ def test_a_real_failure_leads_to_its_advice(tmp_path: Path, code: str, said: str
         ("files = [open('/dev/null') for _ in range(99)]", (resource.RLIMIT_NOFILE, 20), FILES),
     ],
 )
-def test_a_limit_is_named(tmp_path: Path, code: str, limit: tuple[int, int], said: str) -> None:
+def test_hint_for_a_limit_names_it(tmp_path: Path, code: str, limit: tuple[int, int], said: str) -> None:
     assert said in hint(*failed(code, tmp_path, little(*limit)))
 
 
@@ -115,7 +115,7 @@ def test_a_limit_is_named(tmp_path: Path, code: str, limit: tuple[int, int], sai
     ],
     ids=["torch", "bus error", "data loader"],
 )
-def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, code: str) -> None:
+def test_hint_for_small_shared_memory_names_it(tmp_path: Path, code: str) -> None:
     small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
     if subprocess.run([*small, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount a small /dev/shm")
@@ -146,7 +146,7 @@ def two_ranks(folder: Path, then: str) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_told_from_one_that_went_away(tmp_path: Path) -> None:
+def test_hint_distinguishes_a_missing_rank_from_one_that_exited(tmp_path: Path) -> None:
     waits = f"""
 if os.environ['RANK'] == '1': input()
 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds={seconds(2)}))
@@ -164,7 +164,7 @@ dist.all_reduce(numbers)
 
 
 @pytest.mark.slow
-def test_parameters_that_ddp_waits_for_are_named(tmp_path: Path) -> None:
+def test_hint_for_parameters_that_ddp_waits_for_names_the_setting(tmp_path: Path) -> None:
     unused = """
 import torch.nn as nn
 class Half(nn.Module):
@@ -180,7 +180,7 @@ for _ in range(2): model(torch.ones(1, 1)).sum().backward()
 
 
 @pytest.mark.slow
-def test_a_store_that_went_away_is_an_echo(tmp_path: Path) -> None:
+def test_lost_store_is_a_secondary_failure(tmp_path: Path) -> None:
     code = """
 import subprocess, sys, torch.distributed as dist
 if len(sys.argv) > 1:
@@ -269,20 +269,20 @@ ABORT = -signal.SIGABRT
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_message_leads_to_its_advice(text: str, exit_code: int, said: str) -> None:
+def test_hint_for_a_message_gives_its_advice(text: str, exit_code: int, said: str) -> None:
     advice = hint(text, exit_code)
     assert said in advice
     assert said or not advice
 
 
-def test_the_kernel_s_counter_tells_of_memory_where_the_worker_cannot() -> None:
+def test_hint_uses_the_kernels_out_of_memory_counter() -> None:
     assert HOST in hint("", -signal.SIGKILL, out_of_memory=True)
     assert HOST not in hint("", -signal.SIGKILL)
     assert HOST in hint("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", 1, out_of_memory=True)
     assert "pip install" in hint("ModuleNotFoundError: No module named 'x'", 1, out_of_memory=True)
 
 
-def test_what_was_dealt_with_before_the_last_exception_does_not_count() -> None:
+def test_hint_ignores_exceptions_that_were_handled() -> None:
     handled = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'flash_attn'\n"
     last = "Traceback (most recent call last):\n  File ...\nValueError: no such model\n"
     assert hint(f"{handled}falling back\n{last}", 1) == ""
@@ -291,7 +291,7 @@ def test_what_was_dealt_with_before_the_last_exception_does_not_count() -> None:
     assert "flash_attn" in hint(f"{handled}{direct}{last}", 1)
 
 
-def test_a_rank_with_an_error_of_its_own_is_no_echo() -> None:
+def test_own_error_of_a_rank_is_not_a_secondary_failure() -> None:
     warning = (
         "[W1120 15:45:04.24 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=4): Failed to recv, "
         "got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?\n"
@@ -312,7 +312,7 @@ def test_a_rank_with_an_error_of_its_own_is_no_echo() -> None:
         assert is_secondary(text)
 
 
-def test_every_place_in_an_advice_is_filled() -> None:
+def test_every_placeholder_of_an_advice_is_filled() -> None:
     for cause in CAUSES:
         names = cause.pattern.split("(?P<")[1:]
         assert all(f"{{{name.split('>')[0]}}}" in cause.advice for name in names)

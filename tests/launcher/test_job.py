@@ -67,13 +67,13 @@ TWO = Limits(min_nodes=2, max_nodes=2)
 ELASTIC = Limits(min_nodes=1, max_nodes=2)
 
 
-def test_a_single_node_starts_at_once_and_ends_when_its_workers_do() -> None:
+def test_job_of_a_single_node_starts_at_once_and_ends_with_its_workers() -> None:
     machine, orders = job(Limits(), node(0))
     assert the_go(orders).assignments[0].world_size == 2
     assert the_end(machine.reported(report(0, State.DONE), 1.0)) == Outcome()
 
 
-def test_ranks_count_through_the_nodes_and_through_the_roles() -> None:
+def test_job_numbers_ranks_through_nodes_and_roles() -> None:
     mixed = [
         node(0, processes=1, role="ps"),
         node(1, processes=3),
@@ -88,12 +88,12 @@ def test_ranks_count_through_the_nodes_and_through_the_roles() -> None:
     assert {(s.master_addr, s.master_port) for s in assignments.values()} == {("", 100)}
 
 
-def test_given_node_ranks_decide_whoever_comes_first() -> None:
+def test_job_uses_given_node_ranks_in_any_order_of_arrival() -> None:
     assignments = the_go(job(TWO, node(0, rank=1), node(1, rank=0))[1]).assignments
     assert (assignments[0].group_rank, assignments[1].group_rank) == (1, 0)
 
 
-def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
+def test_job_waits_for_the_last_call_if_more_nodes_may_join() -> None:
     machine, orders = job(ELASTIC, node(0))
     machine.heartbeat(0, 29.0)
     assert not orders
@@ -101,13 +101,13 @@ def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
     assert the_go(machine.tick(30.0)).assignments.keys() == {0}
 
 
-def test_too_few_nodes_are_an_end_not_an_endless_wait() -> None:
+def test_job_with_too_few_nodes_ends_after_the_join_timeout() -> None:
     machine, _ = job(TWO, node(0))
     machine.heartbeat(0, 601.0)
     assert the_end(machine.tick(601.0)).lost == "only 1 of 2 nodes joined within 600 s"
 
 
-def test_a_failure_is_followed_by_a_stop_everywhere_and_then_a_restart_with_a_fresh_store() -> None:
+def test_job_after_a_failure_stops_all_nodes_and_restarts_with_a_new_store() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
     assert machine.reported(report(1, State.FAILED, failure(2)), 1.0) == [Stop(0)]
     go = the_go(machine.reported(report(0, State.STOPPED, port=777), 1.1))
@@ -115,7 +115,7 @@ def test_a_failure_is_followed_by_a_stop_everywhere_and_then_a_restart_with_a_fr
     assert "rank 2 failed first" in go.why
 
 
-def test_without_restarts_left_all_failures_are_in_the_end_and_the_first_one_leads() -> None:
+def test_job_without_restarts_left_ends_with_all_failures() -> None:
     machine, _ = job(TWO, node(0), node(1))
     machine.reported(report(1, State.FAILED, failure(2, after=1.2)), 1.0)
     outcome = the_end(
@@ -125,7 +125,7 @@ def test_without_restarts_left_all_failures_are_in_the_end_and_the_first_one_lea
 
 
 @pytest.mark.parametrize("limits", [ELASTIC, Limits(min_nodes=1, max_nodes=2, max_restarts=3)])
-def test_a_dead_node_costs_no_restart_even_where_its_death_made_workers_fail(limits: Limits) -> None:
+def test_job_does_not_count_a_dead_node_as_a_restart(limits: Limits) -> None:
     machine, _ = job(limits, node(0), node(1))
     assert machine.reported(report(0, State.FAILED, failure(0)), 1.0) == [Stop(0)]
     machine.heartbeat(0, 3.5)
@@ -148,7 +148,7 @@ def short_of(limits: Limits, *nodes: Node) -> Job:
     return machine
 
 
-def test_a_dead_node_that_the_job_needs_may_be_replaced() -> None:
+def test_job_replaces_a_dead_node_that_it_needs() -> None:
     machine = short_of(TWO, node(0), node(1))
     assert not machine.tick(15.0)
     go = the_go(machine.joined(node(2), 15.5))
@@ -157,14 +157,14 @@ def test_a_dead_node_that_the_job_needs_may_be_replaced() -> None:
     assert the_go(machine.joined(node(2, rank=1), 15.5)).assignments[2].group_rank == 1
 
 
-def test_a_dead_node_that_is_not_replaced_in_time_ends_a_job_that_needs_it() -> None:
+def test_job_ends_if_a_dead_node_is_not_replaced_in_time() -> None:
     machine = short_of(TWO, node(0), node(1))
     outcome = the_end(machine.tick(16.0))
     assert outcome.lost == "no heartbeat from h1 for 3 s; no replacement joined within 12 s"
     assert judge(outcome).exit_code == ExitCode.NODE_LOST
 
 
-def test_nobody_waits_for_a_replacement_once_a_node_has_left_on_purpose() -> None:
+def test_job_does_not_wait_for_replacements_after_a_node_has_left() -> None:
     machine = short_of(Limits(min_nodes=3, max_nodes=3), node(0), node(1), node(2))
     outcome = the_end(machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 5.0))
     assert (outcome.lost.partition("; ")[2], outcome.stopped_by) == ("h2 left the job", signal.SIGTERM)
@@ -174,7 +174,7 @@ def test_nobody_waits_for_a_replacement_once_a_node_has_left_on_purpose() -> Non
     assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "no heartbeat from h1 for 3 s"
 
 
-def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
+def test_job_ends_if_too_many_replacements_die() -> None:
     machine, now = job(TWO, node(0), node(1))[0], 0.0
     for number in range(2, 2 * LOST_NODES):
         now += 10.0
@@ -188,7 +188,7 @@ def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
     raise AssertionError("it does not end")
 
 
-def test_a_newcomer_is_let_in_where_there_is_room() -> None:
+def test_job_with_room_admits_a_new_node() -> None:
     machine, _ = job(ELASTIC, node(0))
     machine.heartbeat(0, 30.0)
     machine.tick(30.0)
@@ -197,7 +197,7 @@ def test_a_newcomer_is_let_in_where_there_is_room() -> None:
     assert (go.assignments.keys(), go.assignments[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
 
 
-def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
+def test_job_without_room_keeps_a_new_node_waiting_until_another_dies() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     assert not machine.joined(node(2), 1.0)
     for number in (0, 2):
@@ -206,7 +206,7 @@ def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
     assert the_go(machine.reported(report(0, State.STOPPED), 3.7)).assignments.keys() == {0, 2}
 
 
-def test_a_newcomer_does_not_disturb_a_job_that_is_about_to_end() -> None:
+def test_job_that_is_ending_does_not_restart_for_a_new_node() -> None:
     machine, _ = job(Limits(min_nodes=1, max_nodes=3), node(0), node(1))
     for number in (0, 1):
         machine.heartbeat(number, 30.0)
@@ -216,27 +216,27 @@ def test_a_newcomer_does_not_disturb_a_job_that_is_about_to_end() -> None:
     assert the_end(machine.reported(report(1, State.DONE), 31.2)) == Outcome()
 
 
-def test_a_replacement_may_come_before_the_death_is_noticed() -> None:
+def test_job_accepts_a_replacement_before_the_death_is_noticed() -> None:
     machine, _ = job(TWO, node(0, rank=0), node(1, rank=1))
     assert machine.joined(node(2, rank=1), 1.0) == [Stop(0)]
     assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0, 2}
 
 
-def test_a_node_that_was_told_to_stop_leaves_and_the_others_go_on() -> None:
+def test_job_continues_without_a_node_that_has_left() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     leaving = Report(1, 0, State.LEFT, signal=signal.SIGTERM)
     assert machine.reported(leaving, 1.0) == [Stop(0, may_save=True)]
     assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0}
 
 
-def test_without_the_host_of_the_rendezvous_the_job_ends() -> None:
+def test_job_without_the_host_of_the_rendezvous_ends() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     machine.reported(Report(0, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
     outcome = the_end(machine.reported(report(1, State.STOPPED), 1.1))
     assert (outcome.lost, outcome.stopped_by) == ("h0 left the job", signal.SIGTERM)
 
 
-def test_of_nodes_whose_hosts_share_a_name_the_address_says_which_left() -> None:
+def test_job_distinguishes_hosts_with_the_same_name_by_address() -> None:
     machine, _ = job(ELASTIC, *(node(number, host="gpu", address=f"10.0.0.{number}") for number in range(2)))
     machine.reported(Report(0, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
     assert the_end(machine.reported(report(1, State.STOPPED), 1.1)).lost == "gpu (10.0.0.0) left the job"
@@ -249,21 +249,21 @@ def test_of_nodes_whose_hosts_share_a_name_the_address_says_which_left() -> None
         (node(1, rank=1, nnodes="3"), "h0 was started with --nnodes 1, h1 with --nnodes 3"),
     ],
 )
-def test_nodes_that_do_not_fit_together_are_told_so(second: Node, problem: str) -> None:
+def test_job_with_inconsistent_nodes_refuses_them(second: Node, problem: str) -> None:
     machine, orders = job(TWO, node(0, rank=0), second)
     outcome = the_end(orders)
     assert (outcome.lost, judge(outcome).exit_code) == (problem, ExitCode.USAGE)
     assert machine.alive == (0, 1), "both nodes get the outcome"
 
 
-def test_node_with_another_number_of_nodes_is_refused_by_a_job_that_runs() -> None:
+def test_job_that_runs_refuses_a_node_with_another_number_of_nodes() -> None:
     machine, _ = job(ELASTIC, node(0, rank=0), node(1, rank=1))
     (order,) = machine.joined(node(2, rank=1, nnodes="3"), 1.0)
     assert order == Refuse(2, "h0 was started with --nnodes 1, h2 with --nnodes 3")
     assert machine.alive == (0, 1), "the node with the same rank is not replaced"
 
 
-def test_ranks_that_ended_early_are_listed_once() -> None:
+def test_job_lists_ranks_that_exited_early_once() -> None:
     machine, _ = job(TWO, node(0), node(1))
     machine.reported(Report(0, 0, State.DONE, ended_well=(0, 1)), 1.0)
     machine.reported(report(1, State.FAILED, failure(2, secondary=True)), 2.0)
@@ -271,20 +271,20 @@ def test_ranks_that_ended_early_are_listed_once() -> None:
     assert judge(outcome).text.startswith("ranks 0, 1 ended early, with exit code 0")
 
 
-def test_an_error_at_the_imports_is_not_tried_again() -> None:
+def test_job_does_not_restart_after_an_import_error() -> None:
     machine, _ = job(Limits(max_restarts=3), node(0))
     outcome = the_end(machine.reported(report(0, State.FAILED, failure(at_start=True)), 1.0))
     assert outcome.note == "not restarted: an import in the script failed"
 
 
-def test_a_round_that_fails_without_a_failure_ends_the_job() -> None:
+def test_job_whose_round_fails_without_a_failure_ends() -> None:
     machine, _ = job(Limits(max_restarts=3), node(0))
     outcome = the_end(machine.reported(report(0, State.FAILED), 1.0))
     assert judge(outcome).exit_code != 0
     assert "no node reported a failure" in outcome.lost
 
 
-def test_failures_that_all_say_they_were_terminated_count_as_any_other() -> None:
+def test_job_counts_failures_that_were_all_terminated() -> None:
     machine, _ = job(Limits(max_restarts=1), node(0))
     told = failure(terminated=True, exit_code=-signal.SIGTERM)
     assert the_go(machine.reported(report(0, State.FAILED, told), 1.0)).assignments[0].restarts == 1
@@ -302,7 +302,7 @@ def waiting(limits: Limits, *nodes: Node) -> Job:
     return machine
 
 
-def test_a_crash_loop_waits_before_the_next_round_and_says_so_at_once() -> None:
+def test_job_in_a_crash_loop_waits_before_the_next_round() -> None:
     machine = waiting(Limits(max_restarts=9), node(0))
     assert machine.timeout(2.25) == 0.75
     assert not machine.tick(2.75)
@@ -311,7 +311,7 @@ def test_a_crash_loop_waits_before_the_next_round_and_says_so_at_once() -> None:
     assert machine.timeout(3.0) is None
 
 
-def test_a_node_that_is_lost_during_the_wait_is_done_without_or_ends_the_job() -> None:
+def test_job_that_loses_a_node_during_the_wait_continues_or_ends() -> None:
     for least, goes_on in ((1, True), (2, False)):
         machine = waiting(Limits(min_nodes=least, max_nodes=2, max_restarts=9), node(0), node(1))
         orders = machine.reported(Report(1, 1, State.LEFT, signal=signal.SIGTERM), 2.5)
@@ -322,7 +322,7 @@ def test_a_node_that_is_lost_during_the_wait_is_done_without_or_ends_the_job() -
             assert (the_end(orders).lost, the_end(orders).stopped_by) == ("h1 left the job", signal.SIGTERM)
 
 
-def test_a_node_that_comes_during_the_wait_gets_its_seat_after_it() -> None:
+def test_job_assigns_ranks_to_a_node_that_joins_during_the_wait() -> None:
     machine = waiting(Limits(min_nodes=1, max_nodes=2, max_restarts=9), node(0), node(1))
     assert not machine.reported(Report(1, 1, State.LEFT), 2.25)
     assert not machine.joined(node(2), 2.5)
@@ -330,7 +330,7 @@ def test_a_node_that_comes_during_the_wait_gets_its_seat_after_it() -> None:
     assert (go.assignments.keys(), go.why) == ({0, 2}, "h1 left the job")
 
 
-def test_what_any_node_has_seen_of_new_steps_is_progress() -> None:
+def test_job_counts_new_steps_of_any_node_as_progress() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
     whys = []
     for round_, (began, reached) in enumerate([(0, 8), (5, 12), (10, 14)]):
@@ -354,14 +354,14 @@ def lose_nodes(times: int, lasting: float) -> Outcome | None:
     return None
 
 
-def test_lost_nodes_have_a_budget_of_their_own() -> None:
+def test_job_has_a_separate_limit_of_lost_nodes() -> None:
     outcome = lose_nodes(2 * LOST_NODES, lasting=1.0)
     assert outcome is not None
     assert outcome.lost == f"nodes were lost {LOST_NODES + 1} times in a row without progress"
     assert judge(outcome).exit_code == ExitCode.NODE_LOST
 
 
-def test_nodes_that_are_lost_during_the_wait_before_a_restart_count_too() -> None:
+def test_job_counts_nodes_that_are_lost_during_the_wait() -> None:
     machine, _ = job(Limits(min_nodes=1, max_nodes=2, max_restarts=4 * LOST_NODES), node(0), node(1))
     now = 0.0
 
@@ -386,11 +386,11 @@ def test_nodes_that_are_lost_during_the_wait_before_a_restart_count_too() -> Non
     raise AssertionError("lost nodes do not count during the wait")
 
 
-def test_long_rounds_between_lost_nodes_are_no_loop() -> None:
+def test_job_with_long_rounds_between_lost_nodes_does_not_end() -> None:
     assert lose_nodes(2 * LOST_NODES, lasting=3600.0) is None
 
 
-def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
+def test_job_does_not_count_failures_caused_by_admitting_a_node() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=3), node(0), node(1))
     for number in (0, 1):
         machine.heartbeat(number, 30.0)
@@ -403,7 +403,7 @@ def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
     assert (go.assignments.keys(), go.assignments[0].restarts) == ({0, 1, 2}, 0)
 
 
-def test_others_are_stopped_as_soon_as_a_node_is_failing_not_when_it_has_failed() -> None:
+def test_job_stops_other_nodes_as_soon_as_one_is_failing() -> None:
     machine, _ = job(TWO, node(0), node(1))
     assert machine.reported(report(1, State.FAILING), 1.0) == [Stop(0)]
     assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 1.1)
@@ -411,32 +411,32 @@ def test_others_are_stopped_as_soon_as_a_node_is_failing_not_when_it_has_failed(
     assert [each.rank for each in outcome.failures] == [0, 2]
 
 
-def test_a_host_that_leaves_while_nodes_gather_tells_them() -> None:
+def test_job_whose_host_leaves_while_nodes_gather_ends() -> None:
     machine, _ = job(TWO, node(0))
     outcome = the_end(machine.reported(Report(0, -1, State.LEFT, signal=signal.SIGTERM), 1.0))
     assert (outcome.lost, outcome.stopped_by, outcome.started) == ("h0 left the job", signal.SIGTERM, False)
 
 
-def test_no_round_starts_before_the_host_is_there() -> None:
+def test_job_does_not_start_before_its_host_has_joined() -> None:
     machine, orders = job(ELASTIC, node(1), node(2))
     assert not orders
     assert 0 in the_go(machine.joined(node(0), 1.0)).assignments
 
 
-def test_a_node_that_comes_after_the_end_is_told_how_it_was() -> None:
+def test_job_that_has_ended_reports_its_outcome_to_a_late_node() -> None:
     machine, _ = job(Limits(), node(0))
     machine.reported(report(0, State.DONE), 1.0)
     assert the_end(machine.joined(node(1), 2.0)) == Outcome()
     assert machine.alive == (0,)
 
 
-def test_a_node_started_again_while_others_gather_takes_its_own_place() -> None:
+def test_job_gives_a_restarted_node_its_former_rank_while_others_gather() -> None:
     machine, _ = job(Limits(min_nodes=3, max_nodes=3), node(0, rank=0), node(1, rank=1, host="h1"))
     assert not machine.joined(node(2, rank=1, host="h1"), 1.0)
     assert machine.alive == (0, 2)
 
 
-def test_a_signal_of_long_ago_does_not_colour_a_later_loss() -> None:
+def test_job_does_not_report_an_earlier_signal_for_a_later_loss() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=3, replacement_timeout=0.0), node(0), node(1), node(2))
     machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
     machine.reported(report(0, State.STOPPED), 1.1)
@@ -446,7 +446,7 @@ def test_a_signal_of_long_ago_does_not_colour_a_later_loss() -> None:
     assert the_end(machine.reported(report(0, State.STOPPED, round=1), 5.1)).stopped_by == 0
 
 
-def test_old_news_changes_nothing() -> None:
+def test_job_ignores_reports_of_earlier_rounds() -> None:
     machine, _ = job(Limits(max_restarts=2), node(0))
     the_go(machine.reported(report(0, State.FAILED, failure()), 1.0))
     assert not machine.reported(report(0, State.FAILED, failure()), 1.1)
@@ -461,7 +461,7 @@ FAILURES = st.lists(  # what the next failures say, and between which steps thei
 
 
 @given(EVENTS, FAILURES, st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
-def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
+def test_job_with_any_events_has_whole_rounds_and_ends_once(
     events: list[tuple[str, int]],
     failures: list[tuple[str, tuple[int, int] | None]],
     least: int,

@@ -68,7 +68,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torch says that it sets it
 
 
-def test_no_flag_has_a_value_that_ends_in_a_traceback() -> None:
+def test_flag_with_any_nonsense_value_raises_no_other_error() -> None:
     valued = [flag.name for flag in spec.TORCHRUN_FLAGS if flag.metavar]
     found = [
         unexpected(f"{flag}={value}")
@@ -78,7 +78,7 @@ def test_no_flag_has_a_value_that_ends_in_a_traceback() -> None:
     assert not list(filter(None, found))
 
 
-def test_no_variable_has_a_value_that_ends_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_with_any_nonsense_value_raises_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for flag in spec.TORCHRUN_FLAGS:
         for value in NONSENSE:
@@ -101,7 +101,7 @@ def torchrun_refuses(*words: str) -> bool:
 
 @pytest.mark.parametrize("backend", [C10D, ("--master-port=29871",)], ids=["c10d", "static"])
 @pytest.mark.parametrize("name", [*CONF, "unknown", "protocol", "store_type"])
-def test_what_torchrun_takes_in_rdzv_conf_is_taken_and_what_it_refuses_is_named(
+def test_rdzv_conf_accepts_and_refuses_the_same_as_torchrun(
     backend: tuple[str, ...], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -114,21 +114,21 @@ def test_what_torchrun_takes_in_rdzv_conf_is_taken_and_what_it_refuses_is_named(
 
 
 @pytest.mark.parametrize("name", CONF)
-def test_a_rendezvous_setting_that_torchrun_refuses_is_named(name: str) -> None:
+def test_rdzv_conf_setting_that_torchrun_refuses_is_named(name: str) -> None:
     backend = ("--master-port=29871",) if name == "timeout" else C10D
     for value in ("abc", "nan", "\u00b2"):
         assert f"{name}={value}" in refusal(*backend, f"--rdzv-conf={name}={value}")
 
 
 @pytest.mark.parametrize("backend", [(), C10D, ("--master-port=29871",)], ids=["alone", "c10d", "static"])
-def test_quotes_that_no_shell_has_removed_do_not_belong_to_the_settings(backend: tuple[str, ...]) -> None:
+def test_rdzv_conf_with_quotes_that_no_shell_removed_is_read(backend: tuple[str, ...]) -> None:
     """As the launcher's own tests in torch write them, and a list of words in a YAML file."""
     made = planned(*backend, "--rdzv-conf='join_timeout=5,last_call_timeout=1,timeout=5'")
     assert (made.rendezvous.limits.join_timeout, made.rendezvous.limits.last_call_timeout) == (5, 1)
     assert not made.notices
 
 
-def test_a_setting_that_torchrun_never_reads_is_ignored_in_words() -> None:
+def test_rdzv_conf_setting_that_torchrun_never_reads_is_ignored_with_a_notice() -> None:
     assert planned(*C10D, "--rdzv-conf=timeout=soon").notices == (
         "--rdzv-conf timeout=soon is not a number greater than 0, and is ignored",
     )
@@ -136,7 +136,7 @@ def test_a_setting_that_torchrun_never_reads_is_ignored_in_words() -> None:
 
 @settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-def test_whatever_stands_behind_rdzv_conf_or_rdzv_endpoint_there_is_no_traceback(text: str) -> None:
+def test_rdzv_conf_and_rdzv_endpoint_with_any_text_give_no_traceback(text: str) -> None:
     assert not unexpected(f"--rdzv-conf={text}") + unexpected(*C10D, f"--rdzv-conf=timeout={text}")
     assert not unexpected("--rdzv-backend=c10d", f"--rdzv-endpoint={text}")
     assert not unexpected("--rdzv-backend=static", f"--rdzv-endpoint={text}")
@@ -153,11 +153,11 @@ def test_whatever_stands_behind_rdzv_conf_or_rdzv_endpoint_there_is_no_traceback
         (f"--nproc-per-node={9 * 10**19}", f"--nproc-per-node {9 * 10**19}"),
     ],
 )
-def test_what_cannot_be_used_is_named(words: str, named: str) -> None:
+def test_unusable_value_is_named(words: str, named: str) -> None:
     assert refusal(*words.split()).startswith(named)
 
 
-def test_an_ipv6_master_address_keeps_its_port() -> None:
+def test_ipv6_master_address_keeps_its_port() -> None:
     words = ["--nproc-per-node=1", "--master-addr=::1", "--master-port=29871", "train.py"]
     made = plan.make(spec.parse(words, {}), (), {}, "id", cpus.here(), {})
     assert (made.rendezvous.host, made.rendezvous.port) == ("::1", 29871)

@@ -82,7 +82,7 @@ def hosted_until(words: str, code: str) -> tuple[str, str]:
         return host.stdout.read(), shown + host.stderr.read()
 
 
-def test_every_line_of_every_rank_arrives_whole() -> None:
+def test_output_of_all_ranks_arrives_in_whole_lines() -> None:
     """Each is written at once; one in pieces is shown in pieces, where the machine lets much time pass between them."""
     done = hosted(f"""
         line = "os.write(1, ' '.join(map(str, [{{rank}}, i, 'x' * (i % 300)])).encode() + bytes([10]))"
@@ -95,11 +95,11 @@ def test_every_line_of_every_rank_arrives_whole() -> None:
     assert [int(number) for _, rank, number in lines if rank == "5"] == list(range(LINES)), "and in order"
 
 
-def test_one_rank_that_speaks_alone_has_no_label() -> None:
+def test_output_of_a_single_writing_rank_has_no_label() -> None:
     assert hosted('run(["print(1); print(2, end=str())", "pass"])').stdout == "1\n2"
 
 
-def test_ranks_that_write_to_different_streams_have_no_label() -> None:
+def test_output_of_ranks_to_different_streams_has_no_label() -> None:
     """A reader of rank 0's JSON lines is not disturbed by a warning of another rank."""
     done = hosted("""
         says = "import os; [os.write(1, b'{}' + bytes([10])) for _ in range(2)]"
@@ -108,19 +108,19 @@ def test_ranks_that_write_to_different_streams_have_no_label() -> None:
     assert (done.stdout, done.stderr) == ("{}\n{}\n", "warns\n")
 
 
-def test_with_an_empty_label_no_line_is_changed() -> None:
+def test_output_with_an_empty_label_is_unchanged() -> None:
     done = hosted("""
         run([f"print({rank}); print('bar', end='')" for rank in range(2)], route=lambda rank: Route(True, label=""))
     """)
     assert sorted(done.stdout.split()) == ["0", "1", "bar", "bar"]
 
 
-def test_bytes_are_passed_on_as_they_are() -> None:
+def test_output_passes_arbitrary_bytes_through() -> None:
     done = hosted_raw('run(["import os; os.write(1, bytes(range(256)))", "pass"])')
     assert done.stdout == bytes(range(256))
 
 
-def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> None:
+def test_unfinished_line_is_not_broken_by_another_rank(tmp_path: Path) -> None:
     turns = [tmp_path / "first", tmp_path / "second"]
     for turn in turns:
         os.mkfifo(turn)
@@ -135,7 +135,7 @@ def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> No
         assert host.stdout.read() == "[rank 0] done\n"
 
 
-def test_output_of_the_end_of_a_line_that_another_rank_has_ended_is_no_empty_line(tmp_path: Path) -> None:
+def test_line_end_after_a_line_that_another_rank_ended_is_not_an_empty_line(tmp_path: Path) -> None:
     """A progress bar ends its line when an exception leaves the loop."""
     turns = [tmp_path / "first", tmp_path / "second"]
     for turn in turns:
@@ -151,7 +151,7 @@ def test_output_of_the_end_of_a_line_that_another_rank_has_ended_is_no_empty_lin
         assert host.stdout.read() == "[rank 0] next\n"
 
 
-def test_output_without_visible_characters_is_no_labelled_line(tmp_path: Path) -> None:
+def test_output_without_visible_characters_has_no_label(tmp_path: Path) -> None:
     """Such as the sequence that shows the cursor again, before a traceback."""
     turns = [tmp_path / "first", tmp_path / "second"]
     for turn in turns:
@@ -167,7 +167,7 @@ def test_output_without_visible_characters_is_no_labelled_line(tmp_path: Path) -
         assert host.stdout.read() == ""
 
 
-def test_output_of_control_sequences_before_a_traceback_is_shown_and_not_part_of_it() -> None:
+def test_control_sequences_before_a_traceback_are_shown_and_not_part_of_it() -> None:
     text = b"bar\n\x1b[?25h[rank0]: Traceback (most recent call last)\n[rank0]: ValueError: no\n"
     fails = f"import os; os.write(2, {text!r}); os._exit(1)"
     done = hosted(f"print(repr(run([{fails!r}], failed=[0])[0].trace))")
@@ -175,7 +175,7 @@ def test_output_of_control_sequences_before_a_traceback_is_shown_and_not_part_of
     assert done.stdout == repr("Traceback (most recent call last)\nValueError: no") + "\n"
 
 
-def test_a_progress_bar_is_not_torn_by_the_other_stream_where_both_go_to_the_same_place(tmp_path: Path) -> None:
+def test_progress_bar_is_not_broken_by_the_other_stream_to_the_same_place(tmp_path: Path) -> None:
     """Each stream has a file of its own, as with --tee 3."""
     turn = tmp_path / "turn"
     os.mkfifo(turn)
@@ -197,7 +197,7 @@ def test_a_progress_bar_is_not_torn_by_the_other_stream_where_both_go_to_the_sam
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_the_order_of_both_streams_is_kept_where_they_go_to_the_same_place(merged: bool) -> None:
+def test_streams_to_the_same_place_keep_their_order(merged: bool) -> None:
     program = "import sys\nfor i in range(200): print(i, file=(sys.stdout, sys.stderr)[i % 2])"
     done = hosted(f"run([{program!r}, 'pass'])", merged=merged)
     if merged:
@@ -207,7 +207,7 @@ def test_the_order_of_both_streams_is_kept_where_they_go_to_the_same_place(merge
         assert done.stderr.split() == [str(number) for number in range(1, 200, 2)]
 
 
-def test_the_traceback_of_a_rank_that_failed_is_kept_back_and_given() -> None:
+def test_traceback_of_a_failed_rank_is_held_back_and_returned() -> None:
     done = hosted("""
         words = run(["print('fine')", "print('before'); raise ValueError('no')"], failed=[1])
         print("GIVEN", words[1].trace.splitlines()[-1], words[1].shown, flush=True)
@@ -217,13 +217,13 @@ def test_the_traceback_of_a_rank_that_failed_is_kept_back_and_given() -> None:
     assert re.search(r"^(\[rank 1\] )?before$", done.stdout, re.MULTILINE)  # no label where it speaks first
 
 
-def test_a_traceback_of_a_rank_that_ended_well_is_shown() -> None:
+def test_traceback_of_a_rank_that_succeeded_is_shown() -> None:
     program = "import traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()"
     done = hosted(f"run([{program!r}, 'pass'])")
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_a_very_long_message_is_shown_whole_and_not_cut_by_the_verdict() -> None:
+def test_very_long_message_is_shown_whole_and_shortened_in_the_verdict() -> None:
     program = "raise ValueError(chr(10).join(map('row {}'.format, range(500))))"
     done = hosted(f"""
         words = run([{program!r}, "pass"], failed=[0])
@@ -233,7 +233,7 @@ def test_a_very_long_message_is_shown_whole_and_not_cut_by_the_verdict() -> None
     assert "GIVEN True True" in done.stdout
 
 
-def test_what_a_failed_rank_prints_after_a_caught_error_is_not_lost() -> None:
+def test_output_of_a_failed_rank_after_a_caught_error_is_shown() -> None:
     program = """
 import os, sys, traceback
 try: 1 / 0
@@ -247,7 +247,7 @@ sys.exit(7)
     assert bytes(range(128, 256)) in done.stderr
 
 
-def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
+def test_interpreter_crash_is_held_back_like_a_traceback() -> None:
     done = hosted("""
         program = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(1)"
         words = run([program, "pass"], failed=[0], partial=60)  # it is written in pieces, with any time in between
@@ -258,7 +258,7 @@ def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
 
 
 @pytest.mark.slow
-def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> None:
+def test_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> None:
     program = "import sys, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1)"
     code = f"""
         words = run([{program!r} + "; print('on'); sys.exit(4)", "pass"], failed=[0], silent={seconds(0.7)})
@@ -270,7 +270,7 @@ def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> N
 
 
 @pytest.mark.slow
-def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back(tmp_path: Path) -> None:
+def test_traceback_of_a_rank_that_exits_slowly_is_held_back(tmp_path: Path) -> None:
     """As one does whose CUDA context or threads have to be taken down.
 
     That it is held back longer than otherwise shows at another rank: what it wrote later is shown before.
@@ -294,7 +294,7 @@ def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back(tmp_p
 
 
 @pytest.mark.slow
-def test_the_traceback_of_a_silent_rank_is_kept_back_longer_than_that_of_one_that_writes_on(tmp_path: Path) -> None:
+def test_traceback_of_a_silent_rank_is_held_back_longer(tmp_path: Path) -> None:
     """Of a rank that Python itself has started, nobody knows that it is ending."""
     written = tmp_path / "written"
     os.mkfifo(written)
@@ -316,7 +316,7 @@ def test_the_traceback_of_a_silent_rank_is_kept_back_longer_than_that_of_one_tha
 
 
 @pytest.mark.slow
-def test_a_traceback_that_was_shown_is_the_reason_of_a_failure_without_further_output() -> None:
+def test_traceback_already_shown_is_the_reason_of_a_silent_failure() -> None:
     """Whatever the rank has written before it."""
     program = "import sys, traceback\nprint('before')\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\n"
     code = f"""
@@ -327,7 +327,7 @@ def test_a_traceback_that_was_shown_is_the_reason_of_a_failure_without_further_o
     assert "GIVEN ZeroDivisionError: division by zero" in output, output
 
 
-def test_a_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:
+def test_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:
     program = "raise RuntimeError(chr(10).join(map('frame #{}: c10'.format, range(500))))"
     done = hosted(f"""
         words = run([{program!r}, "pass"], failed=[0], is_secondary=lambda trace: "c10" in trace)
@@ -337,7 +337,7 @@ def test_a_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:
     assert "GIVEN False" in done.stdout
 
 
-def test_a_copy_is_kept_of_all_that_is_shown_without_labels(tmp_path: Path) -> None:
+def test_log_file_gets_a_copy_of_the_output_without_labels(tmp_path: Path) -> None:
     folder = str(tmp_path)
     hosted(f"""
         program = "import sys; print('out'); print('err', file=sys.stderr)"
@@ -347,7 +347,7 @@ def test_a_copy_is_kept_of_all_that_is_shown_without_labels(tmp_path: Path) -> N
         assert sorted((tmp_path / f"{rank}.log").read_text().split()) == ["err", "out"]
 
 
-def test_a_log_is_never_written_through_a_link_or_over_a_file(tmp_path: Path) -> None:
+def test_log_file_that_exists_or_is_a_link_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "0.log").symlink_to(tmp_path / "precious")
     done = hosted(f'run(["print(1)"], route=lambda rank: Route(False, "{tmp_path}/0.log"))')
@@ -355,7 +355,7 @@ def test_a_log_is_never_written_through_a_link_or_over_a_file(tmp_path: Path) ->
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_reader_that_goes_away_is_felt_by_the_ranks() -> None:
+def test_ranks_end_if_the_reader_of_their_output_closes() -> None:
     code = "run(['while True: print(1)', 'while True: print(2)'])"
     with started(*host_of(code), stderr=subprocess.DEVNULL) as host:
         assert host.stdout is not None
@@ -364,7 +364,7 @@ def test_a_reader_that_goes_away_is_felt_by_the_ranks() -> None:
         assert host.wait(timeout=seconds(60)) == 0, "both have ended by themselves"
 
 
-def test_on_a_terminal_ranks_have_terminals_too_and_labels_have_colours(tmp_path: Path) -> None:
+def test_ranks_on_a_terminal_have_terminals_and_coloured_labels(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     both_speak = tmp_path / "both speak"
     program = f"""

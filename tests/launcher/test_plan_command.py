@@ -22,12 +22,12 @@ from ddp_kit.launcher.devices.gpus import Gpu
         ("100B", 100),
     ],
 )
-def test_sizes_are_read(text: str, size: int) -> None:
+def test_size_of_reads_sizes(text: str, size: int) -> None:
     assert size_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["eighty", "80GiBs", "-1GiB", "0GiB", "GiB", "", "80G"])
-def test_other_words_are_no_sizes(text: str) -> None:
+def test_size_of_other_words_raises_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="--memory"):
         size_of(text)
 
@@ -44,12 +44,12 @@ def test_other_words_are_no_sizes(text: str) -> None:
         ([], "the following arguments are required: SCRIPT"),
     ],
 )
-def test_mistakes_are_named(words: list[str], message: str) -> None:
+def test_plan_command_with_invalid_arguments_names_them(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(words, {"CUDA_VISIBLE_DEVICES": ""})
 
 
-def test_the_gpus_of_this_node_are_planned_for_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plan_command_defaults_to_the_gpus_of_this_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size, memory_used=0) for n, size in enumerate((90, 80, 70)))
     monkeypatch.setattr(plan.gpus, "gpus", lambda: here)
     started = []

@@ -61,7 +61,7 @@ def read(env: dict[str, str], *flags: str, monkeypatch: pytest.MonkeyPatch) -> R
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_node_knows_its_place_without_a_flag(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_is_recognised_without_a_flag(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env, host, port = CLUSTERS[name]
     found = read(env, monkeypatch=monkeypatch)
     assert found.place is not None
@@ -73,7 +73,7 @@ def test_a_node_knows_its_place_without_a_flag(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_flags_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_take_precedence_over_the_cluster(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env, *_ = CLUSTERS[name]
     alone = read(env, "--nnodes", "1", monkeypatch=monkeypatch)
     assert (alone.nodes, alone.place) == (1, None)
@@ -85,14 +85,14 @@ def test_flags_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (half_given.nodes, half_given.group_rank, half_given.host) == (2, 1, "10.9.9.9")
 
 
-def test_with_a_range_of_nodes_they_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_range_of_nodes_in_a_cluster_uses_c10d_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(SLURM, "--nnodes", "1:2", "--rdzv-conf", "join_timeout=7", monkeypatch=monkeypatch)
     assert (found.backend, found.host, found.is_host, found.group_rank) == ("c10d", "gpu-003", False, None)
     assert found.limits.join_timeout == 7
 
 
 @pytest.mark.parametrize("env", [INDEXED, JOBSET, KUBEFLOW])
-def test_a_pod_is_waited_for_as_long_as_a_cluster_takes_to_start_or_replace_it(
+def test_join_timeout_on_kubernetes_lasts_as_long_as_pods_may_take(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = read(env, monkeypatch=monkeypatch).limits
@@ -119,7 +119,7 @@ def test_a_pod_is_waited_for_as_long_as_a_cluster_takes_to_start_or_replace_it(
         (SKYPILOT | {"SKYPILOT_NODE_RANK": "x"}, "SKYPILOT_NODE_RANK is 'x'"),
     ],
 )
-def test_what_contradicts_itself_is_refused_in_words(
+def test_inconsistent_cluster_variables_are_refused(
     env: dict[str, str], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -140,12 +140,12 @@ def test_what_contradicts_itself_is_refused_in_words(
         SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
     ],
 )
-def test_a_job_of_one_node_stays_on_loopback(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_job_of_one_node_stays_on_loopback(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(env, monkeypatch=monkeypatch)
     assert (found.nodes, found.host, found.endpoint_source) == (1, "localhost", "")
 
 
-def test_only_the_first_of_many_tasks_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_many_tasks_reports_the_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="2"):
         read(SLURM | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3"}, monkeypatch=monkeypatch)
 
@@ -160,5 +160,5 @@ def test_only_the_first_of_many_tasks_says_what_is_wrong(monkeypatch: pytest.Mon
         ("x1,y[2-3]", "x1"),
     ],
 )
-def test_the_first_host_of_a_compressed_list(words: str, first: str) -> None:
+def test_first_host_of_a_compressed_list(words: str, first: str) -> None:
     assert first_host(words) == first

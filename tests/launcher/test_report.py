@@ -50,7 +50,7 @@ def texts(run: RunHistory) -> str:
     return "\n".join(finding.text for finding in findings(run))
 
 
-def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_a_run_that_has_just_begun_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_record(tmp_path / "run", [begin()])
     said: list[str] = []
@@ -60,7 +60,7 @@ def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path, monkeypatch: pyt
     assert "No log point has been recorded yet." in (tmp_path / "report.html").read_text()
 
 
-def test_a_record_is_found_from_each_folder_that_a_user_would_name(tmp_path: Path) -> None:
+def test_report_finds_a_record_from_any_of_its_folders(tmp_path: Path) -> None:
     run = write_record(tmp_path / "logs" / "job_1", [begin()])
     for folder in (run, run / "record", tmp_path / "logs"):
         (found,) = read_runs([folder])
@@ -93,12 +93,14 @@ def damaged(write: Callable[[Path], object]) -> Callable[[Path], Path]:
     ],
     ids=["no-folder", "no-record", "empty", "binary", "another-program", "newer"],
 )
-def test_what_is_no_record_is_refused_with_words(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+def test_report_of_something_other_than_a_record_is_refused(
+    make: Callable[[Path], Path], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         read_runs([make(tmp_path)])
 
 
-def test_a_torn_last_line_is_left_out_and_a_broken_one_counted(tmp_path: Path) -> None:
+def test_report_omits_an_unfinished_last_line_and_counts_broken_ones(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", [begin()], [row(1), row(2)])
     path = run / "record" / "rows.jsonl"
     path.write_text(path.read_text() + 'not JSON\n{"event": "train"}\n[1]\n{"event": "train", "st')
@@ -107,7 +109,7 @@ def test_a_torn_last_line_is_left_out_and_a_broken_one_counted(tmp_path: Path) -
     assert "3 lines of the record cannot be read" in texts(found)
 
 
-def test_failed_attempts_are_told_with_their_cost(tmp_path: Path) -> None:
+def test_report_names_failed_attempts_and_their_cost(tmp_path: Path) -> None:
     attempts = [
         begin(),
         end(exit_code=1, text="rank 1 failed first: exit code 1: ValueError: bad"),
@@ -121,7 +123,7 @@ def test_failed_attempts_are_told_with_their_cost(tmp_path: Path) -> None:
     assert "Failed attempts cost 30 s" in texts(run), "from step 500, at second 50, to the next begin, at second 80"
 
 
-def test_time_between_two_commands_is_not_time_of_the_run(tmp_path: Path) -> None:
+def test_report_does_not_count_time_between_two_commands(tmp_path: Path) -> None:
     attempts = [
         begin("a.0"), end("a.0", exit_code=75, step=100, time=START + 3),
         begin("b.0", step=100, time=START + 203), {**DONE, "attempt": "b.0", "step": 200, "time": START + 205},
@@ -133,7 +135,7 @@ def test_time_between_two_commands_is_not_time_of_the_run(tmp_path: Path) -> Non
     assert "cost" not in texts(run), "the run stopped because it was asked to, and no step was repeated"
 
 
-def test_a_job_that_was_requeued_under_its_id_has_two_attempts(tmp_path: Path) -> None:
+def test_report_of_a_job_requeued_under_its_id_has_two_attempts(tmp_path: Path) -> None:
     attempts = [
         begin("7.0"), end("7.0", exit_code=75, step=100, time=START + 3),
         begin("7.0", step=100, time=START + 203), end("7.0", step=200, time=START + 206),
@@ -150,7 +152,9 @@ def test_a_job_that_was_requeued_under_its_id_has_two_attempts(tmp_path: Path) -
         (None, 500, "Failed attempts cost 1 s, including repeated steps"),
     ],
 )  # fmt: skip
-def test_a_failure_costs_what_is_repeated(ended: int | None, resumed: int, said: str | None, tmp_path: Path) -> None:
+def test_report_cost_of_a_failure_is_the_time_of_repeated_steps(
+    ended: int | None, resumed: int, said: str | None, tmp_path: Path
+) -> None:
     attempts = [
         begin("a.0"), end("a.0", exit_code=1, step=ended, time=START + 51, text="boom"),
         begin("b.0", step=resumed, time=START + 500),
@@ -159,13 +163,13 @@ def test_a_failure_costs_what_is_repeated(ended: int | None, resumed: int, said:
     assert [line for line in texts(run).splitlines() if "cost" in line] == ([said] if said else [])
 
 
-def test_the_restart_of_a_failed_attempt_costs_time_even_if_no_step_is_repeated(tmp_path: Path) -> None:
+def test_report_cost_of_a_failure_includes_the_restart(tmp_path: Path) -> None:
     failed = end("a.0", exit_code=1, step=500, time=START + 50, text="boom")
     run = history(tmp_path, begin("a.0"), failed, begin("a.1", step=500, time=START + 54))
     assert "Failed attempts cost 4 s" in texts(run).splitlines()
 
 
-def test_a_run_has_the_steps_at_which_it_was_stopped(tmp_path: Path) -> None:
+def test_report_of_a_stopped_run_has_its_last_step(tmp_path: Path) -> None:
     run = history(tmp_path, begin(), end(exit_code=75, step=295), rows=[row(280)])
     assert state(run).startswith("exit code 75, 295 of 1,000 steps")
 
@@ -175,7 +179,9 @@ def test_a_run_has_the_steps_at_which_it_was_stopped(tmp_path: Path) -> None:
     [(1.0, 0.1, True), (40.0, 0.1, False), (40.0, 20.0, True), (3600.0, 20.0, False)],
     ids=["now", "quiet", "rare", "over"],
 )
-def test_a_run_that_writes_is_live(ago: float, interval: float, lives: bool, tmp_path: Path) -> None:
+def test_report_shows_a_run_that_still_writes_as_running(
+    ago: float, interval: float, lives: bool, tmp_path: Path
+) -> None:
     latest = time.time() - ago
     rows = [row(i, time=latest - (5 - i) * interval) for i in range(1, 6)]
     run = history(tmp_path, begin(time=rows[0]["time"]), rows=rows)
@@ -183,13 +189,13 @@ def test_a_run_that_writes_is_live(ago: float, interval: float, lives: bool, tmp
     assert ("it is still running, was killed" in texts(run)) != lives
 
 
-def test_a_run_is_live_as_long_as_its_launcher_writes_samples(tmp_path: Path) -> None:
+def test_report_shows_a_run_as_running_while_samples_are_written(tmp_path: Path) -> None:
     samples = [{**sample(1), "time": time.time() - 2}]
     assert history(tmp_path, begin(time=time.time() - 300), samples=samples).is_live
     assert not history(tmp_path / "done", begin(time=time.time() - 300), DONE, samples=samples).is_live
 
 
-def test_advice_is_repeated_where_it_was_given(tmp_path: Path) -> None:
+def test_report_repeats_advice_with_its_step(tmp_path: Path) -> None:
     advice = {
         "event": "advice",
         "attempt": "job.0",
@@ -213,20 +219,20 @@ def test_advice_is_repeated_where_it_was_given(tmp_path: Path) -> None:
     ],
     ids=["nan", "overfit", "recompiles", "slower", "plan", "idle", "full"],
 )  # fmt: skip
-def test_what_only_the_whole_run_shows_is_told(
+def test_report_finds_problems_of_the_whole_run(
     rows: list[Any], samples: list[Any], facts: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     assert said in texts(history(tmp_path, begin(**facts), rows=rows, samples=samples))
 
 
-def test_nothing_is_told_of_a_run_without_trouble(tmp_path: Path) -> None:
+def test_report_of_a_run_without_problems_has_no_findings(tmp_path: Path) -> None:
     rows = [row(10 * i, rank_memory=[4 * GIB] * 2, compilations=1) for i in range(1, 101)]
     rows += [evaluation(100 * i, loss=1 / i) for i in range(1, 11)]
     samples = [sample(i) for i in range(50)]
     assert texts(history(tmp_path, begin(planned_memory=4 * GIB), DONE, end(), rows=rows, samples=samples)) == ""
 
 
-def test_every_value_of_a_run_is_in_a_chart(tmp_path: Path) -> None:
+def test_report_has_a_chart_of_every_value(tmp_path: Path) -> None:
     rows = [row(i, rank_memory=[i * GIB, GIB], accuracy=0.5) for i in range(1, 4)] + [evaluation(3, loss=1.0, f1=0.7)]
     run = history(tmp_path, begin(planned_memory=GIB), rows=rows, samples=[sample(i) for i in range(3)])
     comparing = {chart.title: chart for chart in comparing_charts([run])}
@@ -247,14 +253,14 @@ def test_every_value_of_a_run_is_in_a_chart(tmp_path: Path) -> None:
     assert "rank 0: from 1 to 3 GiB, lowest 1, highest 3" in own["memory"].summary
 
 
-def test_the_mfu_has_a_chart_where_it_is_known(tmp_path: Path) -> None:
+def test_report_has_a_chart_of_the_mfu_where_it_is_known(tmp_path: Path) -> None:
     run = history(tmp_path, rows=[row(1), row(2, mfu=0.4), row(3, mfu=0.42)])
     (chart,) = (each for each in comparing_charts([run]) if each.title == "Model FLOPs utilisation")
     assert chart.unit == "%"
     assert chart.groups[0].curves[0].values == [None, 40.0, 42.0]
 
 
-def test_what_was_not_measured_has_no_chart_but_an_idle_gpu_has_a_line(tmp_path: Path) -> None:
+def test_report_has_no_chart_of_unmeasured_values_but_of_an_idle_gpu(tmp_path: Path) -> None:
     rows = [row(i, grad_norm=0.0, rank_seconds=[0.1]) for i in (1, 2)]
     run = history(tmp_path, rows=rows, samples=[sample(1, load=0.0), sample(2, load=0.0)])
     assert "Gradient norm" not in {chart.title for chart in comparing_charts([run])}
@@ -263,7 +269,7 @@ def test_what_was_not_measured_has_no_chart_but_an_idle_gpu_has_a_line(tmp_path:
     assert [curve.values for curve in own["gpu-load-0"].groups[0].curves] == [[0.0, 0.0]] * 2
 
 
-def test_of_many_ranks_the_range_is_drawn(tmp_path: Path) -> None:
+def test_report_of_many_ranks_draws_their_range(tmp_path: Path) -> None:
     run = history(tmp_path, rows=[row(1, rank_seconds=[rank / 1000 for rank in range(1, 65)])])
     (curves,) = next(chart for chart in charts_of_run([run], 0) if chart.name == "ranks").groups
     assert {curve.label: curve.values for curve in curves.curves} == {
@@ -271,7 +277,7 @@ def test_of_many_ranks_the_range_is_drawn(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_point_is_the_mean_of_its_steps_and_a_spike_stays_visible(tmp_path: Path) -> None:
+def test_report_point_is_the_mean_of_its_steps_with_their_range(tmp_path: Path) -> None:
     run = history(tmp_path, rows=[row(i, loss=100.0 if i == 777 else 1.0) for i in range(1, 6001)])
     loss = comparing_charts([run])[0].groups[0]
     assert len(loss.x) == 600
@@ -283,7 +289,7 @@ def test_a_point_is_the_mean_of_its_steps_and_a_spike_stays_visible(tmp_path: Pa
     assert (curve.values[point], curve.low[point], curve.high[point]) == (10.9, 1.0, 100.0)
 
 
-def test_what_was_set_differently_is_shown(tmp_path: Path) -> None:
+def test_report_shows_differing_settings(tmp_path: Path) -> None:
     first = write_record(
         tmp_path / "a", [begin(config={"epochs": 1}, environment={"MASTER_PORT": "1", "NCCL_DEBUG": "INFO"})]
     )
@@ -293,7 +299,7 @@ def test_what_was_set_differently_is_shown(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_arguments_are_compared_by_name_and_the_own_folder_of_each_run_is_left_out(tmp_path: Path) -> None:
+def test_report_compares_arguments_by_name_and_ignores_the_runs_folder(tmp_path: Path) -> None:
     def recorded(name: str, *arguments: str) -> Path:
         config = {"checkpoint": {"dir": f"runs/{name}"}}
         return write_record(tmp_path / name, [begin(command=["train.py", *arguments], config=config)])
@@ -305,7 +311,7 @@ def test_arguments_are_compared_by_name_and_the_own_folder_of_each_run_is_left_o
     ]  # fmt: skip
 
 
-def test_a_problem_of_all_runs_is_shown_once_and_others_at_their_run(tmp_path: Path) -> None:
+def test_report_shows_a_problem_of_all_runs_once(tmp_path: Path) -> None:
     advice = [{**ADVICE, "text": f"data {share}%: raise data.num_workers"} for share in (31, 32, 33)]
     runs = [write_record(tmp_path / name, [begin(), line]) for name, line in zip("abc", advice, strict=True)]
     write_record(tmp_path / "d", [begin(), advice[0], end(exit_code=1, text="boom")])
@@ -317,7 +323,7 @@ def test_a_problem_of_all_runs_is_shown_once_and_others_at_their_run(tmp_path: P
     assert order == sorted(order), "the curves are first"
 
 
-def test_ten_thousand_rows_of_eight_ranks_make_a_small_page(tmp_path: Path) -> None:
+def test_report_of_ten_thousand_rows_of_eight_ranks_is_small(tmp_path: Path) -> None:
     noise = random.Random(0)
     names = ("loss", "grad_norm", "samples_per_second", "step_seconds", *(f"times.{name}" for name in PHASES))
 
@@ -341,7 +347,7 @@ def test_ten_thousand_rows_of_eight_ranks_make_a_small_page(tmp_path: Path) -> N
     assert (tmp_path / "page.html").stat().st_size <= 300_000
 
 
-def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
+def test_report_escapes_text_of_a_run(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     attempts = [begin(command=[attack], model=attack), end(exit_code=1, text=attack, stacks={"0": attack})]
     write_record(tmp_path / attack.replace("/", "_"), attempts, [row(1, **{attack: 1.0})])
@@ -351,7 +357,7 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
-def test_the_command_writes_a_page_and_keeps_the_files_of_others(
+def test_report_command_writes_a_page_and_keeps_files_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -374,7 +380,7 @@ def test_the_command_writes_a_page_and_keeps_the_files_of_others(
 
 
 @pytest.mark.slow
-def test_pictures_of_all_charts(tmp_path: Path) -> None:
+def test_report_with_images_writes_all_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs pip install matplotlib")
     rows = [row(i, rank_memory=[GIB, GIB]) for i in range(1, 9)]
     runs = [str(write_record(tmp_path / name, [begin()], rows, [sample(i) for i in range(3)])) for name in "ab"]
@@ -386,7 +392,7 @@ def test_pictures_of_all_charts(tmp_path: Path) -> None:
     assert all(path.read_text().startswith("<?xml") for path in (tmp_path / "plots").iterdir())
 
 
-def test_the_traces_of_a_run_are_read(tmp_path: Path) -> None:
+def test_report_reads_the_traces_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     recorder = Recorder(ProfileConfig(steps=(2, 3), dir=folder), rank=0)
     with recorder:
@@ -407,7 +413,7 @@ def test_the_traces_of_a_run_are_read(tmp_path: Path) -> None:
     assert "  Profile rank1_steps2-3.json.gz:" in said, said
 
 
-def test_it_needs_no_torch() -> None:
+def test_report_imports_no_torch() -> None:
     code = (
         "import sys, ddp_kit.launcher.commands.report; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
@@ -477,7 +483,9 @@ def is_readable_or_refused(run: Path) -> bool:
     [*WRONG, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_WRONG)],
     ids=lambda wrong: "absent" if wrong is ABSENT else repr(wrong)[:16],
 )
-def test_a_record_with_any_damaged_field_is_readable_or_refused(file: str, wrong: Any, tmp_path: Path) -> None:
+def test_report_of_a_record_with_any_damaged_field_is_readable_or_refused(
+    file: str, wrong: Any, tmp_path: Path
+) -> None:
     run = write_record(tmp_path / "run", RECORDED["attempts"], RECORDED["rows"], RECORDED["samples"])
     path = next((run / "record").glob(f"{file}*"))
     seen = set()
@@ -497,7 +505,7 @@ def test_a_record_with_any_damaged_field_is_readable_or_refused(file: str, wrong
 
 @given(data=st.data())
 @settings(max_examples=25)
-def test_a_record_with_damaged_bytes_is_readable_or_refused(data: st.DataObject) -> None:
+def test_report_of_a_record_with_damaged_bytes_is_readable_or_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = write_record(Path(folder) / "run", RECORDED["attempts"], RECORDED["rows"], RECORDED["samples"])
         for path in (run / "record").iterdir():
@@ -508,7 +516,7 @@ def test_a_record_with_damaged_bytes_is_readable_or_refused(data: st.DataObject)
         is_readable_or_refused(run)
 
 
-def test_a_deeply_nested_line_is_counted(tmp_path: Path) -> None:
+def test_report_counts_a_deeply_nested_line_as_unreadable(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", [begin()], [row(1)])
     with (run / "record" / "rows.jsonl").open("a") as rows:
         rows.write('{"event": ' + "[" * 100_000 + "\n" + json.dumps(row(2)) + "\n")
@@ -516,9 +524,7 @@ def test_a_deeply_nested_line_is_counted(tmp_path: Path) -> None:
     assert (len(found.rows), found.unreadable) == (2, 1)
 
 
-def test_what_a_file_says_does_not_reach_the_terminal_as_a_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_escapes_control_sequences_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attack = "\x1b]0;owned\x07\ud800"
     write_record(tmp_path / "\x1b[31mrun", [begin(), {**ADVICE, "text": attack}])
     out = str(tmp_path / "report.html")

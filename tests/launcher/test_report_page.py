@@ -62,7 +62,7 @@ def legend(page: Any, chart: str) -> dict[str, str]:
     return dict(zip(names, values, strict=True))
 
 
-def test_the_pointer_shows_values_and_the_last_ones_are_shown_without_it(page: Any) -> None:
+def test_report_page_shows_values_under_the_pointer_or_the_last_ones(page: Any) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     step_shown = page.locator("#loss .u-value").first
     expect(step_shown).to_have_text("1,000")
@@ -81,7 +81,7 @@ def test_the_pointer_shows_values_and_the_last_ones_are_shown_without_it(page: A
     assert legend(page, "memory-0")["rank 1"] == "1 GiB"
 
 
-def test_a_run_can_be_hidden(page: Any) -> None:
+def test_report_page_can_hide_a_run(page: Any) -> None:
     assert "first: loss" in legend(page, "loss")
     page.get_by_label("first").uncheck()
     assert set(legend(page, "loss")) == {"step", "second: loss"}
@@ -98,7 +98,7 @@ def rows_of(page: Any, table: str) -> list[str]:
     return [text.split()[0] for text in page.locator(f"[aria-label={table}] tbody tr:visible").all_inner_texts()]
 
 
-def test_runs_can_be_sorted_and_filtered(page: Any) -> None:
+def test_report_page_sorts_and_filters_runs(page: Any) -> None:
     sort = page.locator("[aria-label=Runs]").get_by_role("button", name="loss", exact=True)
     sort.click()
     assert rows_of(page, "Runs") == ["second", "first"]
@@ -117,7 +117,7 @@ def test_runs_can_be_sorted_and_filtered(page: Any) -> None:
     assert "second: loss" in legend(page, "loss")
 
 
-def test_the_x_axis_can_be_samples_or_time_and_curves_can_be_smoothed(page: Any) -> None:
+def test_report_page_changes_the_x_axis_and_smooths_curves(page: Any) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     shown = page.locator("#loss .u-value").first
     page.get_by_label("x axis").select_option("samples")
@@ -134,7 +134,7 @@ def test_the_x_axis_can_be_samples_or_time_and_curves_can_be_smoothed(page: Any)
 
 @pytest.mark.parametrize("width", [320, 768, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_every_width_and_is_accessible(page: Any, width: int, scheme: str) -> None:
+def test_report_page_fits_every_width_and_is_accessible(page: Any, width: int, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs pip install axe-playwright-python")
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})

@@ -74,9 +74,7 @@ def winners(results: dict[int, str]) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_of_fifty_launches_four_get_the_four_gpus_and_the_others_are_told_who(
-    launches_on: On, machine: Machine
-) -> None:
+def test_reservations_of_fifty_launches_give_four_gpus_to_four_of_them(launches_on: On, machine: Machine) -> None:
     results = launches_on(machine(0, 0, 0, 0)).choose(*["1"] * 50)
     have = winners(results)
     assert sorted(have.values()) == ["0", "1", "2", "3"]
@@ -89,7 +87,7 @@ def test_of_fifty_launches_four_get_the_four_gpus_and_the_others_are_told_who(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_gpus_of_a_launcher_that_dies_are_there_at_once(
+def test_reservation_of_a_launcher_that_dies_is_released_at_once(
     launches_on: On, machine: Machine, number: signal.Signals
 ) -> None:
     launches = launches_on(machine(0, 0))
@@ -101,14 +99,14 @@ def test_the_gpus_of_a_launcher_that_dies_are_there_at_once(
 
 
 @pytest.mark.slow
-def test_of_launches_that_want_the_same_gpus_one_gets_all_of_them(launches_on: On, machine: Machine) -> None:
+def test_reservations_of_the_same_gpus_give_all_of_them_to_one_launch(launches_on: On, machine: Machine) -> None:
     launches = launches_on(machine(0, 0, 0, 0))
     have = winners(launches.choose(*["4", "all", "3,2,1,0", "free:4"] * 2))
     assert list(have.values()) in (["0,1,2,3"], ["3,2,1,0"])
 
 
 @pytest.mark.slow
-def test_a_launch_inside_another_may_use_its_gpus(launches_on: On, machine: Machine) -> None:
+def test_launch_inside_another_may_use_its_gpus(launches_on: On, machine: Machine) -> None:
     launches = launches_on(machine(0, 0))
     assert list(launches.choose("0,1 all", answers=2).values()) == ["0,1", "0,1"]
     (other,) = launches.choose("1").values()
@@ -116,7 +114,7 @@ def test_a_launch_inside_another_may_use_its_gpus(launches_on: On, machine: Mach
 
 
 @pytest.mark.slow
-def test_the_real_command_holds_its_gpus_while_its_job_runs(
+def test_launch_command_holds_its_gpus_while_its_job_runs(
     launches_on: On, machine: Machine, script: Callable[[str], Path]
 ) -> None:
     environment = launches_on(machine(0, 0)).env
@@ -156,19 +154,19 @@ def uuid_of(plan: Plan) -> str:
     return gpu.uuid
 
 
-def test_a_gpu_is_held_until_the_end_of_the_block(plan: Plan) -> None:
+def test_reservation_lasts_until_the_end_of_the_block(plan: Plan) -> None:
     with reservations.reserved(lambda held: plan) as settled:
         assert settled is plan
         assert reservations.holders()[uuid_of(plan)].pid == os.getpid()
     assert uuid_of(plan) not in reservations.holders()
 
 
-def test_a_plan_that_is_only_shown_holds_nothing(plan: Plan) -> None:
+def test_reservation_of_a_plan_that_is_only_shown_holds_nothing(plan: Plan) -> None:
     with reservations.reserved(lambda held: plan, hold=False):
         assert uuid_of(plan) not in reservations.holders()
 
 
-def test_a_plan_that_cannot_be_made_holds_nothing_and_stops_nobody(plan: Plan) -> None:
+def test_reservation_of_a_plan_that_is_refused_holds_nothing(plan: Plan) -> None:
     def refuse(held: object) -> Plan:
         raise UsageError("no", "no")
 
@@ -178,7 +176,7 @@ def test_a_plan_that_cannot_be_made_holds_nothing_and_stops_nobody(plan: Plan) -
         pass
 
 
-def test_what_another_launch_takes_at_the_same_moment_is_refused(plan: Plan) -> None:
+def test_reservation_of_a_gpu_taken_at_the_same_moment_is_refused(plan: Plan) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(f"\0{reservations._GPU}/{uuid_of(plan)}")
         taken = pytest.raises(UsageError, match="GPU 0 cannot be reserved: Address already in use")
@@ -186,9 +184,7 @@ def test_what_another_launch_takes_at_the_same_moment_is_refused(plan: Plan) -> 
             pass
 
 
-def test_a_launch_that_hangs_while_it_chooses_stops_the_others_for_a_while_only(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reservation_does_not_wait_forever_for_a_launch_that_hangs(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "_TIMEOUT_SECONDS", seconds(0.05))
     monkeypatch.setattr(reservations, "_CHOOSING", f"ddpkit-choosing-{uuid.uuid4()}")  # launches of other tests go on
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hanging:
@@ -197,7 +193,7 @@ def test_a_launch_that_hangs_while_it_chooses_stops_the_others_for_a_while_only(
             assert uuid_of(plan) in reservations.holders()
 
 
-def test_sockets_of_others_may_have_any_name() -> None:
+def test_reservations_ignore_sockets_with_other_names() -> None:
     names = (b"\xff\xfe", b"ddpkit-gpu-holder/", b"ddpkit-gpu-holder/x/y/z")
     ours = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in names]
     try:

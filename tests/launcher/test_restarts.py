@@ -34,7 +34,7 @@ def words(follows: Restart | GiveUp) -> str:
     return follows.description if isinstance(follows, Restart) else follows.note
 
 
-def test_without_steps_each_failure_counts() -> None:
+def test_restarts_without_steps_counts_each_failure() -> None:
     restarts = Restarts(2)
     told = []
     for number in range(3):
@@ -43,7 +43,7 @@ def test_without_steps_each_failure_counts() -> None:
     assert told == ["restart 1 of 2", "restart 2 of 2", ""]
 
 
-def test_what_goes_on_from_checkpoints_to_new_steps_may_fail_as_often_as_it_likes() -> None:
+def test_restarts_after_new_saved_steps_are_unlimited() -> None:
     restarts = Restarts(1)
     told = [words(fails(restarts, 10 * number, 10 * number + 15)) for number in range(50)]
     assert told[0] == "restart 1 of 1"
@@ -62,21 +62,19 @@ def test_what_goes_on_from_checkpoints_to_new_steps_may_fail_as_often_as_it_like
         ([(0, 0), (0, 7), (4, 8), (6, 8), (6, 10), (6, 11), (6, 11)], 6),
     ],
 )
-def test_a_crash_loop_ends_after_so_many_restarts_without_a_new_step_that_is_kept(
-    rounds: list[tuple[int, int]], spent: int
-) -> None:
+def test_restarts_of_a_crash_loop_without_new_saved_steps_end(rounds: list[tuple[int, int]], spent: int) -> None:
     restarts = Restarts(2)
     told = [words(fails(restarts, *steps)) for steps in rounds]
     end = told.index("not restarted again: 2 consecutive restarts made no progress")
     assert (end, restarts.count) == (spent, spent)
 
 
-def test_without_restarts_there_is_none_however_far_it_came() -> None:
+def test_restarts_of_zero_allows_none_despite_progress() -> None:
     restarts = Restarts(0)
     assert fails(restarts, 100, 200) == GiveUp("")
 
 
-def test_a_round_that_failed_before_its_trainer_is_no_progress_and_takes_none_away() -> None:
+def test_restarts_after_a_round_without_a_trainer_keeps_the_progress() -> None:
     restarts = Restarts(2)
     fails(restarts, 0, 10)
     fails(restarts, 8, 20)
@@ -84,7 +82,7 @@ def test_a_round_that_failed_before_its_trainer_is_no_progress_and_takes_none_aw
     assert words(restarts.round_failed(failure("no"))) == "restart 3 (2 of 2 since step 20)"
 
 
-def test_the_same_error_at_the_same_step_is_not_tried_again_whichever_rank_says_so() -> None:
+def test_restarts_after_the_same_error_at_the_same_step_gives_up() -> None:
     restarts = Restarts(10)
     fails(restarts, 0, 12, exit_code=1, message="ValueError: bad sample at 0x7f10 (pid 71)", rank=0)
     fails(restarts, 10, 11)  # a kill in between
@@ -104,20 +102,20 @@ ERROR = {"exit_code": 1, "step": 12, "message": "KeyError: 'a'"}
         ERROR | {"exit_code": -signal.SIGSEGV},
     ],
 )
-def test_another_error_or_another_step_is_tried_again(second: dict[str, object]) -> None:
+def test_restarts_after_another_error_or_step_continues(second: dict[str, object]) -> None:
     restarts = Restarts(10)
     assert isinstance(restarts.round_failed(failure(**ERROR)), Restart)  # type: ignore[arg-type]
     assert isinstance(restarts.round_failed(failure(**second)), Restart)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"secondary": True}])
-def test_what_may_be_chance_is_tried_again(chance: dict[str, object]) -> None:
+def test_restarts_after_possibly_transient_failures_continues(chance: dict[str, object]) -> None:
     restarts = Restarts(10)
     for _ in range(2):
         assert isinstance(restarts.round_failed(failure(**ERROR | chance)), Restart)  # type: ignore[arg-type]
 
 
-def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() -> None:
+def test_restarts_after_six_identical_failures_gives_up() -> None:
     restarts = Restarts(100)
     follows = [restarts.round_failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
     assert words(follows[-1]) == "not restarted again: the same failure occurred 6 times in a row without progress"
@@ -125,7 +123,7 @@ def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() ->
 
 
 @pytest.mark.parametrize("harmless", [failure(exit_code=KILL), failure(after=PROGRESS_SECONDS)])
-def test_kills_from_outside_and_failures_after_long_rounds_are_no_crash_loop(harmless: Failure) -> None:
+def test_restarts_after_kills_from_outside_or_long_rounds_does_not_wait(harmless: Failure) -> None:
     restarts = Restarts(50)
     assert {follows.wait for _ in range(50) if isinstance(follows := restarts.round_failed(harmless), Restart)} == {0.0}
     assert restarts.round_failed(harmless) == GiveUp("")
@@ -137,11 +135,11 @@ def waits(restarts: Restarts, times: int) -> list[float]:
     return [follows.wait for follows in found if isinstance(follows, Restart)]
 
 
-def test_the_first_restart_is_at_once_and_a_crash_loop_waits_longer_and_longer() -> None:
+def test_restarts_of_a_crash_loop_wait_longer_each_time() -> None:
     assert waits(Restarts(2000), 2000) == [0, 1, 2, 4, 8, 16, 32] + [MAX_WAIT] * 1993
 
 
-def test_progress_and_kills_from_outside_end_the_waits() -> None:
+def test_restarts_after_progress_or_a_kill_from_outside_resets_the_wait() -> None:
     restarts = Restarts(100)
     assert waits(restarts, 3) == [0, 1, 2]
     assert fails(restarts, 0, 1) == Restart("restart 4 of 100", 0)
@@ -150,7 +148,7 @@ def test_progress_and_kills_from_outside_end_the_waits() -> None:
     assert waits(restarts, 2) == [0, 1]
 
 
-def test_lost_nodes_are_not_counted_with_failures() -> None:
+def test_lost_nodes_are_counted_separately_from_failures() -> None:
     restarts = Restarts(1)
     assert {restarts.node_lost() for _ in range(LOST_NODES)} == {""}
     assert words(restarts.round_failed(failure("no"))) == "restart 1 of 1"
@@ -158,7 +156,7 @@ def test_lost_nodes_are_not_counted_with_failures() -> None:
 
 
 @pytest.mark.parametrize(("steps", "seconds"), [(Steps(5, 9), 1.0), (None, PROGRESS_SECONDS)])
-def test_progress_begins_the_count_of_lost_nodes_anew(steps: Steps | None, seconds: float) -> None:
+def test_lost_nodes_are_counted_from_zero_after_progress(steps: Steps | None, seconds: float) -> None:
     restarts = Restarts(0)
     for _ in range(LOST_NODES):
         restarts.node_lost()

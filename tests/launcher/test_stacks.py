@@ -32,7 +32,7 @@ def busy(account: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("py_spy", [True, False])
-def test_a_process_that_holds_the_interpreter_lock_is_seen(
+def test_stack_of_a_process_that_holds_the_interpreter_lock_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, py_spy: bool
 ) -> None:
     account = tmp_path / "stacks.txt"

@@ -32,7 +32,7 @@ from ddp_kit.launcher.record import RoundFile, RoundRecord, WorkerRecord
 
 
 @pytest.mark.slow
-def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
+def test_top_reads_a_running_job_and_names_a_slow_rank(
     script: Callable[..., Path], ddpkit: Callable[..., Any], tmp_path: Path
 ) -> None:
     # Under another name in each process: `ddpkit top` shows all jobs here, those of other tests too.
@@ -89,7 +89,7 @@ cli.entry()
 """
 
 
-def test_on_a_terminal_it_stays_until_a_key_ends_it(tmp_path: Path) -> None:
+def test_top_on_a_terminal_runs_until_a_key_is_pressed(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command, env = [sys.executable, "-c", ALONE, "top"], {"TERM": "xterm"}
     with started(*command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=None) as shown:
@@ -107,7 +107,7 @@ def test_on_a_terminal_it_stays_until_a_key_ends_it(tmp_path: Path) -> None:
     ("words", "said"),
     [(["--json"], "top --once --json"), (["--interval", "0"], "0.1 to 3600"), (["train.py"], "unrecognized")],
 )
-def test_a_mistake_is_said(ddpkit: Callable[..., Any], words: list[str], said: str) -> None:
+def test_top_with_invalid_arguments_is_a_usage_error(ddpkit: Callable[..., Any], words: list[str], said: str) -> None:
     done = ddpkit("top", *words)
     assert done.returncode == 2
     assert said in done.stderr
@@ -121,17 +121,17 @@ def _rank(rank: int, communication: float | None = 0.0, **more: Any) -> RankRead
     return RankReading(rank, rank, 100 + rank, "data", **{**known, **more})
 
 
-def test_the_rank_that_waits_least_is_waited_for() -> None:
+def test_straggler_is_the_rank_that_waits_least() -> None:
     assert straggler([_rank(0, 0.6), _rank(1, 0.1), _rank(2, 0.55)]) == 1
 
 
-def test_no_rank_is_named_among_equals_alone_or_without_a_trainer() -> None:
+def test_straggler_among_equal_ranks_or_without_a_trainer_is_none() -> None:
     assert straggler([_rank(0, 0.3), _rank(1, 0.31), _rank(2, 0.32)]) is None
     assert straggler([_rank(0)]) is None
     assert straggler([_rank(0, 0.9), _rank(1, None, step=None)]) is None
 
 
-def test_where_all_stand_still_the_one_behind_is_waited_for() -> None:
+def test_straggler_among_ranks_that_stand_still_is_the_one_behind() -> None:
     ahead = _rank(0, beats=50, age=60.0)
     assert straggler([ahead, _rank(1, beats=48, age=61.0)]) == 1
     assert straggler([ahead, _rank(1, beats=48, age=0.1)]) is None, "it moves"
@@ -146,20 +146,20 @@ def _job(host: str, *ranks: RankReading, **more: Any) -> JobReading:
     return JobReading(host=host, ranks=tuple(replace(each, host=host) for each in ranks), **{**known, **more})
 
 
-def test_the_nodes_of_a_job_are_joined_and_the_rank_that_they_wait_for_is_named() -> None:
+def test_merged_joins_the_nodes_of_a_job_and_names_the_straggler() -> None:
     other = _job("b", _rank(1, 0.7))
     (job,) = merged([other, _job("a", _rank(0, 0.1)), other])
     assert [(each.rank, each.host, each.waits_for) for each in job.ranks] == [(0, "a", None), (1, "b", 0)]
     assert (job.host, job.node_rank) == ("a", 0)
 
 
-def test_jobs_that_are_not_one_stay_apart() -> None:
+def test_merged_keeps_different_jobs_apart() -> None:
     assert len(merged([_job("a", _rank(0)), _job("b", _rank(0))])) == 2, "both have a rank 0"
     assert len(merged([_job("a", _rank(0), nodes=1), _job("b", _rank(1), nodes=1)])) == 2
     assert len(merged([_job("a", _rank(0)), _job("b", _rank(1), script="other.py")])) == 2
 
 
-def test_a_reading_is_the_same_after_its_way_as_json() -> None:
+def test_reading_is_the_same_after_conversion_to_json_and_back() -> None:
     assert from_json(json.dumps(as_json([READING]))) == (READING,)
 
 
@@ -190,7 +190,7 @@ def _shown(width: int, job: JobReading = READING) -> str:
     return captured.get()
 
 
-def test_a_wide_terminal_has_all_columns() -> None:
+def test_top_on_a_wide_terminal_shows_all_columns() -> None:
     lines = _shown(200).splitlines()
     assert lines[0].rstrip() == "train.py  4 ranks on node 1 of 2, for 1:02:05, 1 restart, launcher 42"
     for word in (
@@ -209,7 +209,7 @@ def test_a_wide_terminal_has_all_columns() -> None:
     assert "0.0 s" in lines[2]
 
 
-def test_the_mfu_has_a_column_where_it_is_known() -> None:
+def test_top_shows_a_column_of_the_mfu_where_it_is_known() -> None:
     assert "MFU" not in _shown(200)
     ranks = tuple(replace(each, mfu=0.431) for each in READING.ranks)
     _, header, first, *_ = _shown(200, replace(READING, ranks=ranks)).splitlines()
@@ -217,7 +217,7 @@ def test_the_mfu_has_a_column_where_it_is_known() -> None:
     assert first[at : at + 3] == "43%"
 
 
-def test_a_narrow_terminal_still_names_the_rank_that_is_waited_for() -> None:
+def test_top_on_a_narrow_terminal_still_names_the_straggler() -> None:
     title, header, first, *_ = _shown(40).splitlines()
     assert title.rstrip() == "train.py  4 ranks on node 1 of 2", "what does not fit is left out, and not cut"
     assert header.split() == ["rank", "phase", "step", "waits", "for"]
@@ -225,21 +225,21 @@ def test_a_narrow_terminal_still_names_the_rank_that_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("width", [200, 80, 40, 20])
-def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+def test_top_prints_no_line_longer_than_the_terminal(width: int) -> None:
     lines = _shown(width).splitlines()
     assert all(len(line.rstrip()) <= width for line in lines), lines
     assert lines[3].split()[0] == "3"
     assert len(lines) == 5, "no line is broken in two"
 
 
-def test_the_advice_of_any_rank_is_under_the_title() -> None:
+def test_top_shows_advice_of_any_rank_under_the_title() -> None:
     advised = replace(READING.ranks[1], advice="data 31%: raise data.num_workers (0)")
     lines = _shown(200, replace(READING, ranks=(READING.ranks[0], advised))).splitlines()
     assert lines[1].rstrip() == "advice: data 31%: raise data.num_workers (0)"
     assert lines[2].split()[:2] == ["rank", "pid"]
 
 
-def test_jobs_of_one_script_are_told_apart_by_their_arguments() -> None:
+def test_top_distinguishes_jobs_of_one_script_by_their_arguments() -> None:
     job = replace(READING, arguments=("--lr", "0.1", "--name", "a b"))
     assert _shown(200, job).splitlines()[0].startswith("train.py --lr 0.1 --name 'a b'  4 ranks on node 1 of 2, for 1:")
     title = _shown(50, job).splitlines()[0].rstrip()
@@ -247,7 +247,7 @@ def test_jobs_of_one_script_are_told_apart_by_their_arguments() -> None:
     assert _shown(40, job).splitlines()[0].rstrip() == "train.py --lr 0…  4 ranks on node 1 of 2"
 
 
-def test_the_progress_of_a_run_is_under_the_title() -> None:
+def test_top_shows_the_progress_of_a_run_under_the_title() -> None:
     ranks = tuple(replace(each, total=5000, loss=0.23456) for each in READING.ranks)
     job = replace(READING, ranks=ranks, folder="/runs/7")
     assert _shown(80, job).splitlines()[1].rstrip() == (
@@ -270,7 +270,7 @@ def test_the_progress_of_a_run_is_under_the_title() -> None:
     ],
     ids=["all", "one-behind", "ended", "moves", "long-steps", "own-code"],
 )  # fmt: skip
-def test_a_hang_is_said_in_words(first: dict[str, Any], second: dict[str, Any], said: str | None) -> None:
+def test_top_explains_a_hang(first: dict[str, Any], second: dict[str, Any], said: str | None) -> None:
     ranks = [replace(_rank(0), **first), replace(_rank(1), **second)]
     (job,) = merged([_job("a", *ranks, nodes=1)])
     shown = _shown(200, job)
@@ -278,7 +278,7 @@ def test_a_hang_is_said_in_words(first: dict[str, Any], second: dict[str, Any], 
     assert said is None or said in shown
 
 
-def test_escape_sequences_of_a_job_do_not_reach_the_terminal() -> None:
+def test_top_removes_escape_sequences_of_a_job() -> None:
     attack = "\x1b]0;owned\x07\ud800"
     ranks = tuple(replace(each, host=f"{attack}{each.rank}", advice=attack, phase=attack) for each in READING.ranks)
     job = replace(READING, script=f"/x/{attack}.py", arguments=(attack,), folder=attack, ranks=ranks)
@@ -290,13 +290,13 @@ def test_escape_sequences_of_a_job_do_not_reach_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("wrong", ['{"ranks": 3}', "[1]", '[{"run_id": 7}]', "no JSON"])
-def test_a_reading_with_values_of_wrong_types_is_refused(wrong: str) -> None:
+def test_reading_with_values_of_wrong_types_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="valid"):
         from_json(wrong)
 
 
 @pytest.mark.parametrize("noted", ["", "run/record", "nothing/record"])
-def test_the_folder_of_a_run_is_known_once_its_record_exists(
+def test_top_knows_the_folder_of_a_run_once_its_record_exists(
     noted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

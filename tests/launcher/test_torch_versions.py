@@ -24,7 +24,7 @@ def planned(*words: str, env: dict[str, str] | None = None) -> plan.Plan:
 
 
 @pytest.mark.parametrize("flag", ["--shutdown-timeout", "--shutdown_timeout"])
-def test_the_shutdown_timeout_can_be_given_with_every_version(flag: str) -> None:
+def test_shutdown_timeout_flag_works_with_every_torch(flag: str) -> None:
     assert planned(flag, "5").shutdown_timeout == 5
 
 
@@ -34,17 +34,17 @@ def test_flag_of_a_later_torch_has_a_variable_for_its_default() -> None:
     assert made.logs.log_line_prefix_template == "<${rank}>"
 
 
-def test_the_shutdown_timeout_has_torch_s_own_variable() -> None:
+def test_shutdown_timeout_is_read_from_torchs_variable() -> None:
     assert [planned(env=env).shutdown_timeout for env in ({GRACE_DEFAULT: "7"}, {})] == [7, plan.GRACE_SECONDS]
 
 
 @pytest.mark.parametrize(("words", "env"), [(["--shutdown-timeout=-1"], {}), ([], {GRACE_DEFAULT: "soon"})])
-def test_a_shutdown_timeout_that_torch_does_not_check_is_checked_here(words: list[str], env: dict[str, str]) -> None:
+def test_shutdown_timeout_that_torch_does_not_check_is_checked(words: list[str], env: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"0 or more, not ('soon'|-1)"):
         planned(*words, env=env)
 
 
-def test_the_flag_for_the_prefix_of_lines_wins_over_its_variable() -> None:
+def test_log_line_prefix_flag_takes_precedence_over_its_variable() -> None:
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "variable"}
     found = [planned(*words, env=env).logs for words in (["--log-line-prefix-template", "flag"], [])]
     assert [logs.log_line_prefix_template for logs in found] == ["flag", "variable"]
@@ -59,7 +59,7 @@ def test_the_flag_for_the_prefix_of_lines_wins_over_its_variable() -> None:
         ([], {}, None, "[default0]:"),
     ],
 )
-def test_an_empty_prefix_removes_the_labels_that_torchrun_does_not_have(
+def test_empty_log_line_prefix_removes_the_labels(
     words: list[str], env: dict[str, str], label: str | None, teed: str
 ) -> None:
     nowhere, out = {0: ""}, {0: "out"}
@@ -71,19 +71,19 @@ def test_an_empty_prefix_removes_the_labels_that_torchrun_does_not_have(
         assert (found.out.label, found.err.label) == (expected, expected)
 
 
-def test_the_host_can_be_part_of_the_prefix_of_lines() -> None:
+def test_log_line_prefix_can_contain_the_host() -> None:
     dest = LogsDest({0: "out"}, {0: "err"}, {0: "out"}, {0: "err"}, {0: "error.json"})
     logs = planned("--log-line-prefix-template", "${hostname} ${role_name} ${rank} ${local_rank}").logs
     (found,) = streams(logs, "trainer", dest, {0: 3})
     assert found.out.label == f"{socket.gethostname()} trainer 3 0"
 
 
-def test_the_defaults_are_those_of_the_installed_torchrun() -> None:
+def test_torchrun_defaults_are_those_of_the_installed_torchrun() -> None:
     assert our_torchrun.torchrun_defaults() == vars(torchrun.get_args_parser().parse_args(["script.py"]))
     assert our_torchrun.torchrun_defaults().keys() <= planned().torchrun.keys()
 
 
-def test_torch_is_asked_for_the_cores_of_a_gpu_in_its_own_words() -> None:
+def test_numa_cpus_calls_torch_with_valid_arguments() -> None:
     """Where there is no such GPU, or nothing is known of it, torch says so; it has no word on its arguments."""
     try:
         found = our_torchrun.numa_cpus(0, "node")

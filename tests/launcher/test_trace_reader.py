@@ -86,7 +86,7 @@ def loss_with_mask(model: nn.Module) -> Tensor:
     return logits[torch.ones(16, dtype=torch.bool)].square().mean()  # type: ignore[no-any-return]
 
 
-def test_a_recorded_trace_tells_what_was_recorded(tmp_path: Path) -> None:
+def test_trace_of_a_cpu_recording_is_summarised(tmp_path: Path) -> None:
     summary = recorded(tmp_path, train_step(plain_loss))
     assert (summary.rank, summary.steps, summary.device, summary.with_stacks) == (0, (10, 12), "cpu", True)
     assert summary.gpu is None
@@ -94,7 +94,7 @@ def test_a_recorded_trace_tells_what_was_recorded(tmp_path: Path) -> None:
     assert 0 < sum(operation.share for operation in summary.operations) < 1
 
 
-def test_the_ten_most_expensive_operators_are_named_with_the_time_of_their_own(tmp_path: Path) -> None:
+def test_trace_lists_the_ten_most_expensive_operators_by_self_time(tmp_path: Path) -> None:
     wide, rows = nn.Linear(1024, 1024), torch.ones(256, 1024)
     summary = recorded(tmp_path, lambda: wide(rows), first=1, last=1)
     first = summary.operations[0]
@@ -104,7 +104,7 @@ def test_the_ten_most_expensive_operators_are_named_with_the_time_of_their_own(t
     assert sorted(summary.operations, key=lambda operation: -operation.seconds) == list(summary.operations)
 
 
-def test_a_value_that_the_loss_reads_is_a_synchronisation_in_that_function(tmp_path: Path) -> None:
+def test_trace_names_a_value_read_by_the_loss_as_a_synchronisation(tmp_path: Path) -> None:
     summary = recorded(tmp_path, train_step(loss_that_prints))
     (found,) = summary.synchronisations
     assert (found.operation, found.calls, found.per_step) == ("aten::item", 3, 1.0)
@@ -117,7 +117,7 @@ def test_a_value_that_the_loss_reads_is_a_synchronisation_in_that_function(tmp_p
     assert "would wait for a GPU" in line
 
 
-def test_a_mask_is_a_synchronisation_in_both_passes(tmp_path: Path) -> None:
+def test_trace_names_a_mask_as_a_synchronisation_in_both_passes(tmp_path: Path) -> None:
     forward, backward = recorded(tmp_path, train_step(loss_with_mask)).synchronisations
     for found in (forward, backward):
         assert found.place is not None
@@ -125,7 +125,7 @@ def test_a_mask_is_a_synchronisation_in_both_passes(tmp_path: Path) -> None:
     assert "aten::index" in (forward.operation, backward.operation)
 
 
-def test_the_step_count_of_torch_s_optimizers_is_on_the_host(tmp_path: Path) -> None:
+def test_trace_does_not_name_step_counts_of_torchs_optimizers(tmp_path: Path) -> None:
     # AdamW without foreach reads it for each parameter.
     summary = recorded(tmp_path, train_step(plain_loss))
     with gzip.open(tmp_path / "rank0_steps10-12.json.gz", "rt", errors="replace") as file:
@@ -140,7 +140,7 @@ class Reading(torch.optim.SGD):
             super().step()
 
 
-def test_what_an_optimizer_of_the_user_s_own_reads_is_a_synchronisation(tmp_path: Path) -> None:
+def test_trace_names_reads_of_the_users_optimizer_as_a_synchronisation(tmp_path: Path) -> None:
     model = Classifier()
     optimizer = Reading(model.parameters(), lr=0.1)
 
@@ -163,7 +163,7 @@ class Samples(Dataset[Tensor]):
         return torch.full((30,), torch.tensor(1.0).item())
 
 
-def test_a_trainer_s_trace_has_the_wait_for_data_and_no_synchronisation_of_the_dataset(tmp_path: Path) -> None:
+def test_trace_of_a_trainer_has_the_wait_for_data_and_no_synchronisation(tmp_path: Path) -> None:
     config = TrainerConfig(max_steps=4, global_batch_size=16, profile={"steps": (2, 3), "dir": tmp_path})
     trainer = Trainer(
         Classifier(),
@@ -178,7 +178,7 @@ def test_a_trainer_s_trace_has_the_wait_for_data_and_no_synchronisation_of_the_d
     assert [one for one in summary.synchronisations if one.place is None or not one.place.library] == []
 
 
-def test_products_are_named_with_their_module_and_what_to_pad(tmp_path: Path) -> None:
+def test_trace_names_matrix_products_by_module_with_their_padding(tmp_path: Path) -> None:
     summary = recorded(tmp_path, train_step(plain_loss, dtype=torch.bfloat16))
     forward = [one for one in summary.products if one.operator == "aten::addmm"]
     found = {one.modules: one for one in forward}
@@ -197,7 +197,7 @@ def test_products_are_named_with_their_module_and_what_to_pad(tmp_path: Path) ->
     assert len(padding) <= 2
 
 
-def test_other_products_and_types(tmp_path: Path) -> None:
+def test_trace_reads_convolutions_attention_and_other_products(tmp_path: Path) -> None:
     picture, filters = torch.ones(2, 3, 9, 9).bfloat16(), torch.ones(12, 3, 3, 3).bfloat16()
     query = torch.ones(2, 4, 6, 20).half()
 
@@ -220,13 +220,13 @@ def test_other_products_and_types(tmp_path: Path) -> None:
     assert all(one.calls == 1 for one in found)
 
 
-def test_float32_may_use_tensor_cores_as_tf32(tmp_path: Path) -> None:
+def test_trace_of_float32_products_with_tf32_checks_alignment(tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("high")
     (found,) = recorded(tmp_path, lambda: torch.ones(8, 4) @ torch.ones(4, 6), last=10).products
     assert (found.problem, found.pad) == ("alignment", (("N", 6, 8),))
 
 
-def test_a_profiler_of_the_user_s_own_is_read_as_far_as_it_tells(tmp_path: Path) -> None:
+def test_trace_of_the_users_profiler_is_summarised_as_far_as_possible(tmp_path: Path) -> None:
     with profile() as own:
         torch.ones(()).item()
     own.export_chrome_trace(str(tmp_path / "mine.json"))
@@ -279,7 +279,7 @@ def microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 2)
 
 
-def test_the_time_of_an_operator_is_without_those_that_it_calls_and_those_of_other_steps(tmp_path: Path) -> None:
+def test_trace_self_time_excludes_called_operators_and_other_steps(tmp_path: Path) -> None:
     trace = Trace()
     trace.host("cpu_op", "aten::relu", -50, -10)  # before the first step
     trace.host("cpu_op", "aten::addmm", 100, 180)  # which begins with linear
@@ -303,7 +303,7 @@ def test_the_time_of_an_operator_is_without_those_that_it_calls_and_those_of_oth
     assert summary.operations[0].share == pytest.approx(105 / 400)
 
 
-def test_the_time_of_a_gpu_is_divided_by_cause(tmp_path: Path) -> None:
+def test_trace_divides_gpu_time_by_cause(tmp_path: Path) -> None:
     trace = Trace()
     trace.host("user_annotation", "ProfilerStep#4", 0, 1000)
     trace.kernel("gemm", 10, 100, launched=5)
@@ -333,7 +333,7 @@ def test_the_time_of_a_gpu_is_divided_by_cause(tmp_path: Path) -> None:
     assert microseconds(gpu.idle + gpu.computing + gpu.communication_alone + gpu.copying) == 510
 
 
-def test_a_copy_alone_is_neither_idle_nor_computing(tmp_path: Path) -> None:
+def test_trace_copy_alone_is_neither_idle_nor_computing(tmp_path: Path) -> None:
     trace = Trace()
     trace.kernel("gemm", 10, 100, launched=0)
     trace.kernel("Memcpy HtoD (Pageable -> Device)", 100, 160, launched=3, kind="gpu_memcpy")
@@ -345,7 +345,7 @@ def test_a_copy_alone_is_neither_idle_nor_computing(tmp_path: Path) -> None:
     assert lines(summary)[0].startswith("the GPU spent 32% of the time only copying data: ")
 
 
-def test_kernels_are_named_with_the_operator_that_launched_them(tmp_path: Path) -> None:
+def test_trace_names_kernels_with_the_operator_that_launched_them(tmp_path: Path) -> None:
     trace = Trace()
     trace.host("cpu_op", "aten::linear", 0, 50)
     trace.host("cpu_op", "aten::addmm", 5, 45)
@@ -366,7 +366,7 @@ def test_kernels_are_named_with_the_operator_that_launched_them(tmp_path: Path) 
     assert summary.operations[0].share == pytest.approx(80e-6 / summary.wall)
 
 
-def test_synchronisations_of_a_gpu_are_counted_once_for_each_operator(tmp_path: Path) -> None:
+def test_trace_counts_gpu_synchronisations_once_per_operator(tmp_path: Path) -> None:
     trace = Trace()
     for step in (0, 1000):
         trace.host("python_function", "ddp_kit/profile.py(50): before_step", step - 5, step + 5)
@@ -391,7 +391,7 @@ def test_synchronisations_of_a_gpu_are_counted_once_for_each_operator(tmp_path: 
     assert "aten::item in loss_fn (train.py:42), 1 per step, 0.00014 s in total" in told
 
 
-def test_a_synchronisation_of_ddpkit_is_told_from_the_user_s(tmp_path: Path) -> None:
+def test_trace_attributes_synchronisations_of_ddpkit_to_ddpkit(tmp_path: Path) -> None:
     trace = Trace()
     trace.host("python_function", "train.py(42): main", 0, 500)
     trace.host("python_function", "/venv/lib/python3.12/site-packages/ddp_kit/trainer/logging.py(9): row", 10, 400)
@@ -422,7 +422,7 @@ def test_a_synchronisation_of_ddpkit_is_told_from_the_user_s(tmp_path: Path) -> 
         ("float", "Cijk_Alik_Bljk_SB_MT64x16x32", 64, ""),  # AMD: the name does not tell
     ],
 )
-def test_what_keeps_a_product_from_the_tensor_cores(
+def test_trace_names_the_reason_that_a_product_avoids_the_tensor_cores(
     tmp_path: Path, kind: str, kernel: str, size: int, problem: str
 ) -> None:
     trace = Trace()
@@ -436,7 +436,7 @@ def test_what_keeps_a_product_from_the_tensor_cores(
     assert [size for _, size, _ in found.pad] == ([size] if problem == "alignment" else [])
 
 
-def test_the_kernel_of_a_backward_pass_is_of_the_forward_s_module(tmp_path: Path) -> None:
+def test_trace_attributes_a_backward_kernel_to_the_module_of_the_forward(tmp_path: Path) -> None:
     trace, other = Trace(), 101
     shapes = {"Input_Dims": [[8, 8], [8, 8]], "Input_type": ["float", "float"]}
     trace.host("python_function", "nn.Module: Head_3", 0, 50)
@@ -448,7 +448,7 @@ def test_the_kernel_of_a_backward_pass_is_of_the_forward_s_module(tmp_path: Path
     assert (found.calls, found.modules) == (2, ("Head_3",))
 
 
-def test_the_trace_s_own_word_comes_before_its_file_s_name(tmp_path: Path) -> None:
+def test_trace_metadata_takes_precedence_over_the_file_name(tmp_path: Path) -> None:
     trace = Trace()
     trace.kernel("gemm", 0, 10, launched=-5)
     told = trace.read(tmp_path, deviceProperties=[{"name": "NVIDIA H100"}], distributedInfo={"rank": 3})
@@ -460,7 +460,7 @@ def test_the_trace_s_own_word_comes_before_its_file_s_name(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-def test_a_recorded_trace_of_a_gpu_names_kernels_and_where_the_host_waits(tmp_path: Path) -> None:
+def test_trace_of_a_gpu_recording_names_kernels_and_synchronisations(tmp_path: Path) -> None:
     model = nn.Linear(64, 64, device="cuda")
 
     def reads() -> None:
@@ -481,7 +481,7 @@ def test_a_recorded_trace_of_a_gpu_names_kernels_and_where_the_host_waits(tmp_pa
 # --- in words -------------------------------------------------------------------------------------------------------
 
 
-def test_the_most_important_finding_comes_first(tmp_path: Path) -> None:
+def test_trace_findings_begin_with_the_most_important(tmp_path: Path) -> None:
     trace = Trace()
     trace.host("user_annotation", "ProfilerStep#4", 0, 1100)
     trace.kernel("gemm", 10, 100, launched=0)
@@ -498,7 +498,7 @@ def test_the_most_important_finding_comes_first(tmp_path: Path) -> None:
     assert "data.num_workers" in told[0]
 
 
-def test_of_many_float32_products_one_line_is_said(tmp_path: Path) -> None:
+def test_trace_with_many_float32_products_reports_them_in_one_line(tmp_path: Path) -> None:
     trace = Trace()
     trace.kernel("gemm", 0, 1000, launched=-5)
     product = MatrixProduct("aten::mm", "float32", "(8 x 8) @ (8 x 8)", 1, 1e-4, 0.1, ("Linear_0",), "s", "float32", ())
@@ -545,7 +545,7 @@ class Dangerous:
         (b"[" * 100_000, "too deeply nested|is cut off"),
     ],
 )
-def test_a_file_that_is_no_trace_is_an_error_that_says_what_it_is(
+def test_trace_of_another_file_raises_usage_error_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -558,14 +558,14 @@ def test_a_file_that_is_no_trace_is_an_error_that_says_what_it_is(
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
+def test_trace_that_is_missing_or_a_folder_raises_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_trace(tmp_path / "rank0_steps1-2.json.gz")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         read_trace(tmp_path)
 
 
-def test_a_damaged_name_and_incomplete_entries_do_not_matter(tmp_path: Path) -> None:
+def test_trace_with_a_damaged_name_or_incomplete_entries_is_read(tmp_path: Path) -> None:
     entries = [ENTRY, {**ENTRY, "name": "BAD"}, {"ph": "X", "cat": "kernel", "name": "no time"}, {**ENTRY, "args": 3}]
     path = tmp_path / "trace.json"
     path.write_bytes(json.dumps({"traceEvents": entries}).encode().replace(b"BAD", b"\xff\x01\xfe"))

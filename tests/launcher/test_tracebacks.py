@@ -25,9 +25,7 @@ PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\
         ("import json.nothing", "ModuleNotFoundError: No module named 'json.nothing'"),
     ],
 )
-def test_what_python_prints_is_found_whole_with_all_that_it_came_from(
-    tmp_path: Path, statement: str, message: str
-) -> None:
+def test_split_finds_a_whole_traceback_with_its_causes(tmp_path: Path, statement: str, message: str) -> None:
     main = tmp_path / "main.py"
     main.write_text(f"import sys\nprint('before', file=sys.stderr)\n{statement}\n")
     printed = run(sys.executable, main).stderr
@@ -37,18 +35,18 @@ def test_what_python_prints_is_found_whole_with_all_that_it_came_from(
     assert message_of(trace) == message
 
 
-def test_torch_s_marks_are_taken_off_and_its_warnings_left() -> None:
+def test_split_removes_torchs_prefixes_and_leaves_its_warnings() -> None:
     warning = "[rank3]:[W1120 10:00:00.123 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
     marked = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines())
     assert split(marked + warning) == (PLAIN.rstrip(), warning)
 
 
-def test_what_gloo_said_at_its_start_is_no_part_of_a_traceback_that_it_follows() -> None:
+def test_split_leaves_the_greeting_of_gloo_after_a_traceback() -> None:
     greeting = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
     assert split(PLAIN + greeting) == (PLAIN.rstrip(), greeting)
 
 
-def test_the_error_of_a_dataloader_worker_is_one_traceback_with_the_message_of_its_own() -> None:
+def test_split_of_a_dataloader_workers_error_is_one_traceback() -> None:
     text = (
         'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    fit()\n'
         "ValueError: Caught ValueError in DataLoader worker process 0.\n"
@@ -60,7 +58,7 @@ def test_the_error_of_a_dataloader_worker_is_one_traceback_with_the_message_of_i
     assert message_of(trace) == "ValueError: broken image"
 
 
-def test_ctrl_c_is_told_from_other_errors() -> None:
+def test_is_interrupt_distinguishes_ctrl_c_from_other_errors() -> None:
     interrupt = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nKeyboardInterrupt\n'
     direct = "\nDuring handling of the above exception, another exception occurred:\n\n"
     assert is_interrupt(split(interrupt)[0])
@@ -70,13 +68,13 @@ def test_ctrl_c_is_told_from_other_errors() -> None:
     assert not is_interrupt("")
 
 
-def test_an_earlier_traceback_that_was_caught_is_not_the_last_word() -> None:
+def test_split_returns_the_last_traceback_only() -> None:
     trace, rest = split("Traceback (most recent call last):\n  File x\nKeyError: 1\ncontinues\n" + PLAIN)
     assert trace == PLAIN.rstrip()
     assert "KeyError" in rest
 
 
-def test_a_crash_of_the_interpreter_is_one_too() -> None:
+def test_split_finds_a_crash_of_the_interpreter() -> None:
     text = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
     trace, rest = split(text)
     assert (trace, rest) == (text.rstrip(), "")
@@ -87,26 +85,24 @@ def test_a_crash_of_the_interpreter_is_one_too() -> None:
     ("code", "expected"),
     [("import nowhere", True), ("def work():\n    import nowhere\nwork()", False), ("raise ValueError", False)],
 )
-def test_an_import_that_fails_at_the_top_is_told_from_one_in_the_middle_of_the_work(
-    tmp_path: Path, code: str, expected: bool
-) -> None:
+def test_failed_at_start_is_true_only_for_imports_at_the_top(tmp_path: Path, code: str, expected: bool) -> None:
     (tmp_path / "main.py").write_text(code)
     printed = run(sys.executable, tmp_path / "main.py").stderr
     assert failed_at_start(split(printed)[0]) == expected
 
 
-def test_without_a_traceback_all_is_the_rest() -> None:
+def test_split_without_a_traceback_returns_everything_as_the_rest() -> None:
     assert split("a\nb") == ("", "a\nb")
     assert message_of("") == ""
 
 
-def test_a_failed_process_that_torch_aborts_while_it_ends_has_its_own_last_word() -> None:
+def test_split_ignores_an_abort_of_torch_after_a_traceback() -> None:
     abort = "terminate called after throwing an instance of 'std::system_error'\n  what():  x\n"
     assert message_of(split(PLAIN + abort)[0]) == "ValueError: no"
     assert message_of(split(abort)[0]) == abort.splitlines()[0]
 
 
-def test_a_very_long_one_keeps_its_beginning_and_its_end() -> None:
+def test_shortened_keeps_the_beginning_and_the_end() -> None:
     frames = "".join(f'  File "a.py", line {number}\n' for number in range(1000))
     trace, _ = split(f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")
     lines = shortened(trace).splitlines()
@@ -125,7 +121,7 @@ def warned(where: str, what: str) -> list[bytes]:
     ]
 
 
-def test_a_store_s_warning_of_an_error_that_it_raises_is_left_out_with_its_stack() -> None:
+def test_warning_filter_removes_warnings_of_the_store_with_their_stack() -> None:
     store = warned("TCPStore.cpp:125", "recvValue failed on SocketImpl(fd=15, addr=[10d7:dbdf:687f]:57307)")
     lines = [b"step 1\n", *store, b"\n", b"frame #1 of 2\n", *store, b"step 2\n"]
     kept = [b"step 1\n", b"\n", b"frame #1 of 2\n", b"step 2\n"]
@@ -134,7 +130,7 @@ def test_a_store_s_warning_of_an_error_that_it_raises_is_left_out_with_its_stack
     assert [part for line in lines if (part := in_parts.without_stacks(line))] == kept
 
 
-def test_other_warnings_are_kept_without_their_stack_and_an_error_s_stack_is_kept() -> None:
+def test_warning_filter_keeps_other_warnings_without_their_stack() -> None:
     other = warned("ProcessGroupNCCL.cpp:1783", "Failed to check the should dump flag")
     assert WarningFilter().without_stacks(b"".join(other)) == other[0]
     error = [b"RuntimeError: what\n", *other[1:]]

@@ -16,11 +16,11 @@ def failure(rank: int, exit_code: int, time: float, message: str = "", terminate
     )
 
 
-def test_all_went_well() -> None:
+def test_verdict_without_a_failure_is_empty() -> None:
     assert (judge(Outcome()).exit_code, judge(Outcome()).text) == (0, "")
 
 
-def test_the_first_failure_counts_not_those_that_were_stopped_after_it() -> None:
+def test_verdict_names_the_first_failure_and_not_stopped_ranks() -> None:
     stopped = failure(0, -signal.SIGTERM, 10.0, terminated=True)
     verdict = judge(Outcome((stopped, failure(2, 9, 12.0), failure(1, 7, 11.0, "ValueError: no"))))
     assert verdict.exit_code == 7
@@ -33,23 +33,23 @@ def test_the_first_failure_counts_not_those_that_were_stopped_after_it() -> None
 @pytest.mark.parametrize(
     ("code", "name", "shell"), [(-11, "SIGSEGV", 139), (-9, "SIGKILL", 137), (-15, "SIGTERM", 143)]
 )
-def test_a_signal_is_called_by_its_name(code: int, name: str, shell: int) -> None:
+def test_verdict_names_a_signal(code: int, name: str, shell: int) -> None:
     verdict = judge(Outcome((failure(0, code, 1.0),)))
     assert verdict.exit_code == shell
     assert f"killed by {name}" in verdict.text
 
 
-def test_a_launcher_that_was_stopped_says_by_what() -> None:
+def test_verdict_of_a_stopped_launcher_names_the_signal() -> None:
     verdict = judge(Outcome(stopped_by=signal.SIGINT))
     assert (verdict.exit_code, verdict.text) == (130, "stopped by SIGINT")
 
 
-def test_a_lost_node_has_an_exit_code_of_its_own() -> None:
+def test_verdict_of_a_lost_node_has_its_exit_code() -> None:
     verdict = judge(Outcome(lost="no heartbeat from h2 for 3 s"))
     assert (verdict.exit_code, verdict.text) == (4, "the job cannot continue: no heartbeat from h2 for 3 s")
 
 
-def test_what_the_others_say_alike_is_said_once() -> None:
+def test_verdict_merges_equal_messages_of_other_ranks() -> None:
     first = failure(3, 1, 2.0, "ValueError: no")
     echoes = [
         failure(rank, 1, 2.5, f"RuntimeError: [pair.cc:538] Closed by peer [10.0.0.{rank}]:4{rank}") for rank in (0, 1)
@@ -62,7 +62,7 @@ def test_what_the_others_say_alike_is_said_once() -> None:
     ]
 
 
-def test_the_message_of_the_first_is_not_repeated_for_the_others() -> None:
+def test_verdict_does_not_repeat_the_first_message_for_other_ranks() -> None:
     first, *others = (failure(rank, 1, 2.0 + rank, f"ValueError: no sample {rank}") for rank in range(3))
     assert judge(Outcome((first, *others))).text.splitlines() == [
         "rank 0 failed first: exit code 1 (local rank 0, pid 100): ValueError: no sample 0",
@@ -70,7 +70,7 @@ def test_the_message_of_the_first_is_not_repeated_for_the_others() -> None:
     ]
 
 
-def test_a_rank_that_only_says_that_another_went_away_is_not_the_first() -> None:
+def test_verdict_does_not_name_a_secondary_failure_first() -> None:
     echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), secondary=True)
     on_its_way_out = failure(1, 1, 1.1, "ValueError: no", terminated=True)
     assert first_failure((echo, on_its_way_out)).rank == 1
@@ -78,7 +78,7 @@ def test_a_rank_that_only_says_that_another_went_away_is_not_the_first() -> None
     assert first_failure((echo, stopped)).rank == 0
 
 
-def test_a_rank_that_left_early_is_named_where_the_others_only_miss_it() -> None:
+def test_verdict_names_a_rank_that_exited_early_if_the_others_only_miss_it() -> None:
     echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), secondary=True)
     verdict = judge(Outcome((echo,), ended_well=(1,)))
     assert verdict.exit_code == 1
@@ -87,13 +87,13 @@ def test_a_rank_that_left_early_is_named_where_the_others_only_miss_it() -> None
     )
 
 
-def test_the_traceback_is_shown_once() -> None:
+def test_verdict_shows_the_traceback_once() -> None:
     first = replace(failure(3, 1, 2.0, "ValueError: no"), trace="Traceback ...")
     assert judge(Outcome((first,))).trace == "Traceback ..."
     assert judge(Outcome((first,)), shown={3}).trace == ""
 
 
-def test_what_the_console_has_already_is_not_repeated() -> None:
+def test_verdict_does_not_repeat_a_message_already_printed() -> None:
     first = replace(failure(1, 1, 2.0, "LossError: no"), printed=True)
     other = replace(failure(0, 1, 2.1, "LossError: no"), printed=True, secondary=True)
     assert judge(Outcome((first, other))).text.splitlines() == [
@@ -104,21 +104,21 @@ def test_what_the_console_has_already_is_not_repeated() -> None:
     assert judge(Outcome((on_another_node,))).text.endswith(", host h2, pid 101): LossError: no")
 
 
-def test_of_several_ranks_with_one_error_the_one_that_printed_it_is_named() -> None:
+def test_verdict_names_the_rank_that_printed_a_common_error() -> None:
     silent = replace(failure(0, 1, 2.0, "ConfigError: no"), printed=True)
     printing = replace(failure(1, 1, 2.1, "ConfigError: no", terminated=True), printed=True, printed_here=True)
     assert first_failure((silent, printing)).rank == 1
     assert first_failure((replace(silent, message="KeyError: 'x'", printed=False), printing)).rank == 0
 
 
-def test_workers_that_have_saved_ask_for_another_run() -> None:
+def test_verdict_of_saved_workers_asks_for_a_restart() -> None:
     saved = tuple(failure(rank, ExitCode.REQUEUE, 1.0) for rank in range(2))
     echo = replace(failure(2, 1, 0.5, "Connection closed by peer"), secondary=True)
     assert judge(Outcome((*saved, echo), stopped_by=signal.SIGTERM)).exit_code == ExitCode.REQUEUE
     assert judge(Outcome((*saved, failure(2, 1, 2.0, "ValueError: no")))).exit_code == 1
 
 
-def test_the_record_for_programs_names_the_first_failure() -> None:
+def test_verdict_record_names_the_first_failure() -> None:
     outcome = Outcome((failure(1, -signal.SIGSEGV, 2.0),))
     found = json.loads(json.dumps(record(outcome)))
     assert (found["exit_code"], found["first_failure"]["rank"], found["first_failure"]["how"]) == (
@@ -128,7 +128,7 @@ def test_the_record_for_programs_names_the_first_failure() -> None:
     )
 
 
-def test_a_hang_is_told_with_what_the_others_were_in() -> None:
+def test_verdict_of_a_hang_shows_where_the_other_ranks_were() -> None:
     hung = replace(
         failure(1, ExitCode.HUNG, 30.0, "no progress for more than 12 s; in data (train.py:31 in __getitem__)"),
         step=40,

@@ -19,7 +19,7 @@ def typed(flags: str) -> Mapping[str, tuple[str, ...]]:
     return spec.parse([*flags.split(), "train.py"], {}).flags
 
 
-def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> None:
+def test_reminder_is_due_after_three_seconds_and_then_at_growing_intervals() -> None:
     reminder = Reminder(100.0)
     times = [second for second in range(1000) if reminder.due(100.0 + second)]
     assert times == [3, 12, 39, 120, 363, 663, 963]
@@ -31,7 +31,7 @@ def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> N
     ("flags", "alone"),
     [("--nnodes 2", True), ("--nnodes=2 --node_rank 1", False), ("--nnodes 2 --rdzv-endpoint=h:1", False)],
 )
-def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: str, alone: bool) -> None:
+def test_reminder_with_only_a_number_of_nodes_is_due_at_once(flags: str, alone: bool) -> None:
     assert Commands(typed(flags), "train.py", 2).lack_endpoint is alone
 
 
@@ -44,13 +44,13 @@ def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: 
         ("--node-rank 0 --nnodes=2", True, "--nnodes=2 --node-rank 0", "--nnodes=2 --node-rank 1"),
     ],
 )
-def test_the_command_for_another_node_differs_where_it_has_to(flags: str, static: bool, host: str, others: str) -> None:
+def test_command_for_other_nodes_differs_only_where_necessary(flags: str, static: bool, host: str, others: str) -> None:
     commands = Commands(typed(flags), "train.py ...", 2, static)
     assert commands.command_for_host() == f"ddpkit launch {host or flags} train.py ..."
     assert commands.command_for_other_nodes() == f"ddpkit launch {others or flags} train.py ..."
 
 
-def test_with_a_master_address_the_command_names_one_that_others_can_reach() -> None:
+def test_command_for_other_nodes_has_a_reachable_master_address() -> None:
     commands = Commands(typed("--nnodes 3 --master-port=29501"), "train.py", 3, True, ("10.0.0.1", 29501))
     where = "--master-addr 10.0.0.1 --master-port 29501 train.py"
     assert commands.command_for_other_nodes() == f"ddpkit launch --nnodes 3 --node-rank N {where}"
@@ -59,7 +59,7 @@ def test_with_a_master_address_the_command_names_one_that_others_can_reach() -> 
     assert f"--master-addr {socket.gethostname()} " in alone.command_for_other_nodes()
 
 
-def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
+def test_waiting_message_shows_joined_nodes_and_the_time_limit() -> None:
     commands = Commands(typed("--nnodes 2:4"), "train.py", 4)
     limits = Limits(min_nodes=2, max_nodes=4)
     first = waiting_for_nodes(1, limits, ("10.0.0.1", 29400), commands)
@@ -72,7 +72,7 @@ def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_that_a_waiting_node_prints_starts_the_missing_one(tmp_path: Path) -> None:
+def test_command_that_a_waiting_node_prints_starts_the_missing_node(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; os.write(1, b'rank %s\\n' % os.environb[b'RANK'])")
     endpoint = f"127.0.0.1:{free_port()}"
     words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=j"]
@@ -102,7 +102,9 @@ def words_to_join(port: int, join_timeout: float) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_node_at_a_port_that_never_answers_says_so_and_obeys_a_signal(silent_port: int, number: signal.Signals) -> None:
+def test_node_at_a_port_that_never_answers_reports_it_and_obeys_a_signal(
+    silent_port: int, number: signal.Signals
+) -> None:
     with started(*words_to_join(silent_port, 3600)) as node:
         assert node.stderr is not None
         line = node.stderr.readline()

@@ -52,7 +52,7 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
         Ended(3, -9),
     ],
 )
-def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+def test_channel_messages_arrive_unchanged(message: Message) -> None:
     one, other = map(Channel, socket.socketpair())
     one.send(message)
     assert list(other.receive()) == [message]
@@ -62,7 +62,7 @@ def test_messages_arrive_as_they_were_sent(message: Message) -> None:
     other.close()
 
 
-def test_messages_of_any_size_and_in_any_pieces_are_put_together() -> None:
+def test_channel_joins_messages_of_any_size_in_any_pieces() -> None:
     ends = socket.socketpair()
     ends[0].setblocking(False)
     reader = Channel(ends[1])
@@ -84,12 +84,12 @@ def test_messages_of_any_size_and_in_any_pieces_are_put_together() -> None:
         end.close()
 
 
-def test_a_program_s_words_are_those_that_python_would_be_given() -> None:
+def test_program_command_line_is_that_of_python() -> None:
     assert a_program("a b.py", "x").command_line == (sys.executable, "-u", "a b.py", "x")
     assert a_program("pack.age", module=True).command_line == (sys.executable, "-u", "-m", "pack.age")
 
 
-def test_files_that_hide_modules_which_torch_imports_are_an_obstacle(tmp_path: Path) -> None:
+def test_scan_of_files_that_hide_modules_of_torch_requires_a_cold_start(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
     assert scan.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
@@ -99,7 +99,7 @@ def test_files_that_hide_modules_which_torch_imports_are_an_obstacle(tmp_path: P
     assert "queue.py" in scan.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"]))
 
 
-def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
+def test_scan_of_a_file_that_is_not_python_requires_a_cold_start(tmp_path: Path) -> None:
     (tmp_path / "train").touch()
     assert "not a .py file" in scan.reason_for_cold_start(a_program(tmp_path / "train"), {}, frozenset())
 
@@ -141,7 +141,7 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
         (f"os.environ['OMP_NUM_THREADS'] = '4'\nos.environ['A'] = {'+'.join(['b'] * 3000)}", ""),  # too deep for ast
     ],
 )
-def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
+def test_scan_of_a_script_that_sets_variables_of_torch_requires_a_cold_start(
     text: str, name: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(text)
@@ -183,7 +183,7 @@ SETS = "import os\nos.environ['OMP_NUM_THREADS'] = '4'\n"
         ({"train.py": f"{SETS}import a0"} | {f"a{n}.py": f"import a{n + 1}" for n in range(400)}, "train.py"),
     ],
 )
-def test_script_whose_modules_set_what_torch_reads_at_its_import_is_not_forked(
+def test_scan_of_a_module_that_sets_variables_of_torch_requires_a_cold_start(
     files: dict[str, str], setter: str, tmp_path: Path
 ) -> None:
     write_files(files, tmp_path)
@@ -194,7 +194,7 @@ def test_script_whose_modules_set_what_torch_reads_at_its_import_is_not_forked(
 
 
 @pytest.mark.parametrize("main", ["__main__.py", "train/__main__.py", "train.py"])
-def test_packages_of_a_module_that_set_what_torch_reads_are_not_forked(
+def test_scan_of_a_package_that_sets_variables_of_torch_requires_a_cold_start(
     main: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files({"mine/__init__.py": SETS, f"mine/{main}": "import torch"}, tmp_path)
@@ -267,7 +267,7 @@ def gone(pid: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_path: Path) -> None:
+def test_warm_worker_is_forked_and_its_exit_code_reported(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("import os, sys; print(sys.argv[1:], os.environ['MINE']); sys.exit(3)")
     out = tmp_path / "out.txt"
@@ -280,7 +280,7 @@ def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "there"), [("ddp_kit's Trainer", 3), ("torch.optim", 1), ("ddp_kit, optimal", 0)])
-def test_what_a_trainer_or_an_optimizer_needs_is_there_for_a_script_that_speaks_of_one(
+def test_warm_worker_has_the_imports_that_its_script_mentions(
     text: str, there: int, server: WarmServer, tmp_path: Path
 ) -> None:
     main = tmp_path / "train.py"
@@ -292,7 +292,7 @@ def test_what_a_trainer_or_an_optimizer_needs_is_there_for_a_script_that_speaks_
 
 
 @pytest.mark.slow
-def test_a_server_that_is_still_importing_is_not_waited_for(tmp_path: Path) -> None:
+def test_warm_server_that_still_imports_is_not_waited_for(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("# ddp_kit's Trainer")
     os.mkfifo(tmp_path / "importing")
@@ -307,7 +307,7 @@ def test_a_server_that_is_still_importing_is_not_waited_for(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_log_of_a_script_with_a_trainer_begins_as_ever(server: WarmServer, tmp_path: Path) -> None:
+def test_warm_worker_with_a_trainer_has_the_default_log_handler(server: WarmServer, tmp_path: Path) -> None:
     main, out, err = (tmp_path / name for name in ("train.py", "out", "err"))
     main.write_text(
         "import sys\nbefore = {'ddp_kit.trainer', 'loguru'} <= set(sys.modules)\nfrom ddp_kit import Trainer\n"
@@ -321,7 +321,7 @@ def test_the_log_of_a_script_with_a_trainer_begins_as_ever(server: WarmServer, t
 
 
 @pytest.mark.slow
-def test_workers_show_their_own_words_to_ps(server: WarmServer, tmp_path: Path) -> None:
+def test_warm_worker_shows_its_command_line_to_ps(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("import signal; signal.pause()")
     os.mkfifo(tmp_path / "ready")
@@ -332,7 +332,7 @@ def test_workers_show_their_own_words_to_ps(server: WarmServer, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_an_environment_that_imports_would_read_differently_is_executed(server: WarmServer, tmp_path: Path) -> None:
+def test_worker_with_variables_that_imports_read_starts_cold(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
     worker = forked(server, a_program(main), {"MKL_NUM_THREADS": "3"})
@@ -340,7 +340,7 @@ def test_an_environment_that_imports_would_read_differently_is_executed(server: 
 
 
 @pytest.mark.slow
-def test_workers_die_with_the_server_and_the_launcher_knows(server: WarmServer, tmp_path: Path) -> None:
+def test_workers_die_with_the_server_and_the_launcher_notices(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()")
     worker = forked(server, a_program(main))
@@ -350,7 +350,7 @@ def test_workers_die_with_the_server_and_the_launcher_knows(server: WarmServer, 
     assert forked(server, a_program(main)).lost, "and from then on it is said"
 
 
-def test_to_ask_after_a_worker_takes_no_news_that_others_wait_for() -> None:
+def test_poll_of_a_worker_does_not_consume_messages_for_others() -> None:
     server = WarmServer([], clean_environment(), warm=False)
     workers = [started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2)]
     for worker in workers:
@@ -363,7 +363,7 @@ def test_to_ask_after_a_worker_takes_no_news_that_others_wait_for() -> None:
     server.close()
 
 
-def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_stopped_is_continued_once_and_then_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
     said: list[str] = []
     server = WarmServer([], clean_environment(), warm=False, print_message=said.append)
@@ -381,7 +381,7 @@ def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkey
     server.close()
 
 
-def test_the_time_in_which_the_launcher_itself_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_check_does_not_count_time_while_the_launcher_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     suspended = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(suspended))
     monkeypatch.setattr(client, "time", clock)
@@ -402,7 +402,7 @@ def test_the_time_in_which_the_launcher_itself_was_suspended_does_not_count(monk
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_stopped_accepts_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
     server = WarmServer([], clean_environment(), warm=False)
     os.kill(server.pid, signal.SIGSTOP)
@@ -411,7 +411,7 @@ def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypa
     server.close()
 
 
-def test_a_server_that_is_stopped_ends_with_what_it_looks_after() -> None:
+def test_server_that_is_stopped_ends_with_its_children() -> None:
     server = WarmServer([], clean_environment(), warm=False)
     worker = started(server, server.start(["sleep", "1000"], clean_environment()))
     os.kill(server.pid, signal.SIGSTOP)
@@ -429,7 +429,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0) 
 """
 
 
-def test_a_process_whose_threads_outlive_their_leader_is_ended_with_what_it_has_started() -> None:
+def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children() -> None:
     server = WarmServer([], clean_environment(), warm=False)
     reading, writing = os.pipe()
     with os.fdopen(reading) as out:
@@ -453,7 +453,7 @@ signal.pause()
 """
 
 
-def test_a_process_without_a_command_line_has_a_name_and_one_that_has_ended_none() -> None:
+def test_child_without_a_command_line_has_a_name_and_an_ended_one_has_none() -> None:
     with running(sys.executable, "-c", NO_WORDS) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -475,7 +475,7 @@ def test_a_process_without_a_command_line_has_a_name_and_one_that_has_ended_none
         (SyntaxError("invalid", ("train.py", 1, 1, "x y")), "SyntaxError: invalid"),
     ],
 )
-def test_what_the_launcher_is_told_of_an_error_is_its_own_text_and_not_its_notes(
+def test_error_note_for_the_launcher_excludes_notes_of_the_exception(
     error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

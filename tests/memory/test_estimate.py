@@ -54,14 +54,14 @@ def plan(ranks: int = 2, model: ModelMemory = MODEL, **settings: Any) -> MemoryP
         (2, {"pipeline": 2}, (60 + 42) * 4, 102 * 4, 102 * 8 + 8),
     ],
 )
-def test_weights_gradients_and_state_follow_from_the_sizes(
+def test_plan_of_weights_gradients_and_state_follows_from_the_sizes(
     ranks: int, settings: dict[str, Any], weights: int, gradients: int, state: int
 ) -> None:
     found = plan(ranks, **settings)
     assert (found.weights, found.gradients, found.optimizer_state) == (weights + 16, gradients, state)
 
 
-def test_a_tensor_plan_says_which_dimension_is_divided() -> None:
+def test_plan_with_tensor_sizes_divides_the_dimension_of_the_tensor_plan() -> None:
     embedding, first, second, frozen = ROWS
     model = replace(MODEL, rows=(embedding, replace(first, split=1), second, frozen))
     found = plan_memory(model, ParallelConfig(tensor=2), 2)
@@ -74,7 +74,7 @@ def test_a_tensor_plan_says_which_dimension_is_divided() -> None:
     assert (tensor_size(ROWS, 8), tensor_size((replace(first, split=0),), 8)) == (1, 1)
 
 
-def test_stages_that_are_known_are_counted_exactly() -> None:
+def test_plan_with_known_stages_counts_them_exactly() -> None:
     stages = frozenset({"blocks.0.weight", "embedding"}), frozenset({"blocks.1.weight", "frozen"})
     found = plan_memory(replace(MODEL, stages=stages), ParallelConfig(pipeline=2), 2)
     assert found.certain
@@ -82,7 +82,7 @@ def test_stages_that_are_known_are_counted_exactly() -> None:
     assert not plan(2, pipeline=2).certain
 
 
-def test_a_pipeline_shards_its_blocks_alone_and_keeps_them_gathered_where_they_fit() -> None:
+def test_plan_of_a_pipeline_shards_only_blocks_and_gathers_once_if_they_fit() -> None:
     third = replace(ROWS[2], name="blocks.2.weight", unit="blocks.2")
     stages = frozenset({"frozen"}), frozenset({"embedding", *(f"blocks.{number}.weight" for number in range(3))})
     model = replace(MODEL, rows=(*ROWS, third), stages=stages, accumulates=True)
@@ -100,7 +100,7 @@ def test_a_pipeline_shards_its_blocks_alone_and_keeps_them_gathered_where_they_f
     assert planned(tensor=5).weights == (2 * 6 + 3 * 6) * 4 + 16
 
 
-def test_every_setting_can_be_written_in_a_script() -> None:
+def test_plan_setting_text_is_valid_in_a_script() -> None:
     rows = tuple(replace(row, split=0) for row in large(400).rows)
     for model in (large(400), replace(large(400), rows=rows)):
         for setting in tried(model, 16):
@@ -108,7 +108,7 @@ def test_every_setting_can_be_written_in_a_script() -> None:
             TrainerConfig(parallel=json.loads(given))
 
 
-def test_gradients_stay_whole_where_fsdp_accumulates_them() -> None:
+def test_plan_of_accumulating_fsdp_has_whole_gradients() -> None:
     accumulating = replace(MODEL, accumulates=True)
     config = ParallelConfig(strategy="fsdp")
     assert plan_memory(accumulating, config, 4).gradients == VALUES * 4
@@ -137,14 +137,14 @@ def test_plan_counts_offloaded_bytes_on_the_host(
     assert "in host memory" not in str(plan(ranks, **settings))
 
 
-def test_communication_has_gathered_units_and_copies_of_gradients() -> None:
+def test_plan_of_communication_has_gathered_units_and_copies_of_gradients() -> None:
     assert plan(strategy="ddp").communication == 0
     assert plan(strategy="ddp", compression="fp16").communication == 25 << 20  # one bucket
     root, block = 60 * 4 + 6, 42 * 4
     assert plan(4, strategy="fsdp").communication == root + 2 * block + 2 * 60 * 4
 
 
-def test_the_total_has_activations_or_the_copies_of_the_optimizer() -> None:
+def test_plan_total_has_activations_or_copies_of_the_optimizer() -> None:
     found = plan()
     assert found.activations + found.temporaries == 5 + 1200
     assert found.optimizer_temporaries == VALUES * 4
@@ -154,7 +154,7 @@ def test_the_total_has_activations_or_the_copies_of_the_optimizer() -> None:
     assert plan(model=replace(MODEL, copies_weights=False)).optimizer_temporaries == 0
 
 
-def test_checkpointing_keeps_the_inputs_of_blocks_and_recomputes_one() -> None:
+def test_plan_with_checkpointing_keeps_inputs_of_blocks_and_recomputes_one() -> None:
     found = PASS.with_less(checkpointing=1.0, offload=False)
     assert (found.kept, found.peak) == (1000 - 2 * 350, 1000 - 2 * 350 + 200 + 350)
     half = PASS.with_less(checkpointing=0.5, offload=False)
@@ -180,17 +180,17 @@ def large(gib: int) -> ModelMemory:
         (120, 'parallel="fsdp", memory={"activation_checkpointing": "blocks"}'),
     ],
 )
-def test_settings_come_in_the_order_of_their_cost(gib: int, text: str) -> None:
+def test_plan_settings_are_in_order_of_cost(gib: int, text: str) -> None:
     first = next(each for each in tried(large(gib), 8) if each.plan.total <= 80 * GIB)
     assert first.text == text
 
 
-def test_where_nothing_fits_the_report_says_so() -> None:
+def test_report_without_a_setting_that_fits_says_so() -> None:
     text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB, 8)
     assert "no setting of ddpkit makes it fit; the smallest total is" in text
 
 
-def test_advice_names_settings_that_fit_and_need_less_than_those_before() -> None:
+def test_advice_names_settings_that_fit_in_order_of_memory() -> None:
     model = large(20)
     found = advice(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB, 8)
     totals = [setting.plan.total for setting in found]
@@ -202,7 +202,7 @@ def test_advice_names_settings_that_fit_and_need_less_than_those_before() -> Non
     assert first.text == 'parallel="ddp", and fused=True for the optimizer'
 
 
-def test_the_report_is_a_table_a_verdict_and_what_to_change() -> None:
+def test_report_has_a_table_a_verdict_and_advice() -> None:
     model = large(20)
     text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB, 8)
     assert "  weights                 20.0 GiB  exact\n" in text
@@ -214,7 +214,7 @@ def test_the_report_is_a_table_a_verdict_and_what_to_change() -> None:
     assert text.endswith("fits: at least 19.0 GiB of 80.0 GiB, as far as is known")
 
 
-def test_sizes_are_shown_in_units_that_fit_them() -> None:
+def test_size_text_uses_a_suitable_unit() -> None:
     plan = MemoryPlan(3 * 1024, 3 << 20, 700, 5 * GIB // 2, 0, 0, 0, 0)
     assert str(plan).splitlines()[:4] == [
         "  weights                  3.0 KiB  exact",
@@ -230,14 +230,14 @@ def test_sizes_are_shown_in_units_that_fit_them() -> None:
     )
 
 
-def test_only_what_is_exact_refuses_a_start() -> None:
+def test_refuse_considers_only_exact_bytes() -> None:
     found = MemoryPlan(2 * GIB, GIB, 4 * GIB, 50 * GIB, 0, 0, 0, 0)
     check_exact_fits(found, 7 * GIB)
     with pytest.raises(ConfigError, match=r"weights 2\.0 GiB, gradients 1\.0 GiB, .*4\.0 GiB .* a device has 6\.0 GiB"):
         check_exact_fits(found, 6 * GIB)
 
 
-def test_weights_of_two_bytes_need_no_copies_of_autocast() -> None:
+def test_plan_of_two_byte_weights_has_no_copies_of_autocast() -> None:
     casting = replace(large(400), passed=replace(large(400).passed, casts=200 * GIB))
     first = next(each for each in tried(casting, 8, 160 * GIB) if each.plan.total <= 160 * GIB)
     assert 'precision="bf16-true"' in first.text

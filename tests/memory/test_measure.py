@@ -56,7 +56,7 @@ def of(planner: Trainer, data: Any) -> ModelMemory:
     return model
 
 
-def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
+def test_measured_memory_equals_that_of_real_tensors() -> None:
     planner = trainer()
     model = of(planner, data())
     parts, batch = planner._context, next(iter(DataLoader(data(), 16)))
@@ -73,7 +73,7 @@ def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
     assert found["0.weight"] == ((WIDTH, 3), "", 8, 4)
 
 
-def test_memory_is_counted_until_nothing_holds_it() -> None:
+def test_live_bytes_counts_memory_until_it_is_released() -> None:
     given = torch.zeros(100)
     live = LiveBytes([given])
     with live:
@@ -88,7 +88,7 @@ def test_memory_is_counted_until_nothing_holds_it() -> None:
     assert live.now == 0
 
 
-def test_a_plan_changes_nothing() -> None:
+def test_plan_does_not_change_the_run() -> None:
     planner, other = trainer(), trainer()
     other.model.load_state_dict(copy.deepcopy(planner.model.state_dict()))
     samples = data()
@@ -144,11 +144,11 @@ class Own(Dataset[Any]):
 
 
 @pytest.mark.parametrize("given", [Stream(), Own(), DataLoader(data(), batch_size=16)])
-def test_data_of_every_kind_gives_the_batch(given: Any) -> None:
+def test_plan_reads_the_batch_from_every_kind_of_data(given: Any) -> None:
     assert of(trainer(global_batch_size=None if isinstance(given, DataLoader) else 16), given).passed.batch == 16 * 16
 
 
-def test_a_loss_function_may_read_values_of_its_data_but_not_of_the_model() -> None:
+def test_plan_of_a_loss_function_that_reads_model_values_reports_a_problem() -> None:
     def counted(model: nn.Module, batch: Any) -> Loss:
         chosen = batch[1][:, 0] > -9.0
         return Loss((model(batch[0][chosen])).sum(), weight=int(chosen.sum()))
@@ -163,7 +163,7 @@ def test_a_loss_function_may_read_values_of_its_data_but_not_of_the_model() -> N
     assert problem.startswith("activations: the loss function cannot run on tensors without values: ")
 
 
-def test_autocast_and_half_weights_are_measured() -> None:
+def test_plan_measures_autocast_and_two_byte_weights() -> None:
     whole, half, cast = (of(trainer(precision=name), data()) for name in ("fp32", "bf16-true", "bf16"))
     assert {row.itemsize for row in half.rows} == {2}
     assert {row.state_per_value for row in half.rows} == {4}
@@ -173,7 +173,7 @@ def test_autocast_and_half_weights_are_measured() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpointing_is_estimated_as_it_is_measured(precision: str) -> None:
+def test_estimate_of_checkpointing_equals_the_measurement(precision: str) -> None:
     plain = of(trainer(precision=precision, global_batch_size=256), data(256)).passed
     less = of(
         trainer(precision=precision, global_batch_size=256, memory={"activation_checkpointing": "blocks"}), data(256)
@@ -184,7 +184,7 @@ def test_checkpointing_is_estimated_as_it_is_measured(precision: str) -> None:
     assert estimated.peak == pytest.approx(less.peak, rel=0.01)
 
 
-def test_a_module_without_memory_can_be_converted() -> None:
+def test_fake_module_can_be_converted() -> None:
     fakes = FakeTensors()
     model = nn.Linear(3, 5)
     model.weight, model.bias = fakes.like(model.weight), fakes.like(model.bias)  # type: ignore[assignment]
@@ -197,7 +197,9 @@ def test_a_module_without_memory_can_be_converted() -> None:
     assert isinstance(weight, nn.Parameter)
 
 
-def test_ddpkit_plan_makes_fit_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_makes_fit_print_a_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(PLAN_RANKS, "4")
     monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
     planner = trainer(parallel="fsdp", accumulation_steps=2, checkpoint={"dir": "nowhere"}, compile="model")
@@ -213,7 +215,7 @@ def test_ddpkit_plan_makes_fit_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: p
         trainer(parallel={"shard": 3})
 
 
-def test_what_auto_chooses_is_planned_and_printed(
+def test_plan_command_with_auto_prints_its_choice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = sum(each.numel() for each in network().parameters())
@@ -227,7 +229,7 @@ def test_what_auto_chooses_is_planned_and_printed(
     assert "parallel='zero1', precision='fp32'" in third
 
 
-def test_what_a_stage_holds_is_found_by_running_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_finds_parameters_of_stages_by_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLAN_RANKS, "4")
     monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
     model = nn.Sequential(nn.Linear(3, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 1))
@@ -248,7 +250,7 @@ def test_what_a_stage_holds_is_found_by_running_the_stages(monkeypatch: pytest.M
     assert problem.startswith("weights of each pipeline stage: ")
 
 
-def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_uses_the_tensor_plan_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLAN_RANKS, "2")
     monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
     table = {"*.inner": "column", "*.outer": "row"}
@@ -278,7 +280,7 @@ def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.Monke
         (None, None, []),
     ],
 )
-def test_the_peak_is_logged_once_after_the_first_steps(
+def test_peak_memory_is_logged_once_after_the_first_steps(
     monkeypatch: pytest.MonkeyPatch, counted: int | None, planned: MemoryPlan | None, said: list[str]
 ) -> None:
     found: list[str] = []
@@ -296,7 +298,7 @@ def test_the_peak_is_logged_once_after_the_first_steps(
     assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
 
 
-def test_a_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     values = sum(each.numel() for each in network().parameters())
     buffers = 2 * WIDTH * 4 + 8
     for memory, fits in ((values * 16 + buffers, True), (values * 16 + buffers - 1, False), (values * 8 - 1, False)):

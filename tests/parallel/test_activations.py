@@ -96,7 +96,9 @@ def gpt_pass(config: dict[str, Any], autocast: bool = False, device: str = "cpu"
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("config", EXACT, ids=str)
-def test_loss_and_gradients_are_bitwise_the_same(config: dict[str, Any], autocast: bool) -> None:
+def test_activation_memory_settings_leave_loss_and_gradients_bitwise_identical(
+    config: dict[str, Any], autocast: bool
+) -> None:
     loss, gradients = gpt_pass(config, autocast)
     plain_loss, plain = gpt_pass({}, autocast)
     assert torch.equal(loss, plain_loss)
@@ -106,7 +108,9 @@ def test_loss_and_gradients_are_bitwise_the_same(config: dict[str, Any], autocas
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("config", EXACT, ids=str)
-def test_loss_and_gradients_are_the_same_on_a_gpu(config: dict[str, Any], autocast: bool) -> None:
+def test_activation_memory_settings_on_a_gpu_leave_loss_and_gradients_equal(
+    config: dict[str, Any], autocast: bool
+) -> None:
     """But for the order of atomic additions in attention's backward pass; a dropout mask of its own would show."""
     loss, gradients = gpt_pass(config, autocast, "cuda")
     plain_loss, plain = gpt_pass({}, autocast, "cuda")
@@ -117,7 +121,7 @@ def test_loss_and_gradients_are_the_same_on_a_gpu(config: dict[str, Any], autoca
 @pytest.mark.parametrize(
     "config", [{"activation_checkpointing": "blocks"}, {"activation_checkpointing": "ops"}], ids=str
 )
-def test_buffers_are_updated_once(config: dict[str, Any]) -> None:
+def test_checkpointing_updates_buffers_once(config: dict[str, Any]) -> None:
     def trained(config: dict[str, Any]) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 1), *(ConvBlock() for _ in range(3)))
@@ -151,7 +155,7 @@ def held_bytes(config: dict[str, Any]) -> int:
     return held
 
 
-def test_less_is_kept_for_the_backward_pass() -> None:
+def test_activation_memory_settings_reduce_saved_bytes() -> None:
     plain = held_bytes({})
     assert held_bytes({"activation_checkpointing": "blocks"}) < 0.25 * plain
     assert held_bytes({"activation_checkpointing": "ops"}) < 0.7 * plain
@@ -159,7 +163,7 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert held_bytes({"activation_bits": 8}) < 0.5 * plain
 
 
-def test_eight_bits_leave_the_loss_as_it_is_and_change_gradients_little() -> None:
+def test_activation_bits_8_keeps_the_loss_and_changes_gradients_little() -> None:
     loss, gradients = gpt_pass({"activation_bits": 8})
     plain_loss, plain = gpt_pass({})
     assert torch.equal(loss, plain_loss)
@@ -168,7 +172,7 @@ def test_eight_bits_leave_the_loss_as_it_is_and_change_gradients_little() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_each_value_is_off_by_a_step_at_most_and_zeros_stay(dtype: torch.dtype) -> None:
+def test_compressed_values_are_off_by_one_step_at_most_and_zeros_are_exact(dtype: torch.dtype) -> None:
     values = torch.randn(7, 301).relu().to(dtype)
     values[0, 5] = 1000.0
     whole, steps = compressed(values.t())
@@ -180,7 +184,7 @@ def test_each_value_is_off_by_a_step_at_most_and_zeros_stay(dtype: torch.dtype) 
     assert (off <= limit).all()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_compressed_values_that_are_not_finite_stay_not_finite() -> None:
     for value in (torch.inf, -torch.inf, torch.nan):
         values = torch.zeros(512)
         values[300] = value
@@ -190,7 +194,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_weights_stay_where_they_are_and_one_input_is_stored_once(autocast: bool) -> None:
+def test_offloaded_activations_exclude_weights_and_store_an_input_once(autocast: bool) -> None:
     model = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     saved = SavedTensors(model, MemoryConfig(offload_activations=True))
     kept: list[object] = []
@@ -208,7 +212,7 @@ def test_weights_stay_where_they_are_and_one_input_is_stored_once(autocast: bool
     assert sum(type(each).__name__ == "_Unchanged" for each in kept) == 3
 
 
-def test_a_write_to_what_autograd_has_saved_is_still_found() -> None:
+def test_offloaded_activations_detect_a_write_to_a_saved_tensor() -> None:
     model = nn.Linear(4, 4)
     with Activations(model, MemoryConfig(offload_activations=True)).forward_context():
         hidden = model(torch.randn(2, 4)).exp()
@@ -218,7 +222,7 @@ def test_a_write_to_what_autograd_has_saved_is_still_found() -> None:
         loss.backward()
 
 
-def test_the_model_is_its_own_again_after_the_forward_pass() -> None:
+def test_model_is_restored_after_the_forward_pass() -> None:
     model = Gpt()
     names = list(model.state_dict())
     before = [dict(vars(module)) for module in model.modules()]
@@ -232,7 +236,7 @@ def test_the_model_is_its_own_again_after_the_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("fraction", "expected"), [(0.0, []), (0.01, [4]), (0.4, [2, 4]), (0.5, [2, 4]), (1.0, [*range(5)])]
 )
-def test_a_fraction_of_the_blocks_is_spread_evenly(fraction: float, expected: list[int]) -> None:
+def test_checkpointing_of_a_fraction_spreads_blocks_evenly(fraction: float, expected: list[int]) -> None:
     calls: list[int] = []
 
     class Counted(nn.Module):
@@ -252,7 +256,7 @@ def test_a_fraction_of_the_blocks_is_spread_evenly(fraction: float, expected: li
     assert sorted(calls) == expected
 
 
-def test_a_model_without_repeated_blocks_is_refused() -> None:
+def test_checkpointing_of_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="memory.activation_checkpointing = 'blocks' needs repeated blocks, but Linear has"
     ):
@@ -260,6 +264,6 @@ def test_a_model_without_repeated_blocks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.5, -0.1, "block"])
-def test_what_checkpointing_takes(value: Any) -> None:
+def test_checkpointing_with_an_invalid_value_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="must be"):
         MemoryConfig(activation_checkpointing=value)

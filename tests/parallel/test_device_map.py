@@ -77,7 +77,7 @@ def made(model: nn.Module, given_map: Any, gpus: tuple[torch.device, ...] = ()) 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None:
+def test_device_map_prefers_longer_names_and_expands_ranges() -> None:
     model = Network()
     found = indices_of(model, expanded(model, {"": 2, "blocks.1-3": 1, "blocks.2.norm": 0}))
     assert found == {
@@ -109,7 +109,7 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
         ({"": 0, "blocks.3": 2}, "names device 2, but there are 2 GPUs for rank 0: cpu:0, cpu:1"),
     ],
 )
-def test_a_map_that_cannot_be_used_is_refused_with_what_is_wrong(given_map: dict[str, int], said: str) -> None:
+def test_device_map_that_is_invalid_is_refused_with_the_reason(given_map: dict[str, int], said: str) -> None:
     model = Network(tied=True)
     with pytest.raises(ConfigError) as caught:
         strategy_for(ParallelConfig(device_map=given_map), world(TWO)).check(model)
@@ -117,12 +117,12 @@ def test_a_map_that_cannot_be_used_is_refused_with_what_is_wrong(given_map: dict
 
 
 @pytest.mark.parametrize("number", [-1, 0.5, True, "gpu"])
-def test_the_configuration_takes_whole_numbers_from_0_on(number: object) -> None:
+def test_device_map_with_a_negative_device_is_refused(number: object) -> None:
     with pytest.raises(ConfigError, match="parallel.device_map = .*: map module names to device numbers"):
         TrainerConfig(parallel={"device_map": {"": number}})
 
 
-def test_a_map_may_override_that_of_a_file(tmp_path: Path) -> None:
+def test_device_map_from_a_file_can_be_overridden(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"parallel": {"device_map": {"blocks.0-11": 0, "head": 1}}}')
     config = TrainerConfig.load(file, {"parallel.device_map": {"blocks.12-23": 1}})
@@ -173,7 +173,7 @@ def on_devices(model: nn.Module, given_map: Mapping[str, int]) -> nn.Module:
         {"": 0, "drop": 1},
     ],
 )
-def test_every_operation_has_its_tensors_on_one_device(given_map: dict[str, int]) -> None:
+def test_device_map_runs_every_operation_on_one_device(given_map: dict[str, int]) -> None:
     model = on_devices(Network(), given_map)
     strategy = made(model, given_map, TWO)
     output = model(torch.empty(3, 4, device=TWO[0]))
@@ -190,14 +190,14 @@ def test_every_operation_has_its_tensors_on_one_device(given_map: dict[str, int]
 
 
 @pytest.mark.usefixtures("fake")
-def test_without_the_hooks_devices_would_mix() -> None:
+def test_model_on_several_devices_without_a_device_map_fails() -> None:
     model = on_devices(Network(), SPLIT)
     with pytest.raises(RuntimeError, match="same device|different devices"):
         model(torch.empty(3, 4, device=TWO[0]))
 
 
 @pytest.mark.usefixtures("fake")
-def test_an_output_goes_back_to_where_the_input_was_and_nothing_moves_twice() -> None:
+def test_device_map_returns_output_to_the_device_of_the_input_and_moves_once() -> None:
     model = on_devices(Network(), SPLIT)
     strategy = made(model, SPLIT, TWO)
     strategy._place(model)  # as after a step that ran out of memory: hooks are not doubled
@@ -210,7 +210,7 @@ def test_an_output_goes_back_to_where_the_input_was_and_nothing_moves_twice() ->
     assert moved == ["cpu:0", "cpu:1", "cpu:1", "cpu:1", "cpu:1", "cpu:0", "cpu:1"]
 
 
-def test_weights_and_buffers_are_where_the_map_says() -> None:
+def test_device_map_places_weights_and_buffers() -> None:
     model = Network()
     made(model, {"": 1, "blocks": 0}, (torch.device("cpu"), torch.device("meta")))
     assert {str(each.device) for each in model.blocks.parameters()} == {"cpu"}
@@ -218,7 +218,7 @@ def test_weights_and_buffers_are_where_the_map_says() -> None:
 
 
 @pytest.mark.parametrize("given_map", [SPLIT, "auto"])
-def test_training_is_bitwise_that_of_one_device(given_map: Any) -> None:
+def test_device_map_trains_bitwise_like_one_device(given_map: Any) -> None:
     """Dropout too. On the CPU, where values can be compared, every number is the CPU."""
     ended = []
     x = torch.randn(12, 4)
@@ -249,11 +249,11 @@ def test_ddp_reducer_with_parameters_on_several_devices_contributes_zeros_withou
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_weights_of_several_devices_are_compared_as_one_number() -> None:
+def test_bits_of_weights_on_several_devices_are_one_number() -> None:
     assert bits([torch.ones(3, device="meta"), torch.ones(3)]).device.type == "meta"
 
 
-def test_a_checkpoint_is_loaded_to_where_each_parameter_is() -> None:
+def test_device_map_loads_a_checkpoint_to_the_device_of_each_parameter() -> None:
     model = Network()
     strategy = made(model, {"": 0, "head": 1}, (torch.device("cpu"), torch.device("meta")))
     optimizer = torch.optim.AdamW([{"params": model.head.parameters()}, {"params": model.embed.parameters()}])
@@ -272,13 +272,13 @@ def test_a_checkpoint_is_loaded_to_where_each_parameter_is() -> None:
 # --- "auto" -----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_and_what_is_around_them_are_divided_in_their_order() -> None:
+def test_automatic_map_divides_blocks_and_other_modules_in_order() -> None:
     found = automatic_map(Network(), [math.inf] * 2)
     assert device_map.map_text(found) == '{"": 0, "embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 1}'
     assert automatic_map(Network(), [math.inf]) == {"": 0}
 
 
-def test_an_embedding_takes_memory_and_no_work() -> None:
+def test_automatic_map_counts_an_embedding_as_memory_without_work() -> None:
     model = Network()
     model.embed = torch.nn.Embedding(100_000, 4)
     found = automatic_map(model, [math.inf] * 2)
@@ -291,14 +291,14 @@ def test_an_embedding_takes_memory_and_no_work() -> None:
     )
 
 
-def test_what_holds_a_tied_tensor_stays_with_the_first_that_does() -> None:
+def test_automatic_map_keeps_tied_tensors_on_one_device() -> None:
     found = automatic_map(Network(tied=True), [math.inf] * 3)
     assert found["head"] == found["embed"] == 0
     assert max(found.values()) == 2
 
 
 @given(st.integers(2, 6), st.integers(1, 8), st.booleans())
-def test_a_chosen_map_is_complete_and_uses_every_device_that_it_can(blocks: int, devices: int, tied: bool) -> None:
+def test_automatic_map_is_complete_and_uses_every_device_possible(blocks: int, devices: int, tied: bool) -> None:
     model = Network(tied, blocks)
     found = automatic_map(model, [math.inf] * devices)
     indices_of(model, found)
@@ -306,7 +306,7 @@ def test_a_chosen_map_is_complete_and_uses_every_device_that_it_can(blocks: int,
     assert set(found.values()) == set(range(min(devices, links)))
 
 
-def test_a_model_that_does_not_fit_says_so_and_memory_decides_where_it_has_to() -> None:
+def test_automatic_map_respects_memory_and_refuses_a_model_that_does_not_fit() -> None:
     block = sum(each.nbytes for each in Block().parameters()) * 4  # gradients and two states
     found = automatic_map(Network(), [1.5 * block, 100 * block])
     assert [found[f"blocks.{number}"] for number in range(4)] == [1, 1, 1, 1]
@@ -314,6 +314,6 @@ def test_a_model_that_does_not_fit_says_so_and_memory_decides_where_it_has_to() 
         automatic_map(Network(), [block, block])
 
 
-def test_a_model_without_repeated_blocks_is_to_be_mapped_by_hand() -> None:
+def test_automatic_map_of_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="'auto' needs repeated blocks, but Linear has no"):
         automatic_map(nn.Linear(2, 2), [math.inf] * 2)

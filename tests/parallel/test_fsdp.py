@@ -65,7 +65,7 @@ GATHERED = {"_allgather_base_": PASSES * (UNITS + RESHARDED)}
         (4, HYBRID, "sharded", {"_reduce_scatter_base_": UNITS * PASSES, "allreduce_": UNITS}),
     ],
 )  # fmt: skip
-def test_a_step_sends_what_fsdp_needs_and_nothing_else(
+def test_fsdp_step_sends_only_the_necessary_collectives(
     start: Start, script: Callable[[str], Path], ranks: int, parallel: str, gradients: str, reduced: dict[str, int]
 ) -> None:
     run = start("ddpkit", ranks, script(COUNTED), parallel, gradients)
@@ -81,7 +81,7 @@ def test_a_step_sends_what_fsdp_needs_and_nothing_else(
     ("fits", "gathered", "reduced"),
     [("whole", 1, 1), ("sharded", 2 * PASSES, PASSES)],
 )
-def test_a_pipeline_gathers_and_reduces_each_block_once_per_step_where_they_fit(
+def test_pipeline_with_fsdp_gathers_each_block_once_per_step_if_they_fit(
     start: Start, script: Callable[[str], Path], fits: str, gathered: int, reduced: int
 ) -> None:
     run = start("ddpkit", 4, script(COUNTED), '{"pipeline": 2, "shard": 2, "pipeline_stages": ["0.1"]}', fits)
@@ -118,7 +118,7 @@ for parallel in ("ddp", "fsdp"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_loss_function_may_call_the_model_without_gradients_first(
+def test_fsdp_loss_function_may_first_call_the_model_without_gradients(
     start: Start, script: Callable[[str], Path], precision: str
 ) -> None:
     run = start("ddpkit", 2, script(DISTILLED), precision)
@@ -173,7 +173,9 @@ for data in (lambda: rows, Stream):  # the last step has 1 sample: on the last r
 
 
 @pytest.mark.slow
-def test_a_pass_with_zero_weight_leaves_buffers_and_batches_alone(start: Start, script: Callable[[str], Path]) -> None:
+def test_fsdp_pass_with_zero_weight_leaves_buffers_and_batches_unchanged(
+    start: Start, script: Callable[[str], Path]
+) -> None:
     run, other = (start("ddpkit", 2, script(SHORT), parallel) for parallel in ("fsdp", "ddp"))
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 2
@@ -199,7 +201,7 @@ say("all trained")
 
 
 @pytest.mark.slow
-def test_a_process_may_have_several_trainers(start: Start, script: Callable[[str], Path]) -> None:
+def test_fsdp_process_may_have_several_trainers(start: Start, script: Callable[[str], Path]) -> None:
     run = start("ddpkit", 2, script(SWEEP))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("all trained") == 2
@@ -251,7 +253,7 @@ REPLICATED = '{"strategy": "fsdp", "shard": 1}'
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, REPLICATED), (4, HYBRID)])
-def test_hsdp_reduces_a_block_that_the_last_micro_batch_leaves_out(
+def test_hsdp_reduces_a_block_that_the_last_micro_batch_omits(
     start: Start, script: Callable[[str], Path], ranks: int, parallel: str
 ) -> None:
     run = start("ddpkit", ranks, script(DROPPED), parallel, "left out")
@@ -261,13 +263,15 @@ def test_hsdp_reduces_a_block_that_the_last_micro_batch_leaves_out(
 
 
 @pytest.mark.slow
-def test_hsdp_says_in_which_micro_batch_a_block_got_no_gradient(start: Start, script: Callable[[str], Path]) -> None:
+def test_hsdp_names_the_micro_batch_in_which_a_block_got_no_gradient(
+    start: Start, script: Callable[[str], Path]
+) -> None:
     run = start("ddpkit", 2, script(DROPPED), REPLICATED, "unused")
     assert run.returncode == 1
     assert "blocks.1.inner.bias got no gradient in the last micro-batch of a step" in run.stderr
 
 
-def test_ranks_without_units_wait_for_each_other_in_the_first_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_order_without_units_waits_in_the_first_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
     monkeypatch.setattr("ddp_kit.parallel.fsdp.wait_for_all", lambda _, place, **__: waited.append(place))
     order = UnitOrder(World(0, 2, 0, 2, 0, torch.device("cpu")), {})
@@ -303,7 +307,7 @@ for parallel in ("fsdp", "zero1"):
 
 
 @pytest.mark.slow
-def test_second_derivatives_are_refused_in_words(start: Start, script: Callable[[str], Path]) -> None:
+def test_fsdp_refuses_second_derivatives(start: Start, script: Callable[[str], Path]) -> None:
     run = start("ddpkit", 2, script(PENALTY))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("fsdp a backward pass needs weights that FSDP has freed after an earlier") == 2

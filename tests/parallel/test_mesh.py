@@ -22,7 +22,7 @@ from ddp_kit.parallel.strategy import Sizes, sizes_of
         ({"replicate": 1, "shard": 2}, 2, Sizes(1, 2, 1, 1)),
     ],
 )
-def test_the_ranks_that_are_left_replicate_or_shard(settings: dict[str, Any], ranks: int, sizes: Sizes) -> None:
+def test_sizes_of_remaining_ranks_replicate_or_shard(settings: dict[str, Any], ranks: int, sizes: Sizes) -> None:
     assert sizes_of(ParallelConfig(**settings), ranks) == sizes
 
 
@@ -44,7 +44,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(
     assert "start" in refused.value.hint
 
 
-def test_ranks_of_a_tensor_group_are_neighbours_and_every_rank_has_its_own_place() -> None:
+def test_coordinates_of_a_tensor_group_are_neighbouring_ranks() -> None:
     sizes = Sizes(replicate=2, shard=3, tensor=2, pipeline=2)
     places = [sizes.coordinates(rank) for rank in range(24)]
     assert places == [*product(range(2), range(2), range(3), range(2))]
@@ -60,11 +60,11 @@ def test_ranks_of_a_tensor_group_are_neighbours_and_every_rank_has_its_own_place
         ({"shard": -1, "replicate": -1}, "only one of the two"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], found: str) -> None:
+def test_parallel_config_with_contradictory_settings_is_refused(settings: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         ParallelConfig(**settings)
 
 
-def test_a_name_stands_for_its_sizes_and_sizes_for_their_name() -> None:
+def test_parallel_config_of_a_strategy_equals_that_of_its_sizes() -> None:
     assert ParallelConfig(strategy="fsdp") == ParallelConfig(shard=-1, replicate=1)
     assert ParallelConfig(**ParallelConfig(strategy="fsdp").model_dump()) == ParallelConfig(strategy="fsdp")

@@ -84,7 +84,7 @@ class Overflows:
         (adamw, {"parallel": {"device_map": {"": 0, "head": 1}}}),
     ],
 )
-def test_a_run_is_bitwise_the_one_without(make: Callable[..., Any], settings: dict[str, Any]) -> None:
+def test_offloaded_run_is_bitwise_identical_to_one_without(make: Callable[..., Any], settings: dict[str, Any]) -> None:
     found = []
     for memory in ({}, OFFLOADED):
         loss = Overflows() if settings.get("precision") == "fp16" else loss_fn
@@ -97,7 +97,7 @@ def test_a_run_is_bitwise_the_one_without(make: Callable[..., Any], settings: di
     assert not same(found[0][0], weights(trainer_for({}, make, **settings)))
 
 
-def test_the_optimizer_holds_copies_and_the_model_has_the_weights() -> None:
+def test_offloaded_optimizer_has_copies_and_updates_the_model() -> None:
     trainer = trainer_for(OFFLOADED, adamw)
     own = {each.data_ptr() for each in trainer.model.parameters() if each.requires_grad}
     steps = trainer.steps(DATA)
@@ -113,7 +113,7 @@ def test_the_optimizer_holds_copies_and_the_model_has_the_weights() -> None:
     assert all(each.grad is None for each in (*held, *trainer.model.parameters()))
 
 
-def test_an_optimizer_s_own_state_comes_along() -> None:
+def test_offloaded_optimizer_keeps_its_existing_state() -> None:
     found = []
     for memory in ({}, OFFLOADED):
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_an_optimizer_s_own_state_comes_along() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(OFFLOADED, OFFLOADED), ({}, OFFLOADED), (OFFLOADED, {})])
-def test_it_resumes_bitwise_with_and_without(first: Any, second: Any, tmp_path: Path) -> None:
+def test_offloaded_run_resumes_bitwise_with_and_without_offloading(first: Any, second: Any, tmp_path: Path) -> None:
     whole = trainer_for({}, adamw)
     whole.fit(DATA)
     folder = {"checkpoint": {"dir": tmp_path, "every_steps": 100}}
@@ -139,7 +139,7 @@ def test_it_resumes_bitwise_with_and_without(first: Any, second: Any, tmp_path: 
     assert same(weights(whole), weights(resumed))
 
 
-def test_trial_steps_are_rolled_back() -> None:
+def test_offloaded_trial_steps_are_rolled_back() -> None:
     found = []
     for search in (False, True):
         trainer = trainer_for(OFFLOADED, adamw)
@@ -150,7 +150,7 @@ def test_trial_steps_are_rolled_back() -> None:
     assert same(*found)
 
 
-def test_a_plan_counts_state_on_the_host() -> None:
+def test_offloaded_plan_counts_state_on_the_host() -> None:
     trainer = trainer_for(OFFLOADED, adamw)
     values = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
     plan = trainer.plan(DATA)
@@ -172,12 +172,12 @@ class OnGpuOnly(torch.optim.SGD):
         (lambda parameters: OnGpuOnly(parameters, lr=0.1), "no kernel for the CPU"),
     ],
 )
-def test_optimizers_that_need_a_gpu_are_refused(make: Any, words: str) -> None:
+def test_offloaded_optimizer_that_needs_a_gpu_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         trainer_for(OFFLOADED, make)
 
 
-def test_the_check_changes_nothing() -> None:
+def test_offloaded_optimizer_check_changes_nothing() -> None:
     parameter, before = nn.Parameter(torch.ones(2)), torch.get_rng_state()
     optimizer = torch.optim.AdamW([parameter])
     OffloadedOptimizer(optimizer)
@@ -187,7 +187,7 @@ def test_the_check_changes_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-true"])
-def test_a_gpu_has_no_optimizer_state(precision: str) -> None:
+def test_offloaded_run_has_no_optimizer_state_on_the_gpu(precision: str) -> None:
     """Its peak is lower by the state at least, and weights and losses are those of a run without."""
     peaks, found = [], []
     for memory in ({}, OFFLOADED):

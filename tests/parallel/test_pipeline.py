@@ -149,7 +149,7 @@ def test_pipeline_of_an_unsupported_model_or_setting_raises_an_error(
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_pipeline_schedule_with_several_stages_per_rank_raises_an_error_that_names_the_schedules(schedule: str) -> None:
+def test_pipeline_schedule_with_several_stages_per_rank_names_the_schedules(schedule: str) -> None:
     with pytest.raises(ConfigError) as raised:
         TrainerConfig(max_steps=1, global_batch_size=4, parallel={"pipeline": 2, "pipeline_schedule": schedule})  # type: ignore[typeddict-item]
     assert f'parallel.pipeline_schedule = \'{schedule}\': must be "1f1b" or "gpipe"' in str(raised.value)
@@ -212,7 +212,7 @@ def model_with_buffers() -> nn.ModuleDict:
     return model
 
 
-def test_buffers_of_blocks_are_valid_on_their_stage_and_others_on_the_first_stage_that_changes_them() -> None:
+def test_buffers_of_stages_are_valid_on_the_first_stage_that_changes_them() -> None:
     buffers = buffers_of(model_with_buffers(), 2)
     buffers.learn({"seen": [0, 1], "table": [], "blocks.0.calls": [], "blocks.1.calls": [1]})
     stages = {name: buffers.stage_of(name) for name in ("seen", "table", "blocks.0.calls", "blocks.1.calls")}

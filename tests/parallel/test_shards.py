@@ -28,7 +28,7 @@ def parameters() -> list[nn.Parameter]:
         lambda parameters: torch.optim.Adagrad(parameters),
     ],
 )
-def test_optimizers_that_update_each_value_by_itself_can_be_sharded(make: Callable[[Any], Any]) -> None:
+def test_check_elementwise_accepts_optimizers_that_update_each_value_alone(make: Callable[[Any], Any]) -> None:
     optimizer, before, others = make(parameters()), torch.get_rng_state(), random.getstate()
     check_elementwise(optimizer)
     assert torch.equal(torch.get_rng_state(), before)
@@ -47,14 +47,14 @@ class NormedByTensor(torch.optim.SGD):
         super().step(closure)
 
 
-def test_an_optimizer_that_looks_at_the_whole_tensor_is_refused() -> None:
+def test_check_elementwise_refuses_an_optimizer_that_uses_whole_tensors() -> None:
     with pytest.raises(ConfigError, match="NormedByTensor cannot be sharded: the update of a value depends on"):
         check_elementwise(NormedByTensor(parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="Adafactor cannot be sharded"):
         check_elementwise(torch.optim.Adafactor(parameters()))
 
 
-def test_it_is_refused_at_the_start_of_a_warm_up_too() -> None:
+def test_check_elementwise_refuses_at_the_start_of_a_warm_up_too() -> None:
     optimizer = torch.optim.Adafactor(parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 5)
     with pytest.raises(ConfigError, match="Adafactor cannot be sharded: the update of a value depends on"):
@@ -86,7 +86,7 @@ class Own(torch.optim.Optimizer):
                     each.sub_(each.grad, alpha=group["lr"])
 
 
-def test_every_group_is_tried() -> None:
+def test_check_elementwise_tries_every_group() -> None:
     first, second = parameters()
     check_elementwise(Own([{"params": [first]}, {"params": [second], "lr": 0.2}]))
     with pytest.raises(ConfigError, match="depends on other values"):
@@ -102,7 +102,7 @@ def test_every_group_is_tried() -> None:
         ({"rule": "still"}, "a trial run does not change any weights"),
     ],
 )
-def test_rules_over_several_values_are_refused(settings: dict[str, Any], problem: str) -> None:
+def test_check_elementwise_refuses_rules_over_several_values(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_elementwise(Own(parameters(), **settings))
 
@@ -114,20 +114,20 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
-def test_an_optimizer_that_fails_on_empty_tensors_is_refused() -> None:
+def test_check_elementwise_refuses_an_optimizer_that_fails_on_empty_tensors() -> None:
     with pytest.raises(
         ConfigError, match="shards may be empty, but a trial run on empty tensors fails with ZeroDivisionError"
     ):
         check_elementwise(Counting(parameters(), lr=0.1))
 
 
-def test_a_trial_leaves_the_settings_of_the_user_alone() -> None:
+def test_check_elementwise_does_not_change_the_users_settings() -> None:
     calls: list[int] = []
     check_elementwise(Own(parameters(), calls=calls))
     assert calls == []
 
 
-def test_the_state_that_a_constructor_makes_is_divided() -> None:
+def test_shards_divide_the_state_that_a_constructor_makes() -> None:
     whole = nn.Parameter(torch.arange(6.0).reshape(2, 3))
     optimizer = torch.optim.Adagrad([whole], initial_accumulator_value=0.5)
     optimizer.state[whole]["sum"] += torch.arange(6.0).reshape(2, 3)
@@ -138,7 +138,7 @@ def test_the_state_that_a_constructor_makes_is_divided() -> None:
     assert optimizer.state[shards.of[whole]]["sum"].tolist() == [2.5, 3.5, 4.5]
 
 
-def test_state_of_another_shape_is_refused_by_its_name() -> None:
+def test_shards_refuse_state_of_another_shape_by_name() -> None:
     whole = nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([whole], lr=0.1)
     optimizer.state[whole]["rows"] = torch.ones(2)

@@ -26,7 +26,7 @@ def stage_costs(division: tuple[range, ...], costs: list[int]) -> list[int]:
 
 
 @given(blocks, st.data())
-def test_no_division_has_a_smaller_largest_cost_nor_then_a_more_even_one(
+def test_split_chain_minimises_the_largest_cost_and_then_is_most_even(
     chain: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     costs, sizes = [cost for cost, _ in chain], [size for _, size in chain]
@@ -51,13 +51,13 @@ def test_no_division_has_a_smaller_largest_cost_nor_then_a_more_even_one(
     assert value(found) == min(map(value, fitting))
 
 
-def test_a_chain_that_does_not_fit_says_how_much_is_needed_and_there() -> None:
+def test_split_chain_that_does_not_fit_shows_needed_and_available_bytes() -> None:
     gib = 1024**3
     with pytest.raises(ConfigError, match="needs 5.00 GiB in 3 blocks, .* block needs 3.00 .* with 2.00 GiB, 2.50"):
         split_chain([1, 1, 1], [gib, gib, 3 * gib], [2 * gib, 2.5 * gib])
 
 
 @pytest.mark.parametrize("devices", [0, 3])
-def test_each_device_gets_a_block(devices: int) -> None:
+def test_split_chain_with_more_devices_than_blocks_is_refused(devices: int) -> None:
     with pytest.raises(ConfigError, match=f"2 blocks cannot be divided among {devices} devices"):
         split_chain([1, 1], [1, 1], [1.0] * devices)

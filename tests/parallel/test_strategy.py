@@ -22,7 +22,7 @@ def made(model: nn.Module, options: Options = Options()) -> SingleRank:  # noqa:
     return strategy
 
 
-def test_every_strategy_of_the_configuration_can_be_imported() -> None:
+def test_strategy_for_every_name_of_the_configuration_exists() -> None:
     found = strategy_for(ParallelConfig(), world(1, 2))
     assert type(found) is DdpStrategy
     assert (found.data_rank, found.data_ranks, list(map(list, found.replicas))) == (1, 2, [[0, 1]])
@@ -30,7 +30,7 @@ def test_every_strategy_of_the_configuration_can_be_imported() -> None:
         assert strategy_for(ParallelConfig(strategy=name), world(1, 2)).data_ranks == 2
 
 
-def test_one_rank_needs_no_strategy() -> None:
+def test_strategy_for_one_rank_is_single_rank() -> None:
     assert type(strategy_for(ParallelConfig(), world())) is SingleRank
 
 
@@ -54,7 +54,7 @@ def test_strategy_measures_the_norm_of_updated_parameters() -> None:
     assert strategy.grad_norms().tolist() == pytest.approx([5.0])
 
 
-def test_a_model_in_which_nothing_learns_is_refused() -> None:
+def test_strategy_refuses_a_model_without_trainable_parameters() -> None:
     with pytest.raises(ConfigError, match="no parameter that requires grad"):
         made(nn.Linear(2, 1).requires_grad_(False))
 

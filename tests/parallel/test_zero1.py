@@ -40,7 +40,7 @@ def group() -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizer_state_of_a_scalar_comes_back_as_it_was(name: str, rank: int) -> None:
+def test_zero1_optimizer_state_of_a_scalar_is_restored(name: str, rank: int) -> None:
     model = Scaled()
     optimizer = getattr(torch.optim, name)(model.parameters())
     strategy = Zero1Strategy(World(rank, 2, rank, 2, 0, torch.device("cpu")), ParallelConfig(strategy="zero1"))
@@ -60,7 +60,7 @@ def test_the_optimizer_state_of_a_scalar_comes_back_as_it_was(name: str, rank: i
 
 
 @pytest.mark.slow
-def test_a_model_with_a_scalar_is_resumed_bitwise_and_moves_between_ddp_and_zero1(start: Start, tmp_path: Path) -> None:
+def test_zero1_model_with_a_scalar_resumes_bitwise_and_moves_to_ddp(start: Start, tmp_path: Path) -> None:
     run = start("ddpkit", 2, PROGRAMS / "scalar_parameter.py", *OPTIMIZERS)
     assert run.returncode == 0, run.stderr
     every = [json.loads(line) for line in re.findall(r"norms (.*)", run.stdout)]

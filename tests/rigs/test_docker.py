@@ -45,7 +45,7 @@ def _gpus(service: dict[str, Any]) -> dict[str, Any]:
     return devices
 
 
-def test_the_base_image_is_the_users_choice() -> None:
+def test_base_image_can_be_chosen_by_the_user() -> None:
     first, *others = _instructions()
     assert first[0] == "ARG"
     assert re.fullmatch(r"BASE_IMAGE=pytorch/pytorch:[\d.]+-cuda[\d.]+-cudnn\d+-runtime", first[1])
@@ -53,14 +53,14 @@ def test_the_base_image_is_the_users_choice() -> None:
     assert set(bases) == {"${BASE_IMAGE}"}
 
 
-def test_the_container_runs_the_command_and_not_as_root() -> None:
+def test_container_runs_the_command_as_another_user_than_root() -> None:
     settings = dict(_instructions())  # the last of each counts
     assert settings["ENTRYPOINT"] == '["ddpkit"]'
     assert settings["USER"].isdecimal()  # Kubernetes' runAsNonRoot cannot judge a name
     assert int(settings["USER"]) > 0
 
 
-def test_the_build_gets_the_files_it_copies_and_not_the_rest_of_the_repository() -> None:
+def test_docker_build_gets_only_the_files_that_it_copies() -> None:
     rules = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
     let_through = [rule[1:] for rule in rules if rule.startswith("!")]
     assert "*" in rules
@@ -82,7 +82,7 @@ def test_compose_gives_every_container_gpus_shared_memory_and_the_users_folder()
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
 
 
-def test_compose_starts_two_nodes_that_meet_and_share_no_gpu() -> None:
+def test_compose_starts_two_nodes_that_share_no_gpu() -> None:
     nodes = [_compose()["services"][name] for name in ("node0", "node1")]
     commands = [node["command"] for node in nodes]
     assert [re.findall(r"--node-rank (\d)", command) for command in commands] == [["0"], ["1"]]
@@ -93,12 +93,12 @@ def test_compose_starts_two_nodes_that_meet_and_share_no_gpu() -> None:
     assert first.isdisjoint(second)
 
 
-def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     done = run(BIN / "hadolint", DOCKER / "Dockerfile")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_default_script_of_compose_is_an_example() -> None:
+def test_compose_default_script_is_an_example() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     (folder,) = set(re.findall(r"\$\{TRAIN_DIR:-(.+?)\}", text))
     (script,) = set(re.findall(r"\$\{TRAIN_SCRIPT:-(.+?)\}", text))
@@ -106,7 +106,7 @@ def test_the_default_script_of_compose_is_an_example() -> None:
 
 
 @pytest.mark.parametrize("folder", ["docker", "launch"])
-def test_nothing_in_the_folder_can_be_imported(folder: str) -> None:
+def test_launch_and_docker_folders_contain_no_python(folder: str) -> None:
     """The root is on sys.path in an editable install, and `docker` is the name of a package on PyPI."""
     assert not [path for path in (ROOT / folder).rglob("*") if fnmatch(path.name, "*.py*")]
 
@@ -187,7 +187,7 @@ def _megabytes(image: str) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(seconds(1200))
 @pytest.mark.parametrize("kind", [PLAIN, WITH_TORCH])
-def test_an_image_trains_as_any_user(build: Callable[..., str], kind: str, tmp_path: Path) -> None:
+def test_image_trains_as_any_user(build: Callable[..., str], kind: str, tmp_path: Path) -> None:
     packages = "--include=ca-certificates,python3,python3-pip"
     _run("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(tmp_path / "rootfs.tar"))
     path, install = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "RUN python3 -m pip install"

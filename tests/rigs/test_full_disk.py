@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare for a small tmpfs")
 @pytest.mark.parametrize("ends", ["freed", "full"])
-def test_training_goes_on_over_a_full_disk_and_the_end_has_to_be_saved(tmp_path: Path, ends: str) -> None:
+def test_training_continues_on_a_full_disk_but_the_last_save_must_succeed(tmp_path: Path, ends: str) -> None:
     disk, program = tmp_path / "disk", PROGRAMS / "fills_disk.py"
     disk.mkdir()
     command = f"mount -t tmpfs -o size=1M none {disk} && {DDPKIT} launch --nproc-per-node 2 {program} {disk} {ends}"

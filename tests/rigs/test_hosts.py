@@ -150,7 +150,7 @@ def test_two_hosts_train_as_one_world(hosts: Hosts, job: Job, rendezvous: str) -
 
 
 @pytest.mark.parametrize("how", ["processes killed", "power cut"])
-def test_survivors_go_on_without_a_dead_host_and_its_replacement_is_let_in(hosts: Hosts, job: Job, how: str) -> None:
+def test_survivors_of_a_dead_host_continue_and_admit_its_replacement(hosts: Hosts, job: Job, how: str) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "1:2", *RENDEZVOUS)
@@ -165,7 +165,7 @@ def test_survivors_go_on_without_a_dead_host_and_its_replacement_is_let_in(hosts
     job.stop()
 
 
-def test_a_replacement_for_a_host_that_the_job_needs_is_waited_for(hosts: Hosts, job: Job) -> None:
+def test_job_that_needs_a_dead_host_waits_for_its_replacement(hosts: Hosts, job: Job) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", *PLACE, f"{SILENCE},replacement_timeout={REPLACEMENT}")
@@ -178,7 +178,7 @@ def test_a_replacement_for_a_host_that_the_job_needs_is_waited_for(hosts: Hosts,
 
 
 @pytest.mark.parametrize("victim", ["h2", "h1"])
-def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job: Job, victim: str) -> None:
+def test_job_that_needs_every_host_ends_when_one_dies(hosts: Hosts, job: Job, victim: str) -> None:
     for host in (both := hosts(2)):
         job.start(host, "--nnodes", "2", *NO_WAIT)
     job.trains(*both, world_size=4)
@@ -189,7 +189,7 @@ def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job:
 
 
 @pytest.mark.parametrize("victim", ["h3", "h1"])
-def test_all_who_survive_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
+def test_survivors_of_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
     job.processes = 1
     for host in (three := hosts(3)):
         job.start(host, "--nnodes", "3", *NO_WAIT)
@@ -208,7 +208,7 @@ def assert_blames(host: str, verdict: str) -> None:
     assert re.search(rf"\b(?:{host}|10\.77\.0\.1{host[1:]})\b", verdict), f"{verdict!r} does not name {host}"
 
 
-def test_every_agent_exits_with_the_code_of_the_worker_that_failed_and_names_it(hosts: Hosts, job: Job) -> None:
+def test_agents_exit_with_the_code_of_the_failed_worker_and_name_it(hosts: Hosts, job: Job) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", *RENDEZVOUS)
@@ -219,7 +219,7 @@ def test_every_agent_exits_with_the_code_of_the_worker_that_failed_and_names_it(
     assert f"rank {rank} failed first: exit code 7" in verdict
 
 
-def test_a_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job) -> None:
+def test_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", "--max-restarts", "1", *RENDEZVOUS)
@@ -230,7 +230,7 @@ def test_a_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job)
 
 
 @pytest.mark.parametrize("ahead", [3600, -3600])
-def test_an_hour_between_the_clocks_of_two_hosts_changes_nothing(
+def test_clocks_of_hosts_an_hour_apart_do_not_matter(
     hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], ahead: int
 ) -> None:
     h1, h2 = hosts(2)
@@ -247,7 +247,7 @@ def test_an_hour_between_the_clocks_of_two_hosts_changes_nothing(
     job.stop()
 
 
-def test_the_first_failure_is_named_by_what_happened_first_not_by_the_clocks(
+def test_first_failure_is_determined_without_the_clocks(
     hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]]
 ) -> None:
     h1, h2 = hosts(2)
@@ -263,7 +263,7 @@ def test_the_first_failure_is_named_by_what_happened_first_not_by_the_clocks(
     assert f"rank {rank} failed first: exit code 7" in verdict
 
 
-def test_a_host_that_is_cut_off_stops_by_itself_and_the_majority_goes_on(hosts: Hosts, job: Job) -> None:
+def test_host_that_is_cut_off_stops_itself_and_the_majority_continues(hosts: Hosts, job: Job) -> None:
     job.processes = 1
     h1, h2, h3 = hosts(3)
     for host in (h1, h2, h3):
@@ -278,7 +278,7 @@ def test_a_host_that_is_cut_off_stops_by_itself_and_the_majority_goes_on(hosts: 
     job.stop()
 
 
-def test_a_slow_network_is_not_a_dead_one(hosts: Hosts, tmp_path: Path) -> None:
+def test_slow_network_is_not_taken_for_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
     h1, h2 = hosts(2)
     job = Job(tmp_path, processes=1, script="trains_on_hosts.py")
     for host in (h1, h2):
@@ -292,7 +292,7 @@ def test_a_slow_network_is_not_a_dead_one(hosts: Hosts, tmp_path: Path) -> None:
         assert [(row.attempt, row.step) for row in rows] == [(0, step) for step in range(1, 9)]
 
 
-def test_one_host_needs_no_name_that_resolves(hosts: Hosts, job: Job) -> None:
+def test_single_host_needs_no_resolvable_name(hosts: Hosts, job: Job) -> None:
     (h1,) = hosts(1, resolves=False)
     lookup = h1.start("getent", "hosts", "h1", env={"PATH": os.environ["PATH"]})
     assert lookup.wait(20) != 0, "the rig's name resolves"
@@ -301,7 +301,7 @@ def test_one_host_needs_no_name_that_resolves(hosts: Hosts, job: Job) -> None:
     job.stop()
 
 
-def test_a_rendezvous_that_does_not_resolve_is_named_in_an_error(hosts: Hosts, job: Job) -> None:
+def test_rendezvous_host_that_does_not_resolve_is_named(hosts: Hosts, job: Job) -> None:
     (h1,) = hosts(1, resolves=False)
     endpoint = ("--rdzv-backend", "c10d", "--rdzv-id", "j", "--rdzv-endpoint", "nowhere:29400")
     agent = job.start(h1, "--nnodes", "2", *endpoint)
@@ -311,7 +311,7 @@ def test_a_rendezvous_that_does_not_resolve_is_named_in_an_error(hosts: Hosts, j
     assert "Traceback" not in agent.output
 
 
-def test_an_agent_that_is_asked_to_stop_leaves_and_the_other_goes_on(hosts: Hosts, job: Job) -> None:
+def test_agent_asked_to_stop_leaves_and_the_other_continues(hosts: Hosts, job: Job) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "1:2", *RENDEZVOUS)

@@ -36,7 +36,7 @@ def cluster(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 @pytest.mark.timeout(seconds(600))
 @pytest.mark.parametrize("kind", KINDS)
-def test_digits_loses_nodes_and_ends_as_on_one_machine(
+def test_digits_with_lost_nodes_ends_as_on_one_machine(
     kind: str, cluster: Callable[..., Kubelet], tmp_path: Path
 ) -> None:
     cluster_training.write(tmp_path)
@@ -73,7 +73,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exit_codes_decide_what_starts_again(kind: str, cluster: Callable[..., Kubelet], tmp_path: Path) -> None:
+def test_exit_codes_decide_whether_the_job_restarts(kind: str, cluster: Callable[..., Kubelet], tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     own = cluster("--cold", "exits.py", "own", "7", kind=kind)
     own.resolve()

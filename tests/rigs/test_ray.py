@@ -111,7 +111,7 @@ def _wait(enough: Callable[[], bool], tree: Tree) -> None:
     wait_until(is_enough, lambda: tree.output, SECONDS)
 
 
-def test_exit_codes_decide_what_starts_again(cluster: Cluster) -> None:
+def test_exit_codes_decide_whether_the_job_restarts(cluster: Cluster) -> None:
     folder = cluster.folder
     (folder / "exits.py").write_text(cluster_training.EXITS)
     job = cluster.submit("--nodes", "2", "--cold", "exits.py", str(folder / "own"), "7")
@@ -129,7 +129,7 @@ def test_exit_codes_decide_what_starts_again(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(seconds(600))
-def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster) -> None:
+def test_digits_with_lost_nodes_ends_as_on_one_machine(cluster: Cluster) -> None:
     folder = cluster.folder
     cluster_training.write(folder)
     job = cluster.submit("--nodes", "3", "train.py", str(folder / "saved"))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare for a small tmpfs")
 @pytest.mark.parametrize("loader", ["ours", "own"])
-def test_batches_that_do_not_fit_go_another_way_and_it_is_said_before_training(loader: str) -> None:
+def test_batches_that_exceed_shared_memory_are_sent_otherwise_with_a_warning(loader: str) -> None:
     main = PROGRAMS / "large_batches.py"
     small = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {main} {loader}"
     done = run(*ALONE, "bash", "-c", small, timeout=120)

@@ -35,7 +35,7 @@ def submit(
 
 
 @pytest.mark.timeout(seconds(600))
-def test_digits_loses_nodes_and_ends_as_on_one_machine(submit: Callable[..., ManagedJob], tmp_path: Path) -> None:
+def test_digits_with_lost_nodes_ends_as_on_one_machine(submit: Callable[..., ManagedJob], tmp_path: Path) -> None:
     cluster_training.write(tmp_path)
     job = submit("train.py", "saved")
     job.until(cluster_training.goes_on(tmp_path, "saved"))
@@ -56,7 +56,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(submit: Callable[..., Man
     assert not cluster_training.repeated_too_often(tmp_path, "saved", losses=3)
 
 
-def test_exit_codes_decide_what_starts_again(submit: Callable[..., ManagedJob], tmp_path: Path) -> None:
+def test_exit_codes_decide_whether_the_job_restarts(submit: Callable[..., ManagedJob], tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     own = submit("--cold", "exits.py", "own", "75", "7")
     assert not own.run()

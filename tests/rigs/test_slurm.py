@@ -232,7 +232,7 @@ def _reports(job: Job) -> list[dict[str, object]]:
     return sorted(lines, key=lambda line: line["RANK"])
 
 
-def test_both_nodes_take_part_and_the_script_gets_its_arguments(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_job_runs_on_both_nodes_and_passes_arguments_to_the_script(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.run(tmp_path, REPORT, "--lr", "0.1", "two words", "$HOME *")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     told = _reports(job)
@@ -244,7 +244,7 @@ def test_both_nodes_take_part_and_the_script_gets_its_arguments(slurm: Slurm, tm
     assert all(line["words"] == ["--lr", "0.1", "two words", "$HOME *"] for line in told)
 
 
-def test_flags_before_the_script_are_the_launchers(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_flags_before_the_script_are_the_launchers(slurm: Slurm, tmp_path: Path) -> None:
     flags = ("--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2")
     job = slurm.run(tmp_path, "--nproc-per-node", "2", REPORT, flags=flags)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
@@ -254,20 +254,20 @@ def test_flags_before_the_script_are_the_launchers(slurm: Slurm, tmp_path: Path)
     ]
 
 
-def test_a_failing_rank_ends_the_job_on_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_job_with_a_failing_rank_ends_on_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.run(tmp_path, REPORT, "fail")
     assert job.state == "FAILED", job.log
     assert job.exit_code == 7, "all nodes end with the worker's own"
     assert "rank 0 failed first: exit code 7" in job.log
 
 
-def test_max_restarts_starts_the_processes_of_all_nodes_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_max_restarts_restarts_the_processes_of_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.run(tmp_path, "--max-restarts", "1", REPORT, "fail-once")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     assert sorted(str(line["SLURMD_NODENAME"]) for line in _reports(job)) == ["n1", "n1", "n2", "n2"]
 
 
-def test_of_a_job_array_the_task_that_hung_is_queued_again_and_counted_alone(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_array_requeues_and_counts_only_the_task_that_hung(slurm: Slurm, tmp_path: Path) -> None:
     """The last task of an array has the array's own number, by which Slurm knows all of its tasks."""
     flags = ("--array=0-1%1", "--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2")
     array = slurm.submit(tmp_path, REPORT, "hang-last", flags=flags)
@@ -282,7 +282,7 @@ def test_of_a_job_array_the_task_that_hung_is_queued_again_and_counted_alone(slu
 
 
 @pytest.mark.timeout(seconds(600))
-def test_digits_loses_nodes_and_ends_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
+def test_digits_with_lost_nodes_ends_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
     """And it is preempted, and comes to its time limit."""
     cluster_training.write(tmp_path)
     flags = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=30")
@@ -312,7 +312,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(slurm: Slurm, tmp_path: P
     assert not cluster_training.repeated_too_often(tmp_path, "saved-on-slurm", losses=1)
 
 
-def test_exit_codes_decide_what_starts_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_exit_codes_decide_whether_the_job_restarts(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     flags = ["--on", "slurm", "--nodes", "2", "--cpus", "1", "--retries", "1", "--dry-run"]
     printed: list[str] = []
@@ -333,7 +333,7 @@ def test_exit_codes_decide_what_starts_again(slurm: Slurm, tmp_path: Path) -> No
     assert (_field(shown, "JobState"), _field(shown, "ExitCode"), _field(shown, "Restarts")) == ("FAILED", "7:0", "0")
 
 
-def test_srun_without_one_task_per_node_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
+def test_srun_with_several_tasks_per_node_gets_a_warning(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     slurm.wait_until_idle()
     done = subprocess.run(

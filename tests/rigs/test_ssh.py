@@ -103,7 +103,7 @@ def _wait(enough: Callable[[], bool], tree: Tree | None = None) -> None:
 
 
 @pytest.mark.timeout(seconds(600))
-def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster, tmp_path: Path) -> None:
+def test_digits_with_lost_nodes_ends_as_on_one_machine(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit("--nodes", "2", "train.py", "saved")
     _wait(cluster_training.goes_on(tmp_path, "saved"), job)
     (reading,) = json.loads(cluster.top())
@@ -123,7 +123,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster, tmp_pat
     assert "ddpkit" not in cluster.processes()
 
 
-def test_a_client_that_is_stopped_or_dies_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_ssh_client_that_is_stopped_or_dies_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit("train.py", "saved")
     _wait(cluster_training.goes_on(tmp_path, "saved"), job)
     job.send(SIGINT)
@@ -139,7 +139,7 @@ def test_a_client_that_is_stopped_or_dies_ends_the_job(cluster: Cluster, tmp_pat
     assert len(steps) == steps[-1] < cluster_training.STEPS, "it has saved, both times"
 
 
-def test_exit_codes_decide_what_starts_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_exit_codes_decide_whether_the_job_restarts(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     job = cluster.submit("--cold", "exits.py", "own", "7")
     assert job.wait(SECONDS) == 7, job.output
@@ -153,7 +153,7 @@ def test_exit_codes_decide_what_starts_again(cluster: Cluster, tmp_path: Path) -
         assert f"restarting the job: it ended with exit code {code}" in job.output
 
 
-def test_hosts_that_do_not_answer_or_lack_ddpkit_are_named(cluster: Cluster) -> None:
+def test_ssh_hosts_that_do_not_answer_or_lack_ddpkit_are_named(cluster: Cluster) -> None:
     lost = cluster.hosts[1]
     cluster.daemons[lost.name].die()
     job = cluster.submit("--retries", "0", "train.py", "saved")

@@ -28,7 +28,7 @@ class Buffered(nn.Module):
         return loss
 
 
-def test_a_forward_pass_changes_no_buffer_and_its_backward_pass_finds_what_it_used() -> None:
+def test_buffers_exchanged_keeps_buffers_and_serves_the_backward_pass() -> None:
     model, x = Buffered(), torch.randn(4, 3)
     before = {name: (each, each.clone()) for name, each in model.named_buffers(remove_duplicate=False)}
     with buffers_exchanged(model):
@@ -42,7 +42,7 @@ def test_a_forward_pass_changes_no_buffer_and_its_backward_pass_finds_what_it_us
     assert torch.equal(model.weight.grad, expected.weight.grad)  # type: ignore[arg-type]
 
 
-def test_buffers_are_back_after_an_error() -> None:
+def test_buffers_exchanged_restores_buffers_after_an_error() -> None:
     model = Buffered()
     cos = model.cos
     with pytest.raises(RuntimeError, match="size"), buffers_exchanged(model):

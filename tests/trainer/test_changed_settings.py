@@ -102,7 +102,7 @@ def test_finished_run_continues_with_the_schedule_of_the_longer_run(
     assert rates(tmp_path, 8, make(8), options=options) == whole[4:]
 
 
-def test_momentum_that_a_schedule_sets_is_the_one_of_the_longer_run(tmp_path: Path) -> None:
+def test_momentum_that_a_schedule_sets_is_that_of_the_longer_run(tmp_path: Path) -> None:
     options, momenta = {"betas": (0.9, 0.99)}, []
     for folder, steps, length in [(None, 6, 8), (tmp_path, 4, 4), (tmp_path, 6, 8)]:
         trainer = trainer_for(folder, steps, one_cycle(length), optimizer=torch.optim.Adam, options=options)
@@ -111,7 +111,7 @@ def test_momentum_that_a_schedule_sets_is_the_one_of_the_longer_run(tmp_path: Pa
     assert momenta[2] == momenta[0] != momenta[1]
 
 
-def test_line_says_both_values_once_and_not_again_after_the_next_save(tmp_path: Path, said: list[str]) -> None:
+def test_resume_with_a_changed_schedule_logs_both_values_once(tmp_path: Path, said: list[str]) -> None:
     trainer_for(tmp_path, 4, cosine(4)).fit(DATA)
     trainer_for(tmp_path, 5, cosine(8)).fit(DATA)
     assert replaced(said) == [
@@ -138,14 +138,14 @@ def test_new_learning_rate_rescales_the_schedule(tmp_path: Path, said: list[str]
     assert rates(tmp_path / "cycle", 8, one_cycle(8, 0.5)) == rates(None, 8, one_cycle(8, 0.5))[3:]
 
 
-def test_schedule_per_epoch_continues_with_the_one_of_the_longer_run(tmp_path: Path) -> None:
+def test_schedule_per_epoch_continues_with_that_of_the_longer_run(tmp_path: Path) -> None:
     settings = {"every": "epoch", "max_steps": None}
     whole = rates(None, 0, cosine(6), epochs=6, **settings)
     rates(tmp_path, 0, cosine(3), epochs=3, **settings)
     assert rates(tmp_path, 0, cosine(6), epochs=6, **settings) == whole[12:]
 
 
-def test_schedule_after_a_warm_up_continues_with_the_one_of_the_longer_run(tmp_path: Path) -> None:
+def test_schedule_after_a_warm_up_continues_with_that_of_the_longer_run(tmp_path: Path) -> None:
     for every, length in [("step", 6), ("epoch", 2)]:
         whole = rates(None, 12, cosine(2 * length), warmup_steps=2, every=every)
         rates(tmp_path / every, 8, cosine(length), warmup_steps=2, every=every)
@@ -233,7 +233,7 @@ class Wrapped(LRScheduler):
         return {name: value for name, value in super().state_dict().items() if name != "inner"}
 
 
-def test_schedule_of_the_user_s_own_class_continues_with_the_one_of_the_script(tmp_path: Path) -> None:
+def test_schedule_of_the_users_class_continues_with_that_of_the_script(tmp_path: Path) -> None:
     def wrapped(steps: int) -> Any:
         return lambda optimizer: Wrapped(optimizer, steps)
 
@@ -246,7 +246,7 @@ def test_schedule_of_the_user_s_own_class_continues_with_the_one_of_the_script(t
 # Options of the optimizer --------------------------------------------------------------------------------------------
 
 
-def test_options_that_the_script_changes_are_used_and_said(tmp_path: Path, said: list[str]) -> None:
+def test_options_that_the_script_changes_are_used_and_logged(tmp_path: Path, said: list[str]) -> None:
     trainer_for(tmp_path, 2, options={"momentum": 0.5}).fit(DATA)
     trainer = trainer_for(tmp_path, 4, options={"lr": 0.01, "momentum": 0.5, "weight_decay": 0.1})
     group = trainer.optimizer.param_groups[0]

@@ -106,7 +106,7 @@ class Run:
 
 @pytest.mark.parametrize("lengths", [GROWING, SHRINKING], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_each_epoch_has_the_length_that_it_says(make: Any, lengths: list[int]) -> None:
+def test_epoch_has_the_length_of_its_dataset_or_sampler(make: Any, lengths: list[int]) -> None:
     run = Run(global_batch_size=4 if make is Numbers else None).train(make(lengths))
     assert run.lengths == lengths
     assert [sorted(each) for each in run.samples.values()] == [
@@ -121,7 +121,7 @@ def test_each_epoch_has_the_length_that_it_says(make: Any, lengths: list[int]) -
 @pytest.mark.parametrize("left", [1, 3, 7])
 @pytest.mark.parametrize("lengths", [GROWING, SHRINKING], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_run_resumes_in_an_epoch_of_another_length(tmp_path: Path, make: Any, lengths: list[int], left: int) -> None:
+def test_run_resumes_in_an_epoch_of_another_length(tmp_path: Path, make: Any, lengths: list[int], left: int) -> None:
     settings = {"global_batch_size": 4 if make is Numbers else None}
     whole = Run(**settings).train(make(lengths))
     first = Run(tmp_path, **settings).train(make(lengths), until=left)
@@ -137,7 +137,7 @@ def test_a_run_resumes_in_an_epoch_of_another_length(tmp_path: Path, make: Any, 
 
 @pytest.mark.parametrize("lengths", [GROWING, SHRINKING], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("make", [with_sampler, with_batch_sampler])
-def test_a_scheduler_ends_with_a_run_of_a_sampler_that_changes(make: Any, lengths: list[int]) -> None:
+def test_scheduler_steps_of_a_varying_sampler_is_the_length_of_the_run(make: Any, lengths: list[int]) -> None:
     data = make(lengths)
     steps = scheduler_steps(Run().config, data)
     assert steps == sum(-(-length // 4) for length in lengths)
@@ -146,20 +146,20 @@ def test_a_scheduler_ends_with_a_run_of_a_sampler_that_changes(make: Any, length
         run.trainer.scheduler.step()  # type: ignore[union-attr]
 
 
-def test_a_plain_sampler_is_counted_for_a_scheduler() -> None:
+def test_scheduler_steps_of_a_plain_sampler_is_counted() -> None:
     data = DataLoader(Numbers([16] * 3), batch_size=2, sampler=[3, 1, 2])
     assert scheduler_steps(TrainerConfig(epochs=3), data) == 6
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_an_epoch_without_samples_is_refused(make: Any) -> None:
+def test_epoch_without_samples_is_refused(make: Any) -> None:
     run = Run(global_batch_size=4 if make is Numbers else None)
     with pytest.raises(DataError, match="has length 0 in epoch 3: there are no samples"):
         run.train(make([8, 4, 0]))
     assert run.trainer.step == (3 if make is Numbers else 0), "a sampler is asked before the first step"
 
 
-def test_an_epoch_without_a_complete_step_is_refused() -> None:
+def test_epoch_without_a_complete_step_is_refused() -> None:
     run = Run(global_batch_size=8, data={"drop_last": True})
     with pytest.raises(DataError, match="12 samples, fewer than the global batch of 14: there is no complete step in"):
         Run(global_batch_size=14, data={"drop_last": True}).train(Numbers([16, 12, 16]))
@@ -185,7 +185,7 @@ class Grows(Dataset[Tensor]):
         return torch.tensor([self.numbers[index], 1.0])
 
 
-def test_what_a_dataset_has_become_is_trained_on_from_the_next_epoch(said: list[str]) -> None:
+def test_dataset_that_grows_is_trained_on_from_the_next_epoch(said: list[str]) -> None:
     data = Grows()
     run = Run(global_batch_size=4).train(data, between=data.grow)
     assert run.lengths == GROWING
@@ -193,7 +193,7 @@ def test_what_a_dataset_has_become_is_trained_on_from_the_next_epoch(said: list[
     assert not any("differs in length" in line for line in said), "nothing was created for a number of steps"
 
 
-def test_a_scheduler_for_a_length_that_could_not_be_known_is_told_of(said: list[str]) -> None:
+def test_scheduler_for_a_length_that_changes_is_warned_about(said: list[str]) -> None:
     data = Grows()
     Run(global_batch_size=4, scheduler=lambda o: CosineAnnealingLR(o, 6)).train(data, between=data.grow)
     lines = [line for line in said if "differs in length" in line]
@@ -228,7 +228,7 @@ def test_every_process_that_reads_a_dataset_calls_its_set_epoch(reader: Any) -> 
 
 
 @pytest.mark.parametrize("reader", [*READERS.values()][:4], ids=[*READERS][:4])
-def test_every_process_reads_what_a_dataset_has_become(reader: Any) -> None:
+def test_every_process_reads_a_changed_dataset_in_the_next_epoch(reader: Any) -> None:
     data = Grows()
     settings, given = reader(data)
     run = Run(data=settings, micro_batch_size=4, accumulation_steps=1).train(given, between=data.grow)
@@ -246,7 +246,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_is_read_as_what_it_has_become(workers: int) -> None:
+def test_stream_that_changes_is_read_in_the_next_epoch(workers: int) -> None:
     data = Stream()
     run = Run(data={"num_workers": workers}).train(data, between=data.rise)
     assert [{number for number, _ in samples} for samples in run.samples.values()] == [{0}, {1}, {2}]
@@ -262,7 +262,7 @@ class Draws(Numbers):
         return 4
 
 
-def test_what_is_drawn_for_an_epoch_is_the_same_in_a_resumed_run_and_takes_nothing_from_the_training(
+def test_sampler_of_a_resumed_run_draws_the_same_and_changes_no_random_state(
     tmp_path: Path,
 ) -> None:
     whole = Run(data={"shuffle": False}).train(Draws([]))
@@ -289,7 +289,7 @@ class GrowsAtEvaluations(Callback):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_evaluation_takes_each_sample_that_the_dataset_has_then(workers: int) -> None:
+def test_evaluation_uses_every_sample_that_the_dataset_has_then(workers: int) -> None:
     grows = GrowsAtEvaluations(Grows())
     model = nn.Linear(2, 1)
     trainer = Trainer(

@@ -72,7 +72,7 @@ def fail(*_: Any) -> Tensor:
     raise ValueError("on purpose")
 
 
-def test_after_an_evaluation_that_failed_the_weights_are_saved_not_their_average(tmp_path: Path) -> None:
+def test_save_after_a_failed_evaluation_has_the_weights_and_not_the_average(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, EMA(0.5), metrics={"fails": fail})
     trainer.fit(data())
     trained = weights(trainer)
@@ -83,7 +83,7 @@ def test_after_an_evaluation_that_failed_the_weights_are_saved_not_their_average
     assert same(newest(tmp_path), trained)
 
 
-def test_a_save_within_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
+def test_save_within_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
     def saves(output: Tensor, batch: Any) -> Tensor:
         trainer.save()
         return output.mean()
@@ -99,7 +99,7 @@ def test_a_save_within_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
     assert same(newest(tmp_path), trained)
 
 
-def test_an_evaluation_and_a_save_in_a_callback_are_saved_when_all_have_heard_of_the_step(tmp_path: Path) -> None:
+def test_save_in_a_callback_has_the_state_after_all_callbacks_of_the_step(tmp_path: Path) -> None:
     def evaluate_and_save(trainer: Trainer) -> None:
         trainer.evaluate(data())
         trainer.save()
@@ -116,7 +116,7 @@ def test_an_evaluation_and_a_save_in_a_callback_are_saved_when_all_have_heard_of
     assert all(map(torch.equal, state["callbacks"][1][1]["average"].values(), expected))
 
 
-def test_a_callback_that_raises_does_not_keep_later_saves_from_being_made(tmp_path: Path) -> None:
+def test_save_after_a_callback_has_raised_is_made(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, Does(2, fail))
     with pytest.raises(ValueError, match="on purpose"):
         trainer.fit(data())
@@ -124,7 +124,7 @@ def test_a_callback_that_raises_does_not_keep_later_saves_from_being_made(tmp_pa
     assert [found.step for found in checkpoints(tmp_path)] == [2]
 
 
-def test_what_cannot_be_stored_is_found_after_the_first_step(tmp_path: Path) -> None:
+def test_unstorable_callback_state_is_found_after_the_first_step(tmp_path: Path) -> None:
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"function": print}
@@ -241,7 +241,7 @@ def with_late_buffers(kind: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [OwnQueue, HookedQueue, Watched, Queue])
-def test_buffers_that_take_their_shape_later_are_loaded_by_their_module(kind: Any, tmp_path: Path) -> None:
+def test_buffers_whose_shape_is_set_late_are_loaded_by_their_module(kind: Any, tmp_path: Path) -> None:
     whole = trainer_for(None, model=with_late_buffers(kind))
     whole.fit(data())
     trainer_for(tmp_path, model=with_late_buffers(kind), max_steps=3).fit(data())
@@ -256,7 +256,7 @@ def test_buffers_that_take_their_shape_later_are_loaded_by_their_module(kind: An
         assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
 
 
-def test_other_buffers_and_parameters_keep_their_shape(tmp_path: Path) -> None:
+def test_buffers_and_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
     def plain(kind: type[Queue], width: int = 1) -> nn.Module:
         return nn.Sequential(kind(), nn.BatchNorm1d(3, affine=False), nn.Linear(3, width))
 
@@ -279,7 +279,7 @@ class Stubborn(Queue):
         super()._load_from_state_dict(*arguments)
 
 
-def test_a_module_that_refuses_a_buffer_itself_is_an_error(tmp_path: Path) -> None:
+def test_module_that_refuses_a_buffer_raises_checkpoint_error(tmp_path: Path) -> None:
     def model() -> nn.Module:
         return nn.Sequential(Stubborn(), nn.Linear(3, 1))
 
@@ -302,7 +302,7 @@ def test_relative_folders_are_resolved_when_trainer_is_created(tmp_path: Path, m
     assert (tmp_path / "log.csv").exists()
 
 
-def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_begins_with_a_tilde_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     trainer_for("~/run", CSVLogger("~/log.csv")).fit(data())
     assert (tmp_path / "run" / "record" / "rows.jsonl").is_file()

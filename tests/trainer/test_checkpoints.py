@@ -31,7 +31,7 @@ def trainer_for(folder: Path | None, width: int = 4, callbacks: Any = (), **sett
     return Trainer(model, lambda parameters: torch.optim.Adam(parameters), loss, config, callbacks=callbacks)
 
 
-def test_a_run_is_taken_up_where_its_last_checkpoint_is(tmp_path: Path) -> None:
+def test_run_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
     whole = trainer_for(None, epochs=4)
     whole.fit(data())
     first = trainer_for(tmp_path, epochs=4, checkpoint={"every_steps": 3})
@@ -46,7 +46,7 @@ def test_a_run_is_taken_up_where_its_last_checkpoint_is(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_the_end_of_a_run_is_saved_and_a_longer_one_goes_on_from_it(tmp_path: Path) -> None:
+def test_run_saves_at_its_end_and_a_longer_one_continues_from_it(tmp_path: Path) -> None:
     trainer_for(tmp_path, epochs=2).fit(data())
     assert [found.step for found in checkpoints(tmp_path)] == [8]
     longer = trainer_for(tmp_path, epochs=3)
@@ -54,7 +54,7 @@ def test_the_end_of_a_run_is_saved_and_a_longer_one_goes_on_from_it(tmp_path: Pa
     assert longer.fit(data()).steps == 12
 
 
-def test_the_configuration_of_the_latest_start_is_in_the_folder(tmp_path: Path) -> None:
+def test_checkpoint_folder_has_the_configuration_of_the_latest_start(tmp_path: Path) -> None:
     for epochs in (1, 2):
         trainer = trainer_for(tmp_path, epochs=epochs, parallel="auto")
         trainer.fit(data())
@@ -63,7 +63,7 @@ def test_the_configuration_of_the_latest_start_is_in_the_folder(tmp_path: Path) 
     assert [found.problem for found in checkpoints(tmp_path)] == [None, None]
 
 
-def test_save_and_resume_by_hand(tmp_path: Path) -> None:
+def test_save_and_resume_can_be_called_directly(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path / "a", max_steps=3)
     trainer.fit(data())
     other = trainer_for(tmp_path / "b", max_steps=3)
@@ -74,7 +74,7 @@ def test_save_and_resume_by_hand(tmp_path: Path) -> None:
         trainer_for(None).save()
 
 
-def test_what_comes_of_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+def test_weights_after_a_non_finite_loss_are_not_saved(tmp_path: Path) -> None:
     def spoil(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1]) * (math.nan if trainer.step == 4 else 1.0)
 
@@ -92,12 +92,12 @@ def test_what_comes_of_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) ->
     assert [found.step for found in checkpoints(tmp_path)] == [4, 2]
 
 
-def test_resume_none_starts_afresh(tmp_path: Path) -> None:
+def test_resume_none_starts_from_the_beginning(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=2).fit(data())
     assert trainer_for(tmp_path, checkpoint={"resume": None}).step == 0
 
 
-def test_callbacks_have_their_state_kept(tmp_path: Path) -> None:
+def test_callback_state_is_saved_and_restored(tmp_path: Path) -> None:
     class Counts(Callback):
         def __init__(self) -> None:
             self.steps = 0
@@ -117,7 +117,7 @@ def test_callbacks_have_their_state_kept(tmp_path: Path) -> None:
     assert counts.steps == 4
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=1).fit(data())
     with pytest.raises(
         CheckpointError, match=r"0.weight has shape \(4, 3\) in the checkpoint, but \(5, 3\) in the model"
@@ -125,14 +125,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
         trainer_for(tmp_path, width=5)
 
 
-def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=4, checkpoint={"every_steps": 2}).fit(data())
     newest = checkpoints(tmp_path)[0].path / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     assert trainer_for(tmp_path).step == 2
 
 
-def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
+def test_checkpoint_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     with pytest.raises(CheckpointError):

@@ -57,7 +57,7 @@ class Run:
 
 @pytest.mark.parametrize("data", [Ragged(), RaggedStream()], ids=["dataset", "stream"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collate_function_of_the_settings_makes_the_batches(data: Any, workers: int) -> None:
+def test_collate_fn_of_the_settings_makes_the_batches(data: Any, workers: int) -> None:
     def padded(samples: list[Tensor]) -> Tensor:
         return pad_sequence(samples, batch_first=True)
 
@@ -73,7 +73,7 @@ def test_two_collate_functions_are_refused() -> None:
         run.trainer.fit(loader)
 
 
-def test_functions_are_no_part_of_what_is_saved() -> None:
+def test_functions_in_the_settings_are_not_saved() -> None:
     config = TrainerConfig(data={"collate_fn": list, "device_transform": noisy})
     assert not {"collate_fn", "device_transform"} & config.model_dump()["data"].keys()
     assert "collate_fn" not in str(TrainerConfig.model_json_schema())
@@ -81,7 +81,7 @@ def test_functions_are_no_part_of_what_is_saved() -> None:
         TrainerConfig(data={"collate_fn": "pad"})  # type: ignore[typeddict-item]
 
 
-def test_transforms_have_random_numbers_of_their_own_and_resume_with_the_same(tmp_path: Path) -> None:
+def test_transforms_draw_separately_and_resume_with_the_same_numbers(tmp_path: Path) -> None:
     data = TensorDataset(VALUES)
     whole = Run(epochs=2, data={"device_transform": noisy})
     whole.trainer.fit(data)
@@ -100,7 +100,7 @@ def test_transforms_have_random_numbers_of_their_own_and_resume_with_the_same(tm
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_is_transformed_alike_in_any_batch(workers: int) -> None:
+def test_transform_of_a_seeded_sample_does_not_depend_on_its_batch(workers: int) -> None:
     seen = {}
     for size, passes in ((4, 1), (8, 2), (6, 3)):
         run = Run(
@@ -116,7 +116,7 @@ def test_a_sample_is_transformed_alike_in_any_batch(workers: int) -> None:
     assert seen[4] != VALUES.tolist()
 
 
-def test_evaluation_has_a_transform_of_its_own() -> None:
+def test_evaluation_uses_its_own_transform() -> None:
     data = {"device_transform": noisy, "eval_device_transform": lambda batch: [-batch[0]], "shuffle": False}
     run = Run(max_steps=1, data=data, sanity_check="off")
     run.trainer.fit(TensorDataset(VALUES))
@@ -134,13 +134,13 @@ class Numbers(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_of_ones_own_over_a_stream(workers: int) -> None:
+def test_users_loader_over_a_stream_makes_the_batches(workers: int) -> None:
     run = Run(max_steps=2, global_batch_size=None, accumulation_steps=1)
     run.trainer.fit(DataLoader(Numbers(), batch_size=3, num_workers=workers), DataLoader(Numbers(), batch_size=5))
     assert [batch.tolist() for batch in run.batches[:2]] == [[1, 2, 3], [4, 5, 6]]
 
 
-def test_a_pipeline_around_a_loader_is_refused() -> None:
+def test_pipeline_around_a_loader_is_refused() -> None:
     class Pipeline(Numbers):
         pipeline = [DataLoader(Numbers(), batch_size=4)]
 

@@ -39,17 +39,17 @@ def seen_until_stopped(meet: bool, after: int) -> tuple[int, bool]:
 
 
 @pytest.mark.usefixtures("group")
-def test_it_ends_after_the_batch_in_hand() -> None:
+def test_evaluation_that_is_stopped_ends_after_the_current_batch() -> None:
     assert seen_until_stopped(meet=False, after=2) == (2, False)
     assert seen_until_stopped(meet=False, after=4) == (3, True)
 
 
 @pytest.mark.usefixtures("group")
-def test_where_ranks_meet_in_each_batch_it_goes_on_to_its_end() -> None:
+def test_evaluation_with_collectives_in_each_batch_is_not_stopped() -> None:
     assert seen_until_stopped(meet=True, after=1) == (3, True)
 
 
-def test_a_line_begins_with_the_name_of_its_evaluation(said: list[str]) -> None:
+def test_evaluation_line_begins_with_its_name(said: list[str]) -> None:
     model = nn.Linear(3, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters()), lambda model, batch: model(batch).mean() * 0)
     for names in ({}, {"name": "test"}):

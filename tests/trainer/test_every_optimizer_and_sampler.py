@@ -50,7 +50,7 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_resumed_run_on_two_ranks_ends_bitwise_identical_or_is_refused_in_words(placement: str, tmp_path: Path) -> None:
+def test_resumed_run_on_two_ranks_ends_bitwise_identical_or_is_refused(placement: str, tmp_path: Path) -> None:
     run = launch("--nproc-per-node", 2, PROGRAM, tmp_path / "runs", placement, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     refused = REFUSED.get(placement, {})

@@ -144,7 +144,7 @@ def check_resumed(name: str, folder: Path, stops: Iterable[int], warmup: int = 0
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_run_resumed_after_any_step_ends_as_the_undisturbed_one(name: str, warmup: int, tmp_path: Path) -> None:
+def test_run_resumed_after_any_step_ends_like_the_undisturbed_one(name: str, warmup: int, tmp_path: Path) -> None:
     check_resumed(name, tmp_path, range(1, STEPS), warmup)
 
 

@@ -117,7 +117,7 @@ def test_callbacks_of_a_resumed_run_end_in_the_state_of_an_undisturbed_run(tmp_p
     assert again.fit(data(), data()).steps == 12
 
 
-def test_rows_of_other_runs_in_the_same_file_stay(tmp_path: Path) -> None:
+def test_rows_of_other_runs_in_the_same_file_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     trainer_for(None, CSVLogger(log), max_steps=8).fit(data())
     with pytest.raises(KeyboardInterrupt):
@@ -143,7 +143,7 @@ def test_resume_with_other_callbacks_names_them_and_loads_the_matching_states(tm
 # The best ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_checkpoint_is_kept_and_stays_the_best_after_a_resume(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_stays_the_best_after_a_resume(tmp_path: Path) -> None:
     best = {"every_steps": 2, "keep_last": 1, "best_metric": "loss", "best_mode": "max"}  # at the first evaluation
     first = trainer_for(tmp_path, checkpoint=best, max_steps=6, eval_every_steps=3)
     first.fit(data(), data())
@@ -155,7 +155,7 @@ def test_the_best_checkpoint_is_kept_and_stays_the_best_after_a_resume(tmp_path:
     assert steps(tmp_path) == [9, 3]
 
 
-def test_the_best_of_the_last_evaluation_is_marked_too(tmp_path: Path) -> None:
+def test_best_checkpoint_of_the_last_evaluation_is_marked(tmp_path: Path) -> None:
     trainer_for(tmp_path, checkpoint={"best_metric": "loss"}, max_steps=4, eval_every_steps=3).fit(data(), data())
     newest = checkpoints(tmp_path)[0]
     assert newest.step == 4
@@ -163,7 +163,7 @@ def test_the_best_of_the_last_evaluation_is_marked_too(tmp_path: Path) -> None:
     assert newest.manifest.best
 
 
-def test_a_metric_that_is_none_and_a_mode_of_nothing_are_said(tmp_path: Path) -> None:
+def test_best_metric_that_is_unknown_and_best_mode_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)checkpoint.best_metric monitors 'los', .*did you mean 'loss'"):
         trainer_for(tmp_path, checkpoint={"best_metric": "los"}, max_steps=1).fit(data(), data())
     with pytest.raises(ConfigError, match="needs checkpoint.best_metric: set both or neither"):
@@ -173,7 +173,7 @@ def test_a_metric_that_is_none_and_a_mode_of_nothing_are_said(tmp_path: Path) ->
 # Courses -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_course_that_was_left_is_set_aside_and_never_taken_up_by_itself(tmp_path: Path, said: list[str]) -> None:
+def test_abandoned_branch_is_set_aside_and_never_resumed_automatically(tmp_path: Path, said: list[str]) -> None:
     often = {"every_steps": 2, "keep_last": 9}
     trainer_for(tmp_path, checkpoint=often, max_steps=8).fit(data())
     back = trainer_for(tmp_path, checkpoint=often, max_steps=5)
@@ -189,7 +189,7 @@ def test_a_course_that_was_left_is_set_aside_and_never_taken_up_by_itself(tmp_pa
     assert trainer_for(tmp_path).step == 5
 
 
-def test_a_run_begun_afresh_sets_aside_what_was_there(tmp_path: Path) -> None:
+def test_run_started_from_the_beginning_sets_earlier_checkpoints_aside(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=4).fit(data())
     trainer_for(tmp_path, checkpoint={"resume": None}, max_steps=2).fit(data())
     assert steps(tmp_path) == [2]
@@ -198,7 +198,7 @@ def test_a_run_begun_afresh_sets_aside_what_was_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begins", ["afresh", "from a checkpoint"])
 @pytest.mark.parametrize("counted", ["TORCHELASTIC_RESTART_COUNT", "DDPKIT_NODE_CHANGES"])
-def test_workers_started_again_go_on_with_their_own_course(
+def test_restarted_workers_resume_from_their_own_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str, counted: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
@@ -219,7 +219,7 @@ def test_workers_started_again_go_on_with_their_own_course(
 # What cannot be gone on from -----------------------------------------------------------------------------------------
 
 
-def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Path) -> None:
+def test_resume_with_another_optimizer_scheduler_or_grouping_is_refused(tmp_path: Path) -> None:
     def halves(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters
         return torch.optim.Adam([{"params": [first], "lr": 0.1}, {"params": others}])
@@ -242,7 +242,7 @@ def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Pa
             trainer_for(tmp_path, **settings)
 
 
-def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
+def test_resume_from_something_else_than_a_checkpoint_names_it(tmp_path: Path) -> None:
     runs, other = tmp_path / "runs", tmp_path / "other"
     trainer_for(runs, max_steps=1).fit(data())
     other.mkdir()
@@ -260,7 +260,7 @@ def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
         trainer_for(runs)
 
 
-def test_one_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path: Path, said: list[str]) -> None:
+def test_resume_after_a_flipped_bit_uses_the_previous_checkpoint(tmp_path: Path, said: list[str]) -> None:
     trainer_for(tmp_path, max_steps=4, checkpoint={"every_steps": 2}).fit(data())
     file = tmp_path / name_of(4) / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
@@ -273,7 +273,7 @@ def test_one_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path: Path, sa
 # A full disk ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_waited_out_but_the_end_has_to_be_saved(
+def test_full_disk_is_waited_out_except_for_the_last_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     free = iter([1 << 30, 0, 0, 0, 0])  # a save that is refused asks twice: before it, and for the message
@@ -305,7 +305,7 @@ class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stream_that_draws_goes_on_bit_by_bit(tmp_path: Path, workers: int) -> None:
+def test_stream_that_draws_random_numbers_resumes_bitwise(tmp_path: Path, workers: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
     whole = trainer_for(None, **settings)
     whole.fit(Drawn())
@@ -344,7 +344,7 @@ class Resumable(Drawn):
 
 @pytest.mark.parametrize("workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("left_after", [3, 6, 9])
-def test_a_stream_that_has_a_state_continues_from_it(tmp_path: Path, workers: int, left_after: int) -> None:
+def test_stream_with_a_state_resumes_from_it(tmp_path: Path, workers: int, left_after: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
     begins = torch.zeros((), dtype=torch.int64)
     whole = trainer_for(None, **settings)
@@ -362,7 +362,7 @@ def test_a_stream_that_has_a_state_continues_from_it(tmp_path: Path, workers: in
     assert begins < 2 * max(1, workers)
 
 
-def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
+def test_fp16_scale_is_resumed(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": 0.5, "warmup_steps": 3, "accumulation_steps": 2}
     whole = trainer_for(None, max_steps=6, **settings)
     whole.fit(data())
@@ -386,7 +386,7 @@ class Saves(Callback):
 
 
 @pytest.mark.parametrize("event", ["on_step", "on_evaluate"])
-def test_a_save_that_a_callback_asks_for_is_of_the_whole_step(event: str, tmp_path: Path) -> None:
+def test_save_in_a_callback_has_the_whole_step(event: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 6, "eval_every_steps": 2}
     ema = EMA(0.5)
     whole = trainer_for(None, ema, **settings)
@@ -404,7 +404,7 @@ def test_a_save_that_a_callback_asks_for_is_of_the_whole_step(event: str, tmp_pa
     assert same(whole.model.state_dict(), second.model.state_dict())
 
 
-def test_the_best_of_a_loop_in_ones_own_hands_is_saved_with_what_the_body_did(tmp_path: Path) -> None:
+def test_best_checkpoint_of_a_loop_over_steps_has_the_changes_of_its_body(tmp_path: Path) -> None:
     trainer = trainer_for(
         tmp_path, max_steps=4, checkpoint={"best_metric": "loss", "best_mode": "min", "every_steps": 2}
     )
@@ -418,7 +418,7 @@ def test_the_best_of_a_loop_in_ones_own_hands_is_saved_with_what_the_body_did(tm
     assert trainer.optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_what_is_drawn_before_the_first_step_is_the_same_in_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_random_numbers_before_the_first_step_are_the_same_after_a_resume(tmp_path: Path) -> None:
     def drawn() -> tuple[Tensor, Trainer]:
         trainer = trainer_for(tmp_path, max_steps=2)
         return torch.rand(3), trainer
@@ -430,7 +430,7 @@ def test_what_is_drawn_before_the_first_step_is_the_same_in_a_run_that_goes_on(t
     assert torch.equal(fresh, again)
 
 
-def test_weights_that_a_gradient_has_spoilt_are_not_saved(tmp_path: Path) -> None:
+def test_weights_after_a_non_finite_gradient_are_not_saved(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, max_steps=8, log_every_steps=8, checkpoint={"every_steps": 3})
     weight = next(trainer.model.parameters())
     for step in (steps := trainer.steps(data())):
@@ -443,7 +443,7 @@ def test_weights_that_a_gradient_has_spoilt_are_not_saved(tmp_path: Path) -> Non
     assert [found.step for found in checkpoints(tmp_path)] == [3]
 
 
-def test_a_save_at_the_user_s_word_says_at_once_that_the_weights_are_spoilt(tmp_path: Path) -> None:
+def test_save_of_non_finite_weights_raises_error_at_once(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, max_steps=8)
     for step in (steps := trainer.steps(data())):
         if step.number == 2:
@@ -456,7 +456,7 @@ def test_a_save_at_the_user_s_word_says_at_once_that_the_weights_are_spoilt(tmp_
     assert not checkpoints(tmp_path)
 
 
-def test_weights_that_are_spoilt_on_another_rank_end_the_run_on_this_one_too(
+def test_non_finite_weights_on_another_rank_end_the_run_on_this_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_for(tmp_path, max_steps=2)
@@ -466,7 +466,7 @@ def test_weights_that_are_spoilt_on_another_rank_end_the_run_on_this_one_too(
         trainer._run.log_points.check_before_save(2)
 
 
-def test_a_save_after_the_loop_is_on_disk_when_it_returns_and_its_failure_an_error(tmp_path: Path) -> None:
+def test_save_after_the_loop_is_on_disk_when_it_returns_or_raises(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, max_steps=2, checkpoint={"save": "overlapped"})
     trainer.fit(data())
     (path,) = [each.path for each in checkpoints(tmp_path)]
@@ -479,9 +479,7 @@ def test_a_save_after_the_loop_is_on_disk_when_it_returns_and_its_failure_an_err
         trainer.save()
 
 
-def test_checkpoints_that_cannot_be_loaded_end_the_run_instead_of_starting_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_cannot_be_loaded_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer_for(tmp_path, max_steps=2).fit(data())
     no_memory = Mock(side_effect=CheckpointError("the state cannot be read (OutOfMemoryError)", ""))
     monkeypatch.setattr("ddp_kit.checkpoint.manager.load", no_memory)
@@ -491,7 +489,7 @@ def test_checkpoints_that_cannot_be_loaded_end_the_run_instead_of_starting_anew(
 
 
 @pytest.mark.parametrize("damaged", [{}, [["EMA"]], [[True, {}]], ["EMA"]])
-def test_damaged_states_of_callbacks_are_refused_before_anything_is_loaded(damaged: Any, tmp_path: Path) -> None:
+def test_damaged_states_of_callbacks_are_refused_before_loading(damaged: Any, tmp_path: Path) -> None:
     part = CallbacksPart(trainer_for(tmp_path).world, [], pieces=False)
     with pytest.raises(ValueError, match=r"not a list of pairs \(name, state\)"):
         part.check(damaged)
@@ -505,7 +503,7 @@ def test_checkpoint_of_one_rank_is_described_in_the_singular(said: list[str]) ->
     assert "but the checkpoint was saved with 1 rank and this run has 2" in said[-1]
 
 
-def test_a_callback_that_keeps_a_weight_leaves_it_to_the_model(tmp_path: Path) -> None:
+def test_weight_in_a_callback_state_is_saved_as_that_of_the_model(tmp_path: Path) -> None:
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"weight": next(trainer.model.parameters())}
@@ -517,7 +515,7 @@ def test_a_callback_that_keeps_a_weight_leaves_it_to_the_model(tmp_path: Path) -
     assert torch.equal(load_file(found.path / "model.safetensors")[name], weight)
 
 
-def test_an_optimizer_s_state_is_laid_out_as_its_weights_are(tmp_path: Path) -> None:
+def test_optimizer_state_is_laid_out_like_its_weights(tmp_path: Path) -> None:
     x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     images = TensorDataset(x, x.mean(dim=(1, 2, 3)))
 
@@ -549,7 +547,7 @@ def test_final_checkpoint_includes_the_final_evaluation(tmp_path: Path) -> None:
     assert second.state_dict() == first.state_dict()
 
 
-def test_what_a_run_has_left_that_was_killed_while_it_started_does_no_harm(tmp_path: Path) -> None:
+def test_leftovers_of_a_run_killed_at_its_start_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".mark-of-a-killed-run").touch()
     trainer_for(tmp_path, max_steps=2).fit(data())
     left = [NAME, LOCK, "record", name_of(2), "trainer-config.yaml"]

@@ -61,7 +61,7 @@ def left(folder: Path, data: Any, /, steps: int = 3, **settings: Any) -> None:
         (100, {}, {"global_batch_size": 20}, "the global batch was 10 and is now 20"),
     ],
 )
-def test_another_setting_in_the_midst_of_an_epoch_is_named(
+def test_resume_in_mid_epoch_with_another_setting_names_it(
     tmp_path: Path, length: int, begun: dict[str, Any], continued: dict[str, Any], said: str
 ) -> None:
     left(tmp_path, Numbers(length), **begun)
@@ -69,20 +69,20 @@ def test_another_setting_in_the_midst_of_an_epoch_is_named(
         trainer_for(tmp_path, **continued).fit(Numbers(length))
 
 
-def test_a_dataset_that_has_grown_is_named_even_if_it_makes_as_many_steps(tmp_path: Path) -> None:
+def test_resume_in_mid_epoch_with_a_grown_dataset_is_refused(tmp_path: Path) -> None:
     left(tmp_path, Numbers(91))
     with pytest.raises(DataError, match="the number of samples was 91 and is now 99") as raised:
         trainer_for(tmp_path).fit(Numbers(99))
     assert "the number of its steps" not in raised.value.message
 
 
-def test_other_samples_of_a_subset_are_named(tmp_path: Path) -> None:
+def test_resume_in_mid_epoch_with_other_samples_of_a_subset_is_refused(tmp_path: Path) -> None:
     left(tmp_path, Subset(Numbers(100), range(60)))
     with pytest.raises(DataError, match="the samples of the Subset was"):
         trainer_for(tmp_path).fit(Subset(Numbers(100), range(40, 100)))
 
 
-def test_at_the_end_of_an_epoch_all_of_it_may_change(tmp_path: Path) -> None:
+def test_resume_at_the_end_of_an_epoch_accepts_other_settings_and_data(tmp_path: Path) -> None:
     left(tmp_path, Numbers(30))
     resumed = trainer_for(tmp_path, seed=4, global_batch_size=7, epochs=2)
     assert resumed.fit(Numbers(33)).samples == 30 + 33
@@ -97,7 +97,7 @@ def test_at_the_end_of_an_epoch_all_of_it_may_change(tmp_path: Path) -> None:
         ({"data": {"num_workers": 2}}, "data.num_workers was 1 and is now 2"),
     ],
 )
-def test_a_stream_is_read_on_in_the_same_steps_or_not_at_all(
+def test_resume_in_mid_epoch_of_a_stream_needs_the_same_steps(
     tmp_path: Path, continued: dict[str, Any], said: str
 ) -> None:
     left(tmp_path, Stream())
@@ -106,14 +106,14 @@ def test_a_stream_is_read_on_in_the_same_steps_or_not_at_all(
     assert trainer_for(tmp_path).fit(Stream()).samples == 100
 
 
-def test_a_stream_that_has_become_shorter_than_where_it_was_left_is_an_error(tmp_path: Path) -> None:
+def test_resume_in_mid_epoch_of_a_stream_that_is_now_shorter_is_an_error(tmp_path: Path) -> None:
     left(tmp_path, Stream())
     with pytest.raises(DataError, match="resumes at step 4 of an epoch, but train_data ended before"):
         trainer_for(tmp_path).fit(Stream(30))
 
 
 @pytest.mark.parametrize("length", [9, 0])
-def test_a_stream_without_a_whole_global_batch_is_an_error(tmp_path: Path, length: int) -> None:
+def test_stream_without_a_whole_global_batch_is_an_error(tmp_path: Path, length: int) -> None:
     with pytest.raises(DataError, match=f"yielded {length} samples in an epoch|yielded no sample on any rank"):
         trainer_for(tmp_path, data={"drop_last": True}).fit(Stream(length))
 
@@ -148,9 +148,7 @@ GENERATORS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_sampler_s_own_generator_draws_the_same_in_a_run_that_continues(
-    tmp_path: Path, kind: str, batched: bool
-) -> None:
+def test_sampler_with_a_generator_draws_the_same_in_a_resumed_run(tmp_path: Path, kind: str, batched: bool) -> None:
     def given() -> tuple[Numbers, Any]:
         data, sampler = Numbers(40), Drawn(GENERATORS[kind]())
         if batched:
@@ -170,7 +168,7 @@ def test_a_sampler_s_own_generator_draws_the_same_in_a_run_that_continues(
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_sampler_in_the_configuration_draws_the_same_in_a_run_that_resumes(tmp_path: Path, batched: bool) -> None:
+def test_sampler_in_the_configuration_draws_the_same_in_a_resumed_run(tmp_path: Path, batched: bool) -> None:
     def settings() -> dict[str, Any]:
         sampler = Drawn(random.Random(1))
         own = {"batch_sampler": Own(sampler, 10, False)} if batched else {"sampler": sampler}
@@ -184,7 +182,7 @@ def test_a_sampler_in_the_configuration_draws_the_same_in_a_run_that_resumes(tmp
     assert sorted(whole.taken) == sorted([*range(40)] * 2)
 
 
-def test_a_sampler_that_draws_otherwise_in_a_run_that_continues_is_refused(tmp_path: Path) -> None:
+def test_sampler_that_draws_differently_in_a_resumed_run_is_refused(tmp_path: Path) -> None:
     class Stateful(Drawn):
         drawn = 0
 

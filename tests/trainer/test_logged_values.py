@@ -30,7 +30,7 @@ def made(log: Any, **settings: Any) -> Trainer:
     return trainer
 
 
-def test_rows_hold_means_over_samples_and_weights_over_their_sum() -> None:
+def test_logged_values_of_rows_are_means_over_samples_or_weights() -> None:
     def log(trainer: Trainer, x: Tensor) -> None:
         trainer.log({"mean": x.mean(), "weighted": Loss((x * x).sum(), x.sum()), "number": float(x.max())})
 
@@ -42,7 +42,7 @@ def test_rows_hold_means_over_samples_and_weights_over_their_sum() -> None:
     assert "  mean 4.5" in str(result.history[0])
 
 
-def test_elsewhere_each_call_counts_once_and_evaluations_have_their_own() -> None:
+def test_logged_values_outside_the_loss_function_count_once_per_call() -> None:
     class Logs(Callback):
         def on_step(self, trainer: Any) -> None:
             trainer.log({"reward": trainer.step})
@@ -58,7 +58,7 @@ def test_elsewhere_each_call_counts_once_and_evaluations_have_their_own() -> Non
     assert not trainer._context.logged.take()
 
 
-def test_a_repeated_or_skipped_step_does_not_count() -> None:
+def test_logged_values_of_repeated_or_skipped_steps_do_not_count() -> None:
     def log(trainer: Trainer, x: Tensor) -> None:
         trainer.log({"mean": x.mean()})
 
@@ -78,13 +78,13 @@ def test_a_repeated_or_skipped_step_does_not_count() -> None:
         ({"text": "high"}, "a str for 'text'"),
     ],
 )
-def test_what_is_no_number_by_name_is_refused(values: Any, words: str) -> None:
+def test_logged_value_that_is_not_a_named_number_is_refused(values: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         made(lambda *_: None).log(values)
     assert words in str(caught.value)
 
 
-def test_the_rates_of_all_groups() -> None:
+def test_log_row_has_the_learning_rates_of_all_groups() -> None:
     rows: list[LogRow] = []
 
     class Keeps(Callback):

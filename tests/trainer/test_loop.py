@@ -47,7 +47,7 @@ def saved(folder: Path) -> list[int]:
 # Leaving -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_left_at_a_step_that_is_due_saves_it_with_what_its_body_did(tmp_path: Path) -> None:
+def test_loop_left_at_a_due_step_saves_the_changes_of_its_body(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, checkpoint={"every_steps": 3})
     for step in trainer.steps(data()):
         if step.number == 3:
@@ -57,7 +57,7 @@ def test_a_loop_left_at_a_step_that_is_due_saves_it_with_what_its_body_did(tmp_p
     assert trainer_for(tmp_path).optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_loop_left_at_another_step_saves_nothing(tmp_path: Path) -> None:
+def test_loop_left_at_another_step_saves_nothing(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, checkpoint={"every_steps": 3})
     for step in trainer.steps(data()):
         if step.number == 2:
@@ -65,7 +65,7 @@ def test_a_loop_left_at_another_step_saves_nothing(tmp_path: Path) -> None:
     assert saved(tmp_path) == []
 
 
-def test_what_a_callback_has_asked_to_save_is_saved_where_the_loop_is_left(tmp_path: Path) -> None:
+def test_save_requested_by_a_callback_is_made_when_the_loop_is_left(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_step(self, trainer: Any) -> None:
             trainer.save()
@@ -74,7 +74,7 @@ def test_what_a_callback_has_asked_to_save_is_saved_where_the_loop_is_left(tmp_p
     assert saved(tmp_path) == [1]
 
 
-def test_an_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> None:
+def test_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
             raise ValueError
@@ -87,7 +87,7 @@ def test_an_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> No
 # Several Trainers ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Path) -> None:
+def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Path) -> None:
     """The one that hears of the stop first is not the one that has put the handlers in place."""
     first, second = trainer_for(tmp_path / "first"), trainer_for(tmp_path / "second")
     idle = trainer_for(tmp_path / "idle")
@@ -112,7 +112,7 @@ def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Pa
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path) -> None:
+def test_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path) -> None:
     class InLastStep(Callback):
         def on_step(self, trainer: Any) -> None:
             if trainer.step == trainer.total_steps:
@@ -124,7 +124,7 @@ def test_a_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path)
     assert second.step == 4
 
 
-def test_garbage_that_takes_long_to_collect_is_collected_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_that_takes_long_is_run_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("ddp_kit.trainer.trainer.time.perf_counter", lambda: now[0])
     collected: list[float] = []
@@ -153,7 +153,7 @@ class InACycle:
         self.itself = self
 
 
-def test_garbage_of_one_run_is_collected_when_the_next_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_of_one_run_is_collected_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("ddp_kit.trainer.trainer.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(DeferredGarbageCollection, "_due", 0.0)
@@ -184,7 +184,7 @@ ENDINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", ENDINGS.values(), ids=ENDINGS)
-def test_a_trainer_that_is_no_longer_used_is_freed_without_a_garbage_collection(
+def test_trainer_without_references_is_freed_without_a_garbage_collection(
     tmp_path: Path, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     callbacks: list[Callback] = []
@@ -241,7 +241,7 @@ def test_history_of_a_long_run_has_the_newest_rows_and_callbacks_get_all(monkeyp
 
 
 @pytest.mark.slow
-def test_a_trainer_that_has_finished_holds_no_process_thread_or_descriptor(tmp_path: Path) -> None:
+def test_finished_trainer_holds_no_process_thread_or_descriptor(tmp_path: Path) -> None:
     process = psutil.Process()
 
     def held() -> tuple[int, int, int]:
@@ -284,7 +284,7 @@ def test_evaluate_with_other_data_than_fit_does_not_notify_callbacks(tmp_path: P
     assert stopping.best < value
 
 
-def test_a_finished_run_that_is_started_again_adds_no_row(tmp_path: Path) -> None:
+def test_finished_run_that_is_started_again_adds_no_row(tmp_path: Path) -> None:
     def run() -> dict[str, float]:
         trainer = trainer_for(tmp_path / "run", CSVLogger(tmp_path / "log.csv"), epochs=2)
         return trainer.fit(data(), data()).metrics
@@ -297,7 +297,7 @@ def test_a_finished_run_that_is_started_again_adds_no_row(tmp_path: Path) -> Non
 # What is said --------------------------------------------------------------------------------------------------------
 
 
-def test_the_line_that_announces_a_run_says_how_a_batch_sampler_s_steps_are_made(said: list[str]) -> None:
+def test_start_line_explains_the_steps_of_a_batch_sampler(said: list[str]) -> None:
     class Own(BatchSampler):
         pass
 
@@ -309,7 +309,7 @@ def test_the_line_that_announces_a_run_says_how_a_batch_sampler_s_steps_are_made
     assert "a step = 2 batches of the DataLoader's Own = accumulation 2 x 1; 4 steps" in own_line
 
 
-def test_a_stream_s_first_row_has_no_time_from_before_the_run() -> None:
+def test_first_row_of_a_stream_has_no_time_from_before_the_run() -> None:
     class Stream(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             return iter(data())
@@ -337,7 +337,7 @@ def test_predict_rejects_named_tuples_and_dataclasses() -> None:
         assert "in dicts, lists and tuples" in str(found.value)
 
 
-def test_an_entry_keeps_its_values_whatever_the_order_of_a_batch_s_keys() -> None:
+def test_predict_matches_entries_by_key_in_any_order() -> None:
     def both(_: Any, batch: Tensor) -> dict[str, Tensor]:
         values = [("a", batch), ("b", -batch)]
         return dict(values if batch[0] == 0 else reversed(values))
@@ -347,6 +347,6 @@ def test_an_entry_keeps_its_values_whatever_the_order_of_a_batch_s_keys() -> Non
     assert torch.equal(found["b"], -data(10))
 
 
-def test_batches_with_other_entries_are_refused_by_name() -> None:
+def test_predict_with_different_entries_per_batch_is_refused() -> None:
     with pytest.raises(LossError, match=r"different entries: only some of them contain \['a'\], \['b'\]"):
         trainer_for(None).predict(data(10), lambda _, batch: {"a" if batch[0] == 0 else "b": batch})

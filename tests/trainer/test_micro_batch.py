@@ -53,7 +53,7 @@ def trainer_for(loss: Loss = mean_loss, model: nn.Module | None = None, **settin
     return Trainer(model or Net(), lambda parameters: torch.optim.Adam(parameters, lr=0.01), loss, config)
 
 
-def test_the_optimizer_s_state_takes_memory_too(said: list[str]) -> None:
+def test_auto_micro_batch_size_counts_the_optimizer_state(said: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if len(batch[0]) > 4 and trainer.optimizer.state:  # from the second step on
             raise full()
@@ -66,7 +66,7 @@ def test_the_optimizer_s_state_takes_memory_too(said: list[str]) -> None:
     assert not any("halved" in line for line in said)
 
 
-def test_what_is_tried_is_tried_as_training_does_it_and_leaves_no_trace() -> None:
+def test_auto_micro_batch_size_search_runs_in_training_mode_and_leaves_no_trace() -> None:
     modes: list[bool] = []
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ def test_what_is_tried_is_tried_as_training_does_it_and_leaves_no_trace() -> Non
         assert torch.equal(ours, theirs)
 
 
-def test_batch_norm_takes_no_single_sample() -> None:
+def test_auto_micro_batch_size_with_batch_norm_tries_no_single_sample() -> None:
     trainer = trainer_for(model=Net(batch_norm=True))
     trainer.fit(data())
     assert trainer.batch_plan.micro_batch == 16
@@ -115,14 +115,14 @@ def ended(fails: Callable[[Tensor], Tensor], before: bool, **settings: Any) -> d
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_that_is_done_again_finds_buffers_and_random_states_as_they_were(precision: str) -> None:
+def test_repeated_step_finds_buffers_and_random_states_restored(precision: str) -> None:
     early, late = (ended(_Fails.apply, before, precision=precision) for before in (True, False))
     assert early.keys() == late.keys()
     assert all(torch.equal(early[name], late[name]) for name in early)
     assert early["seen"] == 48  # each sample once
 
 
-def test_a_run_that_is_resumed_goes_on_with_the_micro_batch_that_it_had(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_micro_batch_size(tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def trained(steps: int, **settings: Any) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_micro_batch_that_it_had(tmp_path
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_an_error_that_ends_the_run_says_what_to_do(said: list[str]) -> None:
+def test_out_of_memory_error_that_ends_the_run_has_a_hint(said: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise full()
 
@@ -157,7 +157,7 @@ def test_an_error_that_ends_the_run_says_what_to_do(said: list[str]) -> None:
         assert found.value.__notes__[0].startswith(hint)
 
 
-def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_that_ends_the_run_names_a_placement_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(4)))  # 16 MiB
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mean_loss)
     trainer.optimizer.state[model[0][0].weight]["momentum_buffer"] = torch.zeros(1024, 1024)  # type: ignore[index]
@@ -191,7 +191,7 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
     assert with_hint(torch.OutOfMemoryError("full"), parts).__notes__[0].startswith("hint: set micro_batch_size")
 
 
-def test_other_mistakes_are_what_they_are_without_the_search() -> None:
+def test_auto_micro_batch_size_leaves_other_errors_unchanged() -> None:
     with pytest.raises(LossError, match="a tensor that does not require grad"):
         trainer_for(lambda model, batch: mean_loss(model, batch).detach()).fit(data())
     with pytest.raises(RuntimeError, match="^the user's own$"):
@@ -202,12 +202,12 @@ def _raise(error: Exception) -> Tensor:
     raise error
 
 
-def test_batches_of_the_user_s_own_are_refused() -> None:
+def test_auto_micro_batch_size_with_the_users_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="train_data is a DataLoader that decides the batch size"):
         trainer_for().fit(DataLoader(data(), batch_size=4))
 
 
-def test_it_is_searched_once() -> None:
+def test_auto_micro_batch_size_is_searched_once() -> None:
     sizes: list[int] = []
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

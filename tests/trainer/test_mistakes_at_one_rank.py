@@ -14,7 +14,7 @@ ROWS = documented()
 
 
 @pytest.mark.parametrize(("what", "make"), ALONE.items(), ids=[*ALONE])
-def test_a_mistake_gets_its_message(
+def test_mistake_gets_its_documented_message(
     what: str,
     make: Callable[[], object],
     tmp_path: Path,
@@ -36,5 +36,5 @@ def test_a_mistake_gets_its_message(
     assert "Traceback" not in shown
 
 
-def test_the_table_has_these_mistakes_and_no_others() -> None:
+def test_table_of_mistakes_has_exactly_these_mistakes() -> None:
     assert list(ROWS) == [*ALONE, *of_two_ranks(0)]

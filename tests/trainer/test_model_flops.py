@@ -65,26 +65,26 @@ def line(said: list[str]) -> str:
     return found
 
 
-def test_a_linear_layer_costs_two_flops_per_weight_in_each_of_three_products() -> None:
+def test_flops_of_a_linear_layer_are_two_per_weight_in_each_of_three_products() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 5))
     _, result = fitted(model)
     # The gradient of the input is computed for all layers but the first.
     assert per_sample(result) == 2 * 2 * WIDTH * 32 + 3 * 2 * 32 * 5
 
 
-def test_several_passes_per_step_have_the_flops_of_one_per_sample() -> None:
+def test_flops_per_sample_do_not_depend_on_the_passes_per_step() -> None:
     _, result = fitted(nn.Linear(WIDTH, 32), micro_batch_size=1, global_batch_size=4)
     assert per_sample(result) == 2 * 2 * WIDTH * 32
 
 
-def test_a_convolution_costs_its_filter_at_each_place() -> None:
+def test_flops_of_a_convolution_are_those_of_its_filter_at_each_place() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.SiLU(), nn.Conv2d(6, 4, 5))
     _, result = fitted(model, data=TensorDataset(torch.randn(16, 3, 10, 10)))
     first, second = 2 * 3 * 6 * 3 * 3 * 10 * 10, 2 * 6 * 4 * 5 * 5 * 6 * 6
     assert per_sample(result) == 2 * first + 3 * second
 
 
-def test_a_convolution_in_groups_and_a_transposed_one_cost_their_filters_too() -> None:
+def test_flops_of_grouped_and_transposed_convolutions_are_counted() -> None:
     model = nn.Sequential(nn.Conv2d(6, 12, 3, groups=3), nn.PReLU(), nn.ConvTranspose2d(12, 4, 2, stride=2, groups=2))
     _, result = fitted(model, data=TensorDataset(torch.randn(16, 6, 10, 10)))
     first, second = 2 * (6 // 3) * 12 * 3 * 3 * 8 * 8, 2 * 12 * (4 // 2) * 2 * 2 * 8 * 8
@@ -92,7 +92,7 @@ def test_a_convolution_in_groups_and_a_transposed_one_cost_their_filters_too() -
 
 
 @pytest.mark.parametrize("checkpointing", [None, "blocks"])
-def test_a_gpt_costs_six_flops_per_weight_and_token_and_its_attention(checkpointing: str | None) -> None:
+def test_flops_of_a_gpt_are_six_per_weight_and_token_and_its_attention(checkpointing: str | None) -> None:
     gpt = runpy.run_path(str(ROOT / "examples" / "gpt.py"), run_name="gpt")
     vocabulary, length, width, layers = 11, 32, 16, 2
     model = gpt["Gpt"](vocabulary, length, width=width, heads=2, layers=layers)
@@ -121,12 +121,12 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_model_itself_computes_again_does_not_count(reentrant: bool) -> None:
+def test_flops_exclude_recomputation_by_the_model(reentrant: bool) -> None:
     _, result = fitted(Recomputed(reentrant))
     assert per_sample(result) == 2 * 2 * WIDTH * 16 + 3 * 2 * (16 * 16 + 16 * 4)
 
 
-def test_the_peak_rate_is_that_of_the_type_of_most_products(said: list[str]) -> None:
+def test_peak_rate_is_that_of_the_dtype_of_most_products(said: list[str]) -> None:
     _, result = fitted(nn.Linear(WIDTH, 32), precision="bf16")
     assert per_sample(result, 2 * PEAK) == 2 * 2 * WIDTH * 32
     assert line(said) == (
@@ -146,14 +146,14 @@ def test_the_peak_rate_is_that_of_the_type_of_most_products(said: list[str]) -> 
         ("bf16", torch.float32, "fp32"),
     ],
 )
-def test_the_type_is_the_precision_s_or_the_model_s_own(precision: Any, dtype: torch.dtype, kind: str) -> None:
+def test_peak_rate_dtype_is_that_of_the_precision_or_the_model(precision: Any, dtype: torch.dtype, kind: str) -> None:
     here = torch.device("cpu")
     world = World(0, 1, 0, 1, 0, here)
     flops = ModelFlops(nn.Linear(1, 1), TrainerConfig(precision=precision), world, Precision("fp32", here))
     assert flops._kind(dtype) == kind
 
 
-def test_a_device_map_has_the_peak_of_all_its_devices() -> None:
+def test_peak_rate_of_a_device_map_is_that_of_all_its_devices() -> None:
     gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
     world = World(0, 4, 0, 4, 0, torch.device("cpu"), gpus)
     for parallel, devices in ({"strategy": "device_map"}, 8), ({"strategy": "ddp"}, 4):
@@ -184,7 +184,7 @@ def drawing(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("compiled", [None, pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # where torch 2.13 imports its compiler
-def test_a_run_is_bitwise_the_same_with_and_without(compiled: str | None) -> None:
+def test_flop_count_leaves_the_run_bitwise_identical(compiled: str | None) -> None:
     ends, model, data = [], Many(), TensorDataset(torch.randn(16, WIDTH))
     for asked in (False, True):
         torch._dynamo.reset()
@@ -209,7 +209,7 @@ def test_a_run_is_bitwise_the_same_with_and_without(compiled: str | None) -> Non
     assert bool(ends[1]["graphs"]) == (compiled is not None)
 
 
-def test_the_loss_function_is_called_once_more_and_steps_have_no_further_work() -> None:
+def test_flop_count_calls_the_loss_function_once_more_without_work_per_step() -> None:
     seen: list[Any] = []
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -256,7 +256,7 @@ class Bags(nn.Module):
         return found
 
 
-def test_lookups_are_no_products() -> None:
+def test_flops_exclude_lookups() -> None:
     _, result = fitted(Bags())
     assert per_sample(result) == 3 * 2 * WIDTH * 2
 
@@ -281,7 +281,7 @@ class Masked(nn.Module):
         return found
 
 
-def test_element_wise_operations_on_weights_and_buffers_are_no_products() -> None:
+def test_flops_exclude_element_wise_operations_on_weights_and_buffers() -> None:
     _, result = fitted(Masked())
     assert per_sample(result) == 2 * 2 * WIDTH * WIDTH + 3 * 2 * WIDTH * 2
 
@@ -312,7 +312,7 @@ class Synchronised(nn.SyncBatchNorm):
         return found
 
 
-def test_counting_does_not_communicate() -> None:
+def test_flop_count_does_not_communicate() -> None:
     SYNCHRONISED.clear()
     _, result = fitted(nn.Sequential(nn.Linear(WIDTH, 4), Synchronised(4)))
     assert per_sample(result) == 2 * 2 * WIDTH * 4
@@ -347,9 +347,7 @@ def of_another(model: nn.Module, batch: Any) -> Tensor:
         (nn.Linear(WIDTH, 1).double(), lambda m, b: m(b[0].double()).mean(), "the peak rate of cpu in float64"),
     ],
 )
-def test_where_flops_are_not_known_there_is_no_mfu(
-    said: list[str], model: nn.Module, loss_fn: Any, reason: str
-) -> None:
+def test_mfu_without_known_flops_is_none(said: list[str], model: nn.Module, loss_fn: Any, reason: str) -> None:
     other.zero_grad()
     _, result = fitted(model, loss_fn)
     assert [row.mfu for row in result.history] == [None] * 4
@@ -359,14 +357,14 @@ def test_where_flops_are_not_known_there_is_no_mfu(
         assert each.grad is None or type(each.grad) is Tensor
 
 
-def test_a_device_that_is_not_in_the_table_has_no_mfu(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_on_a_device_that_is_not_in_the_table_is_none(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_flops, "TABLE", ())
     _, result = fitted(nn.Linear(WIDTH, 1))
     assert [row.mfu for row in result.history] == [None] * 4
     assert line(said) == "mfu: not available: the peak rate of cpu is not known"
 
 
-def test_a_step_of_several_updates_has_no_mfu(said: list[str]) -> None:
+def test_mfu_of_a_step_with_several_updates_is_none(said: list[str]) -> None:
     model = nn.ModuleDict({"a": nn.Linear(WIDTH, 1), "b": nn.Linear(WIDTH, 1)})
     updates = [
         Update(name, lambda m, b, n=name: m[n](b[0]).square().mean(), torch.optim.SGD(model[name].parameters(), lr=0.1))
@@ -378,12 +376,12 @@ def test_a_step_of_several_updates_has_no_mfu(said: list[str]) -> None:
     assert line(said).startswith("mfu: not available: a step has several updates")
 
 
-def test_an_optimizer_that_evaluates_the_loss_several_times_has_no_mfu(said: list[str]) -> None:
+def test_mfu_of_an_optimizer_that_evaluates_the_loss_repeatedly_is_none(said: list[str]) -> None:
     fitted(nn.Linear(WIDTH, 1), optimizer=torch.optim.LBFGS)
     assert line(said).startswith("mfu: not available: a step has several updates, or evaluates its loss several times")
 
 
-def test_a_model_that_cannot_be_copied_has_no_mfu(said: list[str]) -> None:
+def test_mfu_of_a_model_that_cannot_be_copied_is_none(said: list[str]) -> None:
     model = nn.Linear(WIDTH, 1)
     model.stream = (each for each in "ab")  # type: ignore[assignment]
     fitted(model)
@@ -407,7 +405,7 @@ class Hiding(nn.Module):
         return found
 
 
-def test_the_copy_of_a_model_takes_no_memory() -> None:
+def test_flop_count_copies_the_model_without_memory() -> None:
     model = Hiding()
     config = TrainerConfig(global_batch_size=SAMPLES, max_steps=4, log_every_steps=1, mfu=True)
     trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), squares, config)
@@ -419,7 +417,7 @@ def test_the_copy_of_a_model_takes_no_memory() -> None:
     assert trainer._run.model.flops._copy is None
 
 
-def test_batches_of_any_kind_are_seen() -> None:
+def test_flop_count_accepts_batches_of_any_kind() -> None:
     def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         found: Tensor = model(batch.pop("x")["values"]).square().mean()
         return found
@@ -429,7 +427,7 @@ def test_batches_of_any_kind_are_seen() -> None:
     assert per_sample(result) == 2 * 2 * WIDTH * 32
 
 
-def test_the_mfu_is_in_lines_and_in_the_end_summary(said: list[str]) -> None:
+def test_mfu_is_in_log_lines_and_the_summary(said: list[str]) -> None:
     _, result = fitted(nn.Linear(WIDTH, 1))
     row = replace(result.history[0], mfu=0.4321)
     assert "samples/s  MFU 43.2%  data " in str(row)
@@ -438,7 +436,7 @@ def test_the_mfu_is_in_lines_and_in_the_end_summary(said: list[str]) -> None:
     assert "; MFU 0.0%; " in summary
 
 
-def test_the_rate_of_a_device_is_found_by_its_whole_name() -> None:
+def test_peak_rates_are_found_by_the_whole_device_name() -> None:
     found = {
         "NVIDIA H100 80GB HBM3": 989.4e12,
         "NVIDIA H100 PCIe": 756e12,

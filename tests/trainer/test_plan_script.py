@@ -121,13 +121,13 @@ def test_plan_that_misses_by_little_shows_the_difference(plan: Plan) -> None:
     ("precision", "gpus"),
     [("tf32", 0), ("fp8", 0), ("fp32", 1), ("tf32", 1), ("bf16", 1), ("fp16", 1), ("bf16-true", 1), ("fp8", 1)],
 )
-def test_every_precision_is_planned_with_and_without_a_gpu(plan: Plan, precision: str, gpus: int) -> None:
+def test_plan_of_every_precision_is_complete_with_and_without_a_gpu(plan: Plan, precision: str, gpus: int) -> None:
     text = plan(f"trainer(nn.Linear(4, 6), precision={precision!r}).fit(data)", gpus)
     assert f"precision={precision!r}" in text
     assert "not known" not in text
 
 
-def test_script_sees_the_ranks_and_nodes_that_are_planned_for(plan: Plan) -> None:
+def test_plan_script_sees_the_planned_ranks_and_nodes(plan: Plan) -> None:
     text = plan(
         """
 made = trainer(nn.Linear(4, 6))
@@ -179,7 +179,7 @@ trainer(model).fit(Played())
     assert "optimizer state" in text
 
 
-def test_parameters_are_real_again_after_the_script(plan: Plan) -> None:
+def test_plan_restores_real_parameters_after_the_script(plan: Plan) -> None:
     plan("trainer(nn.Linear(4, 6)).fit(data)")
     assert torch.nn.Linear(1, 1).weight.item() is not None
     assert torch.is_grad_enabled()

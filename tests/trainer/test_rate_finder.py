@@ -29,7 +29,7 @@ def trainer_for(optimizer: Any = torch.optim.SGD, **options: Any) -> Trainer:
     return Trainer(model, lambda parameters: optimizer(parameters, lr=0.01), loss, config, **options)
 
 
-def test_the_suggestion_is_where_the_loss_falls() -> None:
+def test_find_learning_rate_suggests_a_rate_where_the_loss_falls() -> None:
     found = trainer_for().find_learning_rate(data())
     assert found.suggestion is not None
     assert 1e-4 < found.suggestion < 1
@@ -38,13 +38,13 @@ def test_the_suggestion_is_where_the_loss_falls() -> None:
     assert list(found.rates) == sorted(found.rates)
 
 
-def test_it_ends_where_the_loss_diverges() -> None:
+def test_find_learning_rate_ends_where_the_loss_diverges() -> None:
     found = trainer_for().find_learning_rate(data(), end=1e6)
     assert found.rates[-1] < 1e5
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_training_afterwards_is_as_if_nothing_had_been_tried(optimizer: Any) -> None:
+def test_find_learning_rate_does_not_change_later_training(optimizer: Any) -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> OneCycleLR:
         return OneCycleLR(optimizer, max_lr=0.05, total_steps=60)
 
@@ -58,7 +58,7 @@ def test_training_afterwards_is_as_if_nothing_had_been_tried(optimizer: Any) -> 
         assert torch.equal(ours, theirs)
 
 
-def test_a_scheduler_that_ends_earlier_does_not_end_the_search() -> None:
+def test_find_learning_rate_continues_past_the_end_of_the_scheduler() -> None:
     trainer = trainer_for(scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=20))
     found = trainer.find_learning_rate(data(), end=0.01, steps=40)
     assert len(found.rates) == 40
@@ -66,7 +66,7 @@ def test_a_scheduler_that_ends_earlier_does_not_end_the_search() -> None:
     assert trainer.scheduler.last_epoch == 0
 
 
-def test_running_out_of_memory_halves_the_micro_batch_and_begins_anew() -> None:
+def test_find_learning_rate_without_memory_halves_the_micro_batch_and_restarts() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if trainer.optimizer.param_groups[0]["lr"] > 0.1 and len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory (a pretence)")
@@ -81,6 +81,6 @@ def test_running_out_of_memory_halves_the_micro_batch_and_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("given", [{"start": 0.0}, {"start": 2.0, "end": 1.0}, {"steps": 1}])
-def test_a_range_that_is_none_is_refused(given: dict[str, Any]) -> None:
+def test_find_learning_rate_with_an_invalid_range_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="find_learning_rate got"):
         trainer_for().find_learning_rate(data(), **given)

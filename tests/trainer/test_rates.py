@@ -55,26 +55,26 @@ def course(optimizer: Optimizer, scheduler: LRScheduler, ticks: int) -> list[lis
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_all_groups_follow_the_batch(rule: Any, factor: float) -> None:
+def test_scale_learning_rate_scales_all_groups(rule: Any, factor: float) -> None:
     optimizer = two_groups()
     scale_learning_rate(optimizer, rule, global_batch=1024, reference=256)
     assert rates(optimizer) == [0.1 * factor, 0.02 * factor]
 
 
-def test_a_smaller_batch_lowers_the_rate() -> None:
+def test_scale_learning_rate_for_a_smaller_batch_lowers_the_rate() -> None:
     optimizer = two_groups()
     scale_learning_rate(optimizer, "linear", global_batch=64, reference=256)
     assert rates(optimizer) == [0.1 / 4, 0.02 / 4]
 
 
-def test_a_scheduler_made_afterwards_starts_from_the_scaled_rates() -> None:
+def test_scheduler_made_after_scaling_starts_from_the_scaled_rates() -> None:
     optimizer = two_groups()
     StepLR(optimizer, 1)  # leaves initial_lr behind, which the next scheduler would begin with
     scale_learning_rate(optimizer, "linear", 512, 256)
     assert StepLR(optimizer, step_size=3).base_lrs == [0.2, 0.04]
 
 
-def test_a_rate_that_is_a_tensor_is_scaled_in_place() -> None:
+def test_scale_learning_rate_scales_a_tensor_in_place() -> None:
     rate = torch.tensor(0.25)
     optimizer = two_groups(rate)
     held = optimizer.param_groups[0]["lr"]
@@ -83,7 +83,7 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place() -> None:
     assert held.item() == 0.5
 
 
-def test_a_scheduler_that_is_made_already_is_refused() -> None:
+def test_scale_learning_rate_with_an_existing_scheduler_is_refused() -> None:
     optimizer = two_groups()
     scheduler = CosineAnnealingLR(optimizer, T_max=10)
     with pytest.raises(ConfigError, match=r"scheduler=lambda optimizer: CosineAnnealingLR\(optimizer"):
@@ -91,7 +91,7 @@ def test_a_scheduler_that_is_made_already_is_refused() -> None:
     assert rates(optimizer) == [0.1, 0.02]
 
 
-def test_a_function_that_makes_the_scheduler_is_welcome() -> None:
+def test_scale_learning_rate_accepts_a_function_that_makes_the_scheduler() -> None:
     optimizer = two_groups()
     scale_learning_rate(optimizer, "linear", 512, 256, lambda optimizer: StepLR(optimizer, 3))
     assert rates(optimizer) == [0.2, 0.04]
@@ -117,7 +117,7 @@ SCHEDULERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("steps", [1, 5])
-def test_after_the_warm_up_a_scheduler_goes_its_own_way(make: Make, steps: int) -> None:
+def test_scheduler_after_the_warm_up_runs_as_without_it(make: Make, steps: int) -> None:
     alone, warm = two_groups(), two_groups()
     expected = course(alone, make(alone), 20)
     both = warmed_up(warm, make(warm), steps)
@@ -128,7 +128,7 @@ def test_after_the_warm_up_a_scheduler_goes_its_own_way(make: Make, steps: int) 
         assert row[:2] == pytest.approx([rate * (tick + 1) / (steps + 1) for rate in expected[0][:2]], rel=1e-15)
 
 
-def test_a_scheduler_that_has_ticked_goes_on_from_where_it_stands() -> None:
+def test_scheduler_that_has_stepped_continues_after_the_warm_up() -> None:
     optimizer = two_groups()
     scheduler = StepLR(optimizer, step_size=4, gamma=0.5)
     whole = course(two := two_groups(), StepLR(two, step_size=4, gamma=0.5), 12)
@@ -138,14 +138,14 @@ def test_a_scheduler_that_has_ticked_goes_on_from_where_it_stands() -> None:
     assert course(optimizer, both, 9)[3:] == whole[6:]
 
 
-def test_no_steps_leave_the_scheduler_as_it_is() -> None:
+def test_warm_up_of_zero_steps_returns_the_scheduler() -> None:
     optimizer = two_groups()
     scheduler = StepLR(optimizer, 3)
     assert warmed_up(optimizer, scheduler, 0) is scheduler
     assert warmed_up(optimizer, None, 0) is None
 
 
-def test_a_warm_up_alone_ends_at_the_optimizer_s_own_rate_and_leaves_it_to_others() -> None:
+def test_warm_up_alone_ends_at_the_rate_of_the_optimizer() -> None:
     optimizer = two_groups()
     scheduler = warmed_up(optimizer, None, 4)
     assert scheduler is not None
@@ -157,7 +157,7 @@ def test_a_warm_up_alone_ends_at_the_optimizer_s_own_rate_and_leaves_it_to_other
     assert rates(optimizer) == [0.7, 0.02]
 
 
-def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
+def test_warm_up_keeps_rates_that_are_tensors() -> None:
     optimizer = two_groups(torch.tensor(0.5, dtype=torch.float64))
     held = optimizer.param_groups[0]["lr"]
     scheduler = warmed_up(optimizer, ExponentialLR(optimizer, gamma=0.5), 1)
@@ -168,7 +168,7 @@ def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
 
 @pytest.mark.parametrize("left_at", [2, 4, 5, 11])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_a_warm_up_goes_on_from_its_state(make: Make, left_at: int) -> None:
+def test_warm_up_resumes_from_its_state(make: Make, left_at: int) -> None:
     def both(optimizer: Optimizer) -> LRScheduler:
         scheduler = warmed_up(optimizer, make(optimizer), 4)
         assert scheduler is not None
@@ -187,14 +187,14 @@ def test_a_warm_up_goes_on_from_its_state(make: Make, left_at: int) -> None:
     assert course(second, again, 20 - left_at) == expected[left_at:]
 
 
-def test_the_state_of_a_warm_up_is_plain_numbers() -> None:
+def test_warm_up_state_is_plain_numbers() -> None:
     optimizer = two_groups()
     scheduler = warmed_up(optimizer, CosineAnnealingLR(optimizer, 5), 3)
     assert scheduler is not None
     assert json.loads(json.dumps(scheduler.state_dict())) == scheduler.state_dict()
 
 
-def test_the_rate_last_set_is_known() -> None:
+def test_warm_up_get_last_lr_returns_the_rate_last_set() -> None:
     optimizer = two_groups()
     scheduler = warmed_up(optimizer, StepLR(optimizer, 1, gamma=0.5), 2)
     assert scheduler is not None

@@ -48,14 +48,14 @@ def trainer_for(
     return Trainer(model or network(), options.pop("optimizer", sgd), loss, TrainerConfig(**settings), **options)
 
 
-def test_a_spawned_process_that_imports_the_script_makes_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_in_a_spawned_process_that_imports_the_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for the other ranks as one more process of this one."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ConfigError, match="imports the script, which creates a Trainer"):
         trainer_for()
 
 
-def test_backward_in_the_loss_function_is_said_where_evaluation_data_is_given() -> None:
+def test_backward_in_the_loss_function_is_reported_by_the_first_evaluation() -> None:
     """A batch of it is evaluated first, without gradients."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -67,7 +67,7 @@ def test_backward_in_the_loss_function_is_said_where_evaluation_data_is_given() 
         trainer_for(loss).fit(data(), data())
 
 
-def test_a_graph_that_was_used_before_gets_a_hint() -> None:
+def test_graph_used_twice_gets_a_hint() -> None:
     kept: list[Tensor] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -79,7 +79,7 @@ def test_a_graph_that_was_used_before_gets_a_hint() -> None:
     assert "call .detach()" in caught.value.__notes__[0]
 
 
-def test_a_loss_that_becomes_constant_is_said_with_its_step() -> None:
+def test_loss_that_becomes_constant_is_reported_with_its_step() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return squares(model, batch) if trainer.step < 2 else torch.zeros(())
 
@@ -128,12 +128,12 @@ def test_freezing_in_mid_run_is_refused_before_the_next_update(now: bool) -> Non
         ),
     ],
 )
-def test_other_parameters_are_refused_by_the_next_log_point(change: Callable[[Trainer], None], said: str) -> None:
+def test_changed_parameters_are_refused_by_the_next_log_point(change: Callable[[Trainer], None], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         trainer_for(callbacks=[After(2, change)]).fit(data())
 
 
-def test_gradients_that_are_left_between_steps_do_not_enter_the_next_one() -> None:
+def test_gradients_left_between_steps_do_not_enter_the_next_one() -> None:
     """Nor those of a parameter that is frozen, which the optimizer holds."""
 
     def probe(trainer: Trainer) -> None:
@@ -151,7 +151,7 @@ def test_gradients_that_are_left_between_steps_do_not_enter_the_next_one() -> No
 
 
 @pytest.mark.parametrize("config", [{"non_finite_gradients": "skip"}, {"precision": "fp16"}])
-def test_a_step_that_is_left_out_leaves_the_buffers_as_they_were(config: dict[str, Any]) -> None:
+def test_skipped_step_leaves_the_buffers_unchanged(config: dict[str, Any]) -> None:
 
     def small(model: nn.Module, batch: Any) -> Tensor:
         return squares(model, batch) * 1e-3  # or the scaling of fp16 overflows in its first steps
@@ -171,7 +171,7 @@ def test_a_step_that_is_left_out_leaves_the_buffers_as_they_were(config: dict[st
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-2.0), torch.tensor(torch.nan)])
-def test_an_invalid_weight_is_an_error(weight: Any) -> None:
+def test_invalid_weight_of_a_loss_is_an_error(weight: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> Loss:
         return Loss(squares(model, batch), weight=weight if trainer.step == 1 else 1)
 
@@ -202,7 +202,7 @@ class OnADevice(Tensor):
 
 
 @pytest.mark.parametrize("bad", [-1.0, torch.nan, torch.inf])
-def test_a_weight_on_a_device_is_told_apart_there_and_said_at_the_log_point(bad: float) -> None:
+def test_invalid_weight_on_a_device_is_reported_at_the_log_point(bad: float) -> None:
     weight = torch.tensor(bad).as_subclass(OnADevice)
     marked = exact_weight(weight)
     assert isinstance(marked, Tensor)
@@ -236,7 +236,7 @@ def one_cycle(optimizer: torch.optim.Optimizer, ticks: int) -> OneCycleLR:
         (lambda o: SequentialLR(o, [LinearLR(o), one_cycle(o, 4)], milestones=[2]), {}, None),
     ],
 )
-def test_a_scheduler_that_ends_before_the_run_is_refused_before_the_first_step(
+def test_scheduler_that_ends_before_the_run_is_refused_before_the_first_step(
     make: Any, config: dict[str, Any], left: int | None
 ) -> None:
     trainer = trainer_for(config=config, scheduler=make)  # of 6 steps
@@ -248,7 +248,7 @@ def test_a_scheduler_that_ends_before_the_run_is_refused_before_the_first_step(
     assert trainer.step == 0
 
 
-def test_a_scheduler_that_ends_where_only_the_data_tells_is_said() -> None:
+def test_scheduler_that_ends_during_a_stream_is_reported() -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter([*zip(*data().tensors, strict=True)])
@@ -262,7 +262,7 @@ def test_a_scheduler_that_ends_where_only_the_data_tells_is_said() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.complex128])
 @pytest.mark.parametrize("size", [2, 7, 20_001])
-def test_a_fingerprint_sees_each_bit_and_each_place(dtype: torch.dtype, size: int) -> None:
+def test_bits_depend_on_each_bit_and_its_position(dtype: torch.dtype, size: int) -> None:
     one, two = (torch.arange(1, size + 1).remainder(5).to(dtype) for _ in range(2))
     two[size // 2] += 1
     expanded = torch.ones(1, dtype=dtype).expand(size)
@@ -271,7 +271,7 @@ def test_a_fingerprint_sees_each_bit_and_each_place(dtype: torch.dtype, size: in
     assert bits([one.clone(), two]).item() == prints[2]
 
 
-def test_settings_are_compared_with_all_digits_and_without_addresses() -> None:
+def test_settings_of_compares_all_digits_and_no_addresses() -> None:
     def optimizer(rate: float, **group: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(rate))
         made.param_groups[0].update(group)
@@ -283,7 +283,7 @@ def test_settings_are_compared_with_all_digits_and_without_addresses() -> None:
     assert "0x" not in settings_of(optimizer(0.1, rule=object()))
 
 
-def test_what_differs_is_named() -> None:
+def test_differing_names_the_first_difference() -> None:
     strategy = DdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), ParallelConfig())
     groups = strategy.replicas, strategy.optimizer_replicas
     assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)], *groups) is None

@@ -16,7 +16,7 @@ from ddp_kit.trainer.logging import Adviser
 from ddp_kit.trainer.run_record import announce, conclude, described_model, time_shares
 
 
-def test_a_run_says_what_it_trains_and_what_came_of_it(said: list[str]) -> None:
+def test_run_logs_its_model_and_its_result(said: list[str]) -> None:
     data = TensorDataset(torch.randn(32, 3))
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
@@ -59,7 +59,7 @@ def test_finished_run_that_is_started_again_returns_the_loss_of_its_last_row(tmp
     )
 
 
-def test_a_run_ends_with_its_best_value_and_its_checkpoint(said: list[str], tmp_path: Path) -> None:
+def test_run_ends_with_its_best_value_and_its_checkpoint(said: list[str], tmp_path: Path) -> None:
     model, run = nn.Linear(3, 1), {"dir": tmp_path / "run", "best_metric": "loss"}
     trainer = Trainer(
         model,
@@ -91,14 +91,14 @@ def test_advice_is_printed_once(said: list[str], monkeypatch: pytest.MonkeyPatch
     assert said[-1].startswith("done: ")
 
 
-def test_the_memory_of_a_plan_is_said_at_the_start(said: list[str]) -> None:
+def test_start_line_has_the_planned_memory(said: list[str]) -> None:
     config = TrainerConfig(global_batch_size=8, max_steps=3)
     world = World(0, 1, 0, 1, 0, torch.device("cpu"))
     announce(world, BatchPlan(8, 8, 1, 1), config, done=0, total=3, planned=3 << 29)
     assert said[-1].endswith("; 3 steps; planned memory 1.5 GiB per device")
 
 
-def test_large_models_are_counted_in_words() -> None:
+def test_described_model_shortens_large_numbers() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2000, 1000, dtype=torch.bfloat16), nn.Embedding(1_000_000, 1500))
     assert described_model(model) == "Sequential: 1.5 billion parameters, 5.6 GiB in bfloat16 and float32"
@@ -108,7 +108,7 @@ TIMES = StepTimes(data=1.0, transfer=0.0, forward=1.0, backward=2.0, communicati
 ROW = LogRow(30, 0, 0.0, 0.0, 0.0, 0.0, 4.0, TIMES, 0, 1.0)
 
 
-def test_shares_are_weighted_with_the_steps_of_each_row() -> None:
+def test_time_shares_are_weighted_with_the_steps_of_each_row() -> None:
     starved = replace(ROW, step=40, times=replace(TIMES, data=29.0))
     shares = time_shares([ROW, starved], began=20)
     assert {name: share for name, share in shares.items() if share} == pytest.approx(
@@ -118,7 +118,7 @@ def test_shares_are_weighted_with_the_steps_of_each_row() -> None:
     assert time_shares([], began=0) == {}
 
 
-def test_the_mfu_of_a_run_is_weighted_with_the_time_of_each_row(said: list[str]) -> None:
+def test_mfu_of_a_run_is_weighted_with_the_time_of_each_row(said: list[str]) -> None:
     first, rows = replace(ROW, mfu=0.5, step_seconds=1.0), []
     rows = [replace(ROW, step=10), replace(first, step=20), replace(first, step=40, mfu=0.2)]  # the first: not known
     conclude(FitResult(40, 0, 0.0, tuple(rows), 0, {}), began=0, seconds=70.0)
@@ -127,6 +127,6 @@ def test_the_mfu_of_a_run_is_weighted_with_the_time_of_each_row(said: list[str])
     assert "MFU" not in said[-1]
 
 
-def test_a_row_shows_the_memory_of_the_fullest_gpu() -> None:
+def test_log_row_shows_the_memory_of_the_fullest_gpu() -> None:
     assert "memory" not in str(ROW)
     assert str(replace(ROW, rank_memory=(1 << 30, 3 << 29))).endswith("memory 1.5 GiB")

@@ -29,7 +29,7 @@ def _steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "record" / "rows.jsonl").read_text().splitlines()]
 
 
-def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
+def test_run_record_of_a_resumed_run_continues_its_rows(tmp_path: Path) -> None:
     _trained(tmp_path, 6)
     with (tmp_path / "record" / "rows.jsonl").open("a") as rows:
         rows.write('{"event": "train", "step": 8, "loss": 1.0}\n{"event": "tra')
@@ -37,7 +37,7 @@ def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [2, 4, 6, 8, 10]
 
 
-def test_a_run_that_is_stopped_between_two_log_points_has_its_last_step_in_the_record(tmp_path: Path) -> None:
+def test_run_record_of_a_run_stopped_between_log_points_has_its_last_step(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     config = TrainerConfig(max_steps=20, global_batch_size=4, log_every_steps=5, checkpoint={"dir": tmp_path})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,13 +55,13 @@ def test_a_run_that_is_stopped_between_two_log_points_has_its_last_step_in_the_r
     assert (run.steps, state(run).partition(",")[0]) == (last["step"], "stopped")
 
 
-def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, said: list[str]) -> None:
+def test_run_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "record").write_text("a file of the user's own")
     assert _trained(tmp_path, 4).step == 4
     assert sum("cannot write the run record to " in line for line in said) == 1
 
 
-def test_a_file_of_another_program_is_left_alone(tmp_path: Path, said: list[str]) -> None:
+def test_run_record_does_not_overwrite_a_file_of_another_program(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "record").mkdir()
     (tmp_path / "record" / "rows.jsonl").write_text("a,b\n1,2\n")
     assert _trained(tmp_path, 4).step == 4
@@ -69,7 +69,7 @@ def test_a_file_of_another_program_is_left_alone(tmp_path: Path, said: list[str]
     assert sum("cannot write the run record to " in line for line in said) == 1
 
 
-def test_without_a_folder_there_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_record_without_a_checkpoint_folder_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(2, 1)
     config = TrainerConfig(max_steps=2, global_batch_size=4)
@@ -78,7 +78,7 @@ def test_without_a_folder_there_is_no_record(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
-def test_the_launcher_learns_of_the_record_when_training_begins(
+def test_run_record_is_announced_to_the_launcher_when_training_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not when the Trainer is made: the folder may be that of another job, which still runs."""

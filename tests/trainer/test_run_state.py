@@ -79,7 +79,7 @@ def trained(folder: Path, place: str, calls: tuple[str, ...]) -> tuple[Trainer, 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_calls_may_come_in_any_order_and_are_nested(place: str, tmp_path: Path) -> None:
+def test_nested_calls_of_evaluate_save_and_stop_work_in_any_order(place: str, tmp_path: Path) -> None:
     expected: list[Tensor] = []
     for number, calls in enumerate(permutations(CALLS)):
         folder = tmp_path / str(number)
@@ -96,13 +96,13 @@ def test_calls_may_come_in_any_order_and_are_nested(place: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_each_call_alone(call: str, tmp_path: Path) -> None:
+def test_evaluate_save_or_stop_alone_works_in_a_callback(call: str, tmp_path: Path) -> None:
     trainer, _ = trained(tmp_path, "on_step", (call,))
     steps = [found.step for found in reversed(checkpoints(tmp_path))]
     assert (trainer.step, steps) == {"evaluate": (6, [6]), "save": (6, [AT, 6]), "stop": (AT, [AT])}[call]
 
 
-def test_a_loop_that_begins_within_another_overtakes_it(tmp_path: Path) -> None:
+def test_loop_started_within_another_replaces_it(tmp_path: Path) -> None:
     class Nested(Callback):
         def on_step(self, trainer: Any) -> None:
             if trainer.step == 2:

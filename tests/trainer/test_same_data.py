@@ -57,16 +57,16 @@ class Fetched(Dataset[torch.Tensor]):
         (Sample([torch.zeros(2)], "a"), Sample([torch.zeros(2)], "b")),
     ],
 )
-def test_samples_that_differ_have_other_digests(one: object, other: object) -> None:
+def test_digests_of_different_samples_differ(one: object, other: object) -> None:
     assert digest_of_sample(one) != digest_of_sample(other)
     assert digest_of_sample(one) == digest_of_sample(one)
 
 
-def test_what_has_no_value_of_its_own_has_no_digest() -> None:
+def test_digest_of_a_sample_without_a_value_is_none() -> None:
     assert digest_of_sample(object()) == digest_of_sample(np.array([object()])) == -1
 
 
-def test_a_few_samples_are_fetched_once_and_nothing_is_drawn_from_the_run() -> None:
+def test_sample_comparison_fetches_few_samples_once_and_draws_nothing() -> None:
     data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=4), 0)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_a_few_samples_are_fetched_once_and_nothing_is_drawn_from_the_run() -> N
     assert states[1:] == after[1:]
 
 
-def test_more_of_what_is_in_memory_is_compared_and_nothing_where_that_is_asked_for() -> None:
+def test_sample_comparison_reads_more_from_memory_and_nothing_if_disabled() -> None:
     rows = Subset(TensorDataset(torch.arange(40)), range(40))
     data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=0), 0)
     comparison.compare({"train_data": data})
@@ -85,7 +85,7 @@ def test_more_of_what_is_in_memory_is_compared_and_nothing_where_that_is_asked_f
     assert len(SampleComparison(world(), DataConfig(), 0)._keys(rows)) == 16
 
 
-def test_it_is_fetched_in_a_process_of_its_own_where_training_has_such() -> None:
+def test_sample_comparison_uses_a_worker_process_if_training_does() -> None:
     data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=4, num_workers=2), 0)
     comparison.compare({"train_data": data})
     assert data.asked == []
@@ -93,7 +93,7 @@ def test_it_is_fetched_in_a_process_of_its_own_where_training_has_such() -> None
     assert comparison._digests(data, [0, 99], None) == alone._digests(data, [0, 99], None)
 
 
-def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
+def test_sample_comparison_reports_different_ranks_except_for_random_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second rank, as the collective would show it, whose dataset begins with other rows."""
@@ -116,7 +116,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
     comparison.compare({"train_data": OwnRandom()})
 
 
-def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_comparison_of_a_slow_dataset_fetches_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_MAX_SECONDS", 0.0)
     data = Fetched()
     SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
@@ -134,7 +134,7 @@ def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: p
     ],
 )
 @pytest.mark.parametrize("text", [False, True])
-def test_ranks_that_differ_from_most_others_are_named_and_report_it(
+def test_check_agreement_names_the_minority_which_reports_it(
     monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], described: str, reporter: int | None, text: bool
 ) -> None:
     monkeypatch.setattr(consistency, "gathered", lambda world, numbers, group: [[each] for each in samples])
@@ -158,5 +158,5 @@ def test_ranks_that_differ_from_most_others_are_named_and_report_it(
         ("abaca", "ranks 1, 3 differ from ranks 0, 2, 4"),
     ],
 )
-def test_ranks_are_compared_with_the_value_of_the_majority(values: str, words: str) -> None:
+def test_which_differ_compares_ranks_with_the_majority(values: str, words: str) -> None:
     assert consistency.which_differ(dict(enumerate(values))) == words

@@ -51,7 +51,7 @@ def trained(metric: Any = None, callbacks: Any = (), **settings: Any) -> tuple[T
     return trainer, data
 
 
-def test_a_mistake_in_a_metric_shows_before_the_first_step() -> None:
+def test_sanity_check_shows_a_mistake_in_a_metric_before_the_first_step() -> None:
     steps = []
 
     class Counts(Callback):
@@ -68,7 +68,7 @@ def test_a_mistake_in_a_metric_shows_before_the_first_step() -> None:
     assert steps == [1, 2]
 
 
-def test_it_reads_one_batch_and_leaves_the_run_as_it_is() -> None:
+def test_sanity_check_reads_one_batch_and_does_not_change_the_run() -> None:
     (with_check, data), (without, other) = trained(), trained(sanity_check="off")
     assert (data.read, other.read) == (44, 40)
     for one, two in zip(with_check.model.parameters(), without.model.parameters(), strict=True):
@@ -100,7 +100,7 @@ def test_sanity_check_of_an_unknown_metric_names_it_before_the_first_step(settin
         (Loss, 2, False),
     ],
 )
-def test_a_mean_over_tokens_of_several_passes_is_advised_against(
+def test_sanity_check_advises_against_a_mean_over_tokens_of_several_passes(
     loss: Any, passes: int, advised: bool, said: list[str]
 ) -> None:
     model = nn.Embedding(5, 5)
@@ -117,7 +117,7 @@ def test_a_mean_over_tokens_of_several_passes_is_advised_against(
     assert len(advice) == int(advised), said
 
 
-def test_a_global_batch_of_more_samples_than_there_are_is_said(said: list[str]) -> None:
+def test_global_batch_larger_than_the_dataset_is_reported(said: list[str]) -> None:
     config = TrainerConfig(max_steps=1, global_batch_size=64)
     model = nn.Linear(3, 1)
     trainer = Trainer(

@@ -131,12 +131,14 @@ def from_the_fourth_step_on(meddle: Callable[[Model], None]) -> Callable[[Model]
         from_the_fourth_step_on(shrink_through_dlpack),
     ],
 )
-def test_a_model_may_write_to_its_weights_in_any_way(meddle: Callable[[Model], None], tmp_path: Path) -> None:
+def test_checkpoint_is_exact_if_the_model_writes_to_its_weights(
+    meddle: Callable[[Model], None], tmp_path: Path
+) -> None:
     expected = trained(trainer_for(tmp_path, Model(meddle)))
     check_saved(tmp_path, expected)
 
 
-def test_a_loss_function_may_step_an_optimizer_of_its_own(tmp_path: Path) -> None:
+def test_checkpoint_is_exact_if_the_loss_function_steps_an_optimizer(tmp_path: Path) -> None:
     model = Model()
     own = torch.optim.SGD([model.net[2].weight], lr=0.01, fused=True)
 
@@ -150,7 +152,7 @@ def test_a_loss_function_may_step_an_optimizer_of_its_own(tmp_path: Path) -> Non
     check_saved(tmp_path, expected)
 
 
-def test_a_backward_hook_may_change_weights(tmp_path: Path) -> None:
+def test_checkpoint_is_exact_if_a_backward_hook_changes_weights(tmp_path: Path) -> None:
     model = Model()
 
     @torch.no_grad()
@@ -162,7 +164,7 @@ def test_a_backward_hook_may_change_weights(tmp_path: Path) -> None:
     check_saved(tmp_path, expected)
 
 
-def test_a_callback_may_change_the_weights_after_a_step(tmp_path: Path) -> None:
+def test_checkpoint_is_exact_if_a_callback_changes_weights_after_a_step(tmp_path: Path) -> None:
     class Halves(Callback):
         @torch.no_grad()
         def on_step(self, trainer: Any) -> None:
@@ -172,7 +174,7 @@ def test_a_callback_may_change_the_weights_after_a_step(tmp_path: Path) -> None:
     check_saved(tmp_path, expected)
 
 
-def test_a_callback_may_change_the_weights_at_the_end_of_a_run_that_is_left(tmp_path: Path) -> None:
+def test_checkpoint_is_exact_if_a_callback_changes_weights_as_a_run_is_stopped(tmp_path: Path) -> None:
     class Halves(Callback):
         @torch.no_grad()
         def on_log(self, trainer: Any, row: Any) -> None:
@@ -189,7 +191,7 @@ def test_a_callback_may_change_the_weights_at_the_end_of_a_run_that_is_left(tmp_
 @pytest.mark.parametrize(
     "settings", [{"precision": "fp16"}, {"non_finite_gradients": "skip"}], ids=["scaled", "left out"]
 )
-def test_a_step_that_is_left_out_spoils_no_checkpoint(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoint_is_exact_after_a_skipped_step(settings: dict[str, Any], tmp_path: Path) -> None:
     def spoil(model: Model) -> None:
         if model.passes == 4:
             model.net[2].weight.register_hook(lambda gradient: gradient * torch.inf)
@@ -204,7 +206,7 @@ def test_a_step_that_is_left_out_spoils_no_checkpoint(settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_an_exception_in_the_step_after_leaves_the_checkpoint(error: type[BaseException], tmp_path: Path) -> None:
+def test_checkpoint_is_kept_after_an_exception_in_the_next_step(error: type[BaseException], tmp_path: Path) -> None:
     def fail(model: Model) -> None:
         if model.passes > 3:
             raise error
@@ -234,7 +236,7 @@ class Plain(torch.optim.Optimizer):
                 parameter -= 1e-3 * parameter.grad
 
 
-def test_an_optimizer_with_a_state_of_its_own_kind_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_checkpoint_restores_an_optimizer_with_an_unusual_state(tmp_path: Path) -> None:
     def run(steps: int) -> dict[str, Tensor]:
         config = TrainerConfig(
             global_batch_size=8, max_steps=steps, checkpoint={"dir": tmp_path, "every_steps": 1, "keep_last": 99}
@@ -266,7 +268,7 @@ class Hidden(Callback):
         self.value = state["value"]
 
 
-def test_state_carried_from_batch_to_batch_is_resumed(tmp_path: Path) -> None:
+def test_checkpoint_restores_a_state_carried_from_batch_to_batch(tmp_path: Path) -> None:
     def weights_after(steps: int, folder: str) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model, hidden = nn.GRU(3, 4, batch_first=True), Hidden()

@@ -53,7 +53,7 @@ def trainer_for(config: TrainerConfig, scheduler: Any, loss_fn: Any = loss_fn, *
         ({"max_steps": 4}, None, 4),
     ],
 )
-def test_a_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], data: Any, steps: int) -> None:
+def test_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], data: Any, steps: int) -> None:
     config = TrainerConfig(**settings)
     assert scheduler_steps(config, data) == steps
     trainer = trainer_for(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=steps))
@@ -64,14 +64,14 @@ def test_a_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], da
         OneCycleLR.step(trainer.scheduler.scheduler if warmup else trainer.scheduler)  # type: ignore[union-attr,arg-type]
 
 
-def test_a_row_has_the_learning_rates_of_its_last_step() -> None:
+def test_log_row_has_the_learning_rate_of_its_last_step() -> None:
     trainer = trainer_for(
         TrainerConfig(global_batch_size=10, log_every_steps=2, max_steps=5), lambda optimizer: StepLR(optimizer, 1, 0.5)
     )
     assert [row.learning_rate for row in trainer.fit(DATA).history] == [0.5, 0.125, 0.0625]
 
 
-def test_a_length_that_cannot_be_known_is_refused() -> None:
+def test_scheduler_steps_of_an_unknown_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="epoch of a Numbers is not known"):
         scheduler_steps(TrainerConfig(), Numbers())
     with pytest.raises(ConfigError, match="3 optimizer steps belong to the warm-up: warmup_steps=3"):
@@ -109,7 +109,7 @@ def run(folder: Path, steps: int, warmup: int = 0) -> list[float]:
     return rates.seen
 
 
-def test_a_plateau_lowers_the_rate_by_a_metric_of_evaluations_also_after_a_resume(tmp_path: Path) -> None:
+def test_plateau_lowers_the_rate_by_a_metric_also_after_a_resume(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", 8)
     assert whole == [
         1,
@@ -124,11 +124,11 @@ def test_a_plateau_lowers_the_rate_by_a_metric_of_evaluations_also_after_a_resum
     assert run(tmp_path / "split", 4) + run(tmp_path / "split", 8) == whole
 
 
-def test_a_plateau_counts_from_the_end_of_the_warm_up(tmp_path: Path) -> None:
+def test_plateau_counts_from_the_end_of_the_warm_up(tmp_path: Path) -> None:
     assert run(tmp_path, 8, warmup=3) == [0.5, 0.75, 1, 1, 1, 0.5, 0.5, 0.25]
 
 
-def test_plateau_follows_the_loss_whatever_the_checkpoints_watch(tmp_path: Path) -> None:
+def test_plateau_follows_the_loss_despite_another_best_metric(tmp_path: Path) -> None:
     checkpoint = {"dir": tmp_path, "best_metric": "constant", "best_mode": "max"}
     rates = Rates()
     trainer_for(
@@ -209,7 +209,7 @@ def epochs_of(samples: Any, folder: Path | None = None, **settings: Any) -> tupl
 
 
 @pytest.mark.parametrize("data", [DATA, Numbers()], ids=["with a length", "stream"])
-def test_a_scheduler_every_epoch_trains_like_the_loop_by_hand(data: Any) -> None:
+def test_scheduler_every_epoch_trains_like_the_loop_by_hand(data: Any) -> None:
     rates, weight = epochs_of(data, epochs=3, data={"shuffle": False})
     assert rates == [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.125]  # 4 steps per epoch
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def test_a_scheduler_every_epoch_trains_like_the_loop_by_hand(data: Any) -> None
 
 
 @pytest.mark.parametrize("stop", [2, 4, 5, 8])
-def test_a_scheduler_every_epoch_resumes_bitwise_identical(stop: int, tmp_path: Path) -> None:
+def test_scheduler_every_epoch_resumes_bitwise_identical(stop: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"epochs": 3, "warmup_steps": 1}
     whole, weight = epochs_of(DATA, **settings)
     first, _ = epochs_of(DATA, tmp_path, max_steps=stop, **settings)
@@ -265,7 +265,7 @@ def test_updates_choose_what_their_schedulers_count() -> None:
         Trainer(model, updates=updates, config=config, scheduler_every="epoch")
 
 
-def test_a_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> None:
+def test_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> None:
     def cycle(epochs: int) -> Any:
         return lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=epochs)
 
@@ -281,7 +281,7 @@ def test_a_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> No
         trainer_for(config, cycle(3)).fit(DATA)
 
 
-def test_what_a_scheduler_counts_is_checked(tmp_path: Path) -> None:
+def test_scheduler_every_with_an_invalid_value_is_refused(tmp_path: Path) -> None:
     config = TrainerConfig(epochs=1, global_batch_size=8, checkpoint={"dir": tmp_path})
     with pytest.raises(ConfigError, match="scheduler_every is 'epochs'"):
         trainer_for(config, halving, scheduler_every="epochs")
@@ -314,7 +314,7 @@ def rising(optimizer: torch.optim.Optimizer) -> LRScheduler:
         (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2), {}, None),
     ],
 )
-def test_a_scheduler_that_ends_in_the_first_of_several_epochs_is_warned_about(
+def test_scheduler_that_ends_in_the_first_of_several_epochs_is_warned_about(
     make: Any, settings: dict[str, Any], warning: str | None, said: list[str]
 ) -> None:
     trainer_for(TrainerConfig(**{"epochs": 2, "global_batch_size": 8} | settings), make).fit(DATA)

@@ -60,7 +60,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) -> None:
+def test_trainable_only_checkpoint_is_small_and_resumes_bitwise(tmp_path: Path) -> None:
     whole = trainer_for(tmp_path / "whole", steps=6)
     whole.fit(DATA)
     trainer_for(tmp_path / "torn", EMA(0.5), steps=2).fit(DATA, DATA)
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) ->
         ).read_bytes()
 
 
-def test_other_frozen_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_trainable_only_checkpoint_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
     trainer_for(tmp_path).fit(DATA)
     with pytest.raises(
         CheckpointError,
@@ -93,7 +93,7 @@ def test_other_frozen_weights_are_refused_by_name(tmp_path: Path) -> None:
         trainer_for(tmp_path, model=almost)
 
 
-def test_frozen_weights_that_change_in_the_run_end_it(tmp_path: Path) -> None:
+def test_trainable_only_run_whose_frozen_weights_change_ends(tmp_path: Path) -> None:
     class Changes(Callback):
         def on_step(self, trainer: Any) -> None:
             if trainer.step == 3:
@@ -103,7 +103,7 @@ def test_frozen_weights_that_change_in_the_run_end_it(tmp_path: Path) -> None:
         trainer_for(tmp_path, Changes()).fit(DATA)
 
 
-def test_the_setting_may_change_between_two_runs(tmp_path: Path) -> None:
+def test_trainable_only_may_change_between_two_runs(tmp_path: Path) -> None:
     """A checkpoint with all weights brings its own; one without takes those of the model."""
     full = trainer_for(tmp_path, steps=2, only=False, model=Adapted(base=3))
     full.fit(DATA)
@@ -117,7 +117,7 @@ def test_the_setting_may_change_between_two_runs(tmp_path: Path) -> None:
     assert same(again.model.state_dict(), small.model.state_dict())
 
 
-def test_a_checkpoint_with_all_weights_replaces_the_frozen_ones_of_a_run(tmp_path: Path) -> None:
+def test_trainable_only_run_that_resumes_all_weights_saves_them(tmp_path: Path) -> None:
     full = trainer_for(tmp_path / "full", steps=2, only=False, model=Adapted(base=3))
     full.fit(DATA)
     small = trainer_for(tmp_path / "small", steps=2)
@@ -129,7 +129,7 @@ def test_a_checkpoint_with_all_weights_replaces_the_frozen_ones_of_a_run(tmp_pat
     assert same(model.state_dict(), full.model.state_dict())
 
 
-def test_load_model_and_export_know_what_was_left_out(tmp_path: Path) -> None:
+def test_load_model_and_export_report_frozen_weights_that_are_not_included(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path / "run")
     trainer.fit(DATA)
     model = Adapted()
@@ -148,7 +148,9 @@ def test_load_model_and_export_know_what_was_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.complex64, torch.float64]
 )
-def test_fingerprints_of_pieces_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_of_pieces_add_up_to_that_of_the_tensor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However a tensor is divided, and whatever part of it is looked at at once."""
     whole = torch.randn(6, 5, 4, generator=PATTERN).mul(50).to(dtype)
     expected = int(fingerprint(whole))

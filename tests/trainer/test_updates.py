@@ -28,7 +28,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.01)
 
 
-def test_a_loss_reaches_the_parameters_of_its_update_alone_in_its_steps_alone() -> None:
+def test_update_changes_only_its_parameters_in_its_steps() -> None:
     model = pair()
     seen = []
 
@@ -53,7 +53,7 @@ class Encoding(UserDict[str, Tensor]):
         return Encoding({name: each.to(device) for name, each in self.items()})
 
 
-def test_each_update_may_take_the_batch_apart() -> None:
+def test_update_may_remove_entries_of_the_batch() -> None:
     def taking(model: Any, batch: Any) -> Tensor:
         return both(model, (batch.pop("x"),))
 
@@ -66,7 +66,7 @@ def test_each_update_may_take_the_batch_apart() -> None:
     assert trainer.fit(x, x).metrics.keys() >= {"loss/first", "loss/second"}
 
 
-def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
+def test_update_that_is_skipped_does_not_affect_the_others() -> None:
     model = pair()
 
     def bad(model: Any, batch: Any) -> Tensor:
@@ -112,7 +112,7 @@ def test_invalid_updates_are_refused(change: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_the_learning_rate_of_one_optimizer_is_searched_for() -> None:
+def test_find_learning_rate_with_updates_is_refused() -> None:
     model = pair()
     with pytest.raises(ConfigError, match="one optimizer"):
         Trainer(model, updates=[Update("a", both, sgd(model))]).find_learning_rate(DATA)
@@ -125,7 +125,7 @@ class Gan(nn.ModuleDict):
         super().__init__({"generator": generator, "critic": nn.Linear(1, 1)})
 
 
-def test_two_updates_may_share_one_batch_of_fakes_as_in_a_loop_by_hand() -> None:
+def test_two_updates_may_share_one_batch_of_fakes_like_the_loop_by_hand() -> None:
     """As docs/several-models.md says; noise depends on the batch, so that both loops use the same."""
     fakes: list[Tensor] = []
 

@@ -42,7 +42,7 @@ def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("loss", [mean, weighted])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
-def test_no_value_is_read_between_log_points(reads: Reads, precision: str, loss: Any) -> None:
+def test_host_reads_no_value_between_log_points(reads: Reads, precision: str, loss: Any) -> None:
     steps = steps_of(loss, precision=precision)
     next(steps)  # the first one is looked at more closely
     with reads:
@@ -51,7 +51,7 @@ def test_no_value_is_read_between_log_points(reads: Reads, precision: str, loss:
     assert not reads.of
 
 
-def test_a_scheduler_reads_nothing_but_whether_fp16_has_left_a_step_out(reads: Reads) -> None:
+def test_host_with_a_scheduler_reads_only_whether_fp16_skipped_a_step(reads: Reads) -> None:
     for precision, expected in (("bf16", 0), ("fp16", 5)):
         steps = steps_of(precision=precision, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.9))
         next(steps)
@@ -61,7 +61,7 @@ def test_a_scheduler_reads_nothing_but_whether_fp16_has_left_a_step_out(reads: R
         assert len(reads.of) == expected, reads.of
 
 
-def test_weights_of_any_kind_add_up_at_a_log_point() -> None:
+def test_weights_of_any_type_are_summed_at_a_log_point() -> None:
     interval = Interval(World(0, 1, 0, 1, 0, torch.device("cpu")), first_step=1)
     for weight in (2.0, torch.tensor(3), torch.tensor([4.0], dtype=torch.float64), 1):
         interval.add(Loss(torch.tensor(1.0), weight=weight), samples=1)
@@ -86,7 +86,7 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def test_checksums_and_means_of_several_ranks_are_not_copied_to_the_gpu_with_a_wait() -> None:
+def test_checksums_and_means_are_copied_to_the_gpu_without_waiting() -> None:
     gpu = torch.device("cuda", 0)
     optimizer = torch.optim.SGD([on_gpu(torch.ones(2))], lr=0.1)
     with computing(), Copies() as copies:
