@@ -173,7 +173,9 @@ def wait_for_all(world: World, location: str, *, seconds: float | None = None, h
     barriers.collectives = {rank: location.collectives for rank, location in arrived.items()}
     if world.is_main:
         with suppress(*STORE_ERRORS):  # the store has closed: the job is over
-            barriers.control.store.delete_key(f"barrier/{barriers.passed - 1}")  # all ranks have read it
+            before = f"barrier/{barriers.passed - 1}"  # all ranks have read it
+            barriers.control.store.delete_key(before)
+            barriers.control.store.delete_key(f"{Control.QUESTION}{before}")  # answers that nobody has read
 
 
 def all_arrive(world: World, location: str, name: str, seconds: float) -> bool:

@@ -148,8 +148,9 @@ def test_barrier_timeout_of_the_first_rank_counts_on_all_ranks(ranks: Ranks) -> 
 
 
 def test_barrier_leaves_one_key_in_the_store(ranks: Ranks) -> None:
+    """And at most two with answers, on a machine so slow that a rank asks where the other one is."""
     store = ranks.barriers[0].control.group_store
-    for _ in range(3):
+    for _ in range(10):
         with ThreadPoolExecutor(2) as pool:
             assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
-    wait_until(lambda: store.num_keys() == 2, "the log of the last barrier, and the number of announcements")
+    wait_until(lambda: store.num_keys() <= 4, "the log of the last barrier, the number of announcements, late answers")
