@@ -53,21 +53,21 @@ class WarmServer:
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        warm: bool = True,
+        forks: bool = True,
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
     ) -> None:
         """Start the server.
 
         `argv`: the launcher's arguments. They make the server's command line long enough: a worker, which is a fork,
-        overwrites it with its own, so that `ps` shows the worker's command. `warm`: whether the server imports torch.
-        `print_message`: a function that is called with a message if a signal stops the server. `preload`: modules to
-        import in addition to torch.
+        overwrites it with its own, so that `ps` shows the worker's command. `forks`: whether the
+        server imports torch and forks the workers; if not, it starts new interpreters. `print_message`: a function that
+        is called with a message if a signal stops the server. `preload`: modules to import in addition to torch.
         """
         ours, theirs = socket.socketpair()
-        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
+        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if forks else {}
         package = str(Path(__file__).parents[3])
-        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if warm else "cold", ",".join(hidden)]
+        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if forks else "cold", ",".join(hidden)]
         how.append(",".join(preload))
         adopt_orphans()  # if the server is killed, its children become children of this process
         with theirs:
