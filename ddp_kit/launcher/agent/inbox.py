@@ -42,7 +42,7 @@ class WorkerSignal:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Order to this node to start its workers: its part of the job's `StartRound`."""
+    """Order to this node to start its workers, from the job's `StartRound`."""
 
     assignment: RankAssignment
     why: str = ""

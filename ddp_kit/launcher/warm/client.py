@@ -60,9 +60,9 @@ class WarmServer:
         """Start the server.
 
         `argv`: the launcher's arguments. They make the server's command line long enough: a worker, which is a fork,
-        overwrites it with its own, so that `ps` shows the worker's command. `forks`: whether the
-        server imports torch and forks the workers; if not, it starts new interpreters. `print_message`: a function that
-        is called with a message if a signal stops the server. `preload`: modules to import in addition to torch.
+        overwrites it with its own, so that `ps` shows the worker's command. `forks`: whether the server imports torch
+        and forks the workers; if not, it starts new interpreters. `print_message`: a function that is called with a
+        message if a signal stops the server. `preload`: modules to import in addition to torch.
         """
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if forks else {}
