@@ -624,8 +624,8 @@ class FeedBuilder:
         ranks = self.data_rank.ranks
         if self.plan.global_batch < ranks:
             raise ConfigError(
-                f"a global batch of {self.plan.global_batch} cannot be divided among {ranks} ranks, each of which reads "
-                "its own stream",
+                f"a global batch of {self.plan.global_batch} cannot be divided among {ranks} ranks, each of which "
+                "reads its own stream",
                 f"set global_batch_size to {ranks} or more",
             )
         self._check_equal_samples(None)

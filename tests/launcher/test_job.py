@@ -538,4 +538,5 @@ def test_job_with_any_events_has_whole_rounds_and_ends_once(
         raise AssertionError("a round without nodes continues")
     most = restarts * len(kept)  # each new one may begin the count anew, once
     assert len(rounds) <= 1 + most + came_or_went, "a round without a reason that counts"
-    assert max([assignment.restarts for start in rounds for assignment in start.assignments.values()], default=0) <= most
+    restarts_of_rounds = [assignment.restarts for order in rounds for assignment in order.assignments.values()]
+    assert max(restarts_of_rounds, default=0) <= most
