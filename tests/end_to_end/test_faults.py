@@ -474,7 +474,7 @@ def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout:
 
 
 def test_job_of_two_nodes_that_was_suspended_continues(ready: Path, tmp_path: Path) -> None:
-    main, told = PROGRAMS / "reduces_until_told.py", tmp_path / "told"
+    main, told = PROGRAMS / "reduces_until_stopped.py", tmp_path / "told"
     interval = seconds(0.5)
     flags = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
     flags += ["--rdzv-conf", f"keep_alive_interval={interval},keep_alive_max_attempt=3", "--node-rank"]

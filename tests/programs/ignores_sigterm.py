@@ -1,4 +1,4 @@
-"""Load batches for ever, with children that are hard to end.
+"""Load batches forever, with children that are hard to end.
 
 The rank and its DataLoader workers ignore SIGTERM; a grandchild has left its session, and another its parent, too.
 Arguments: a pipe for the process id once all have started; "file_system" for batches in named shared memory.
