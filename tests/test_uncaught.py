@@ -194,8 +194,6 @@ def test_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert (message, fields[NOTE_SECONDARY], fields["py_callstack"]) == ("ConfigError: no", True, "the stack")
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", [[], ["-m", "ddp_kit", "launch", "--nproc-per-node", "2"]], ids=["python", "launch"]
@@ -211,8 +209,6 @@ def test_closed_standard_streams_do_not_affect_training(closed: str, launcher: l
         timeout=seconds(120),
     )
     assert [found.step for found in checkpoints(tmp_path / "run", hashes=True) if found.whole] == [4, 2]
-
-
 
 
 def test_exit_of_a_process_that_the_worker_has_started_is_not_recorded(tmp_path: Path) -> None:

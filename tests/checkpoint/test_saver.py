@@ -517,15 +517,9 @@ def test_saver_with_a_thousand_open_files_saves(tmp_path: Path, writers: Writers
     assert writers() == []
 
 
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ending", ["killed", "_exit", "exit", "error"]
-)
-def test_writer_process_finishes_however_its_parent_ends(
-    ending: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("ending", ["killed", "_exit", "exit", "error"])
+def test_writer_process_finishes_however_its_parent_ends(ending: str, tmp_path: Path) -> None:
     done = run(sys.executable, SAVES, tmp_path / "runs", ending)
     writer = int(done.stdout.split()[1])
     wait_until(lambda: has_ended(writer), "the end of the writer")
@@ -541,9 +535,7 @@ def test_writer_process_ignores_signals_to_the_whole_job(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_writer_process_ends_despite_a_forked_child_of_its_parent(
-    tmp_path: Path
-) -> None:
+def test_writer_process_ends_despite_a_forked_child_of_its_parent(tmp_path: Path) -> None:
     done = run(sys.executable, SAVES, tmp_path / "runs", "forks, killed")
     writer, child = (int(line.split()[1]) for line in done.stdout.splitlines() if " " in line)
     try:

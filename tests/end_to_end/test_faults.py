@@ -147,9 +147,6 @@ def test_fault_leaves_no_process_or_file(
     assert not [path for path in shared if path.exists()]
 
 
-
-
-
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, the_server_is_killed])
 @pytest.mark.parametrize("program", ["busy_threads.py", "many_tensors.py"])
 def test_fault_leaves_no_process_of_ranks_that_exit_slowly(
@@ -168,9 +165,7 @@ def test_fault_leaves_no_process_of_ranks_that_exit_slowly(
 
 
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, a_rank_is_killed])
-def test_fault_leaves_no_batches_in_named_shared_memory(
-    ready: Path, fault: Callable[..., None]
-) -> None:
+def test_fault_leaves_no_batches_in_named_shared_memory(ready: Path, fault: Callable[..., None]) -> None:
     """Their names are known to torch_shm_manager alone, which would remove them two seconds later."""
     job = JobProcesses()
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: the manager's socket is in it
@@ -319,16 +314,13 @@ def test_rank_killed_for_memory_is_reported_and_not_restarted_forever(little_mem
         ("hangs", "sent no batch within the timeout", seconds(4)),
     ],
 )
-def test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank(
-    fault: str, named: str, timeout: float
-) -> None:
+def test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank(fault: str, named: str, timeout: float) -> None:
     run = launch("--nproc-per-node", 2, PROGRAMS / "dataloader_worker_fails.py", fault, timeout)
     assert run.returncode == 1
     assert re.search(rf"rank 1 failed first: .*({named})", run.stderr), run.stderr
 
 
 # Signals ---------------------------------------------------------------------------------------------------------
-
 
 
 def test_warning_signal_reaches_ranks_with_a_handler_and_ends_no_rank(ready: Path) -> None:
@@ -366,9 +358,7 @@ os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
 
 
 @pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
-def test_ranks_that_signal_their_parent_stop_the_launcher(
-    flags: Sequence[str], ready: Path, go: Path
-) -> None:
+def test_ranks_that_signal_their_parent_stop_the_launcher(flags: Sequence[str], ready: Path, go: Path) -> None:
     """Two of three do so, again and again, as preemption handlers do: all are told once, and end in order."""
     words = [*flags, "--shutdown-timeout", 3000, "--nproc-per-node", 3, PROGRAMS / "stops_its_parent.py", ready, go]
     with started(*words, job=JobProcesses()) as job:
@@ -461,8 +451,6 @@ def test_nodes_with_different_numbers_of_nodes_end_with_a_usage_error() -> None:
             assert re.search(r"was started with --nnodes 2, .* with --nnodes 3\n  hint: use the same --nnodes", errors)
 
 
-
-
 def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout: float) -> None:
     """Suspend all processes of a job, as `scontrol suspend` and a paused machine do, and continue them."""
     processes = [psutil.Process(pid) for pid in job.alive()]
@@ -500,8 +488,6 @@ def test_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) 
     assert "space" not in done.stderr
 
 
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -512,9 +498,7 @@ def test_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) 
     ],
     ids=["warm", "cold", "hang-timeout", "collective-times-out"],
 )
-def test_rank_whose_exit_blocks_fails_with_its_exception(
-    flags: Sequence[object], words: Sequence[object]
-) -> None:
+def test_rank_whose_exit_blocks_fails_with_its_exception(flags: Sequence[object], words: Sequence[object]) -> None:
     """But not a rank that has caught an exception, though @record has written an error file for that."""
     run = launch(*flags, "--nproc-per-node", 2, PROGRAMS / "exit_blocks.py", *words)
     assert run.returncode == 1

@@ -37,9 +37,7 @@ def launch(*words: object, **how: Any) -> "subprocess.CompletedProcess[str]":
         ("sleep", 1, r"in data \(ways_to_hang.py:\d+ in sleep\)"),
     ],
 )
-def test_hung_rank_in_a_trainer_is_named_with_its_stack(
-    tmp_path: Path, fault: str, workers: int, told: str
-) -> None:
+def test_hung_rank_in_a_trainer_is_named_with_its_stack(tmp_path: Path, fault: str, workers: int, told: str) -> None:
     run = launch("--hang-timeout", LIMIT, "--log-dir", tmp_path / "logs", TRAINS, fault, workers, 0)
     assert run.returncode == HUNG, run.stderr
     assert re.search(rf"rank 1 failed first: hung \(.*, after step 9\): no progress .*; {told}", run.stderr), run.stderr
@@ -69,7 +67,9 @@ def test_hang_in_a_script_without_a_trainer_is_detected(tmp_path: Path) -> None:
     assert re.search(
         r"rank 1 failed first: hung .*this rank has started 30 collectives, but other ranks have started 31", run.stderr
     ), run.stderr
-    assert re.search(r"^  rank 0 was in all_reduce \(hangs_between_collectives.py:\d+ in work\)", run.stderr, re.MULTILINE)
+    assert re.search(
+        r"^  rank 0 was in all_reduce \(hangs_between_collectives.py:\d+ in work\)", run.stderr, re.MULTILINE
+    )
     assert re.search(r'^  File ".*ways_to_hang.py", line \d+, in sleep\n', run.stderr, re.MULTILINE)
 
 
@@ -79,8 +79,6 @@ def test_hang_that_torchs_timeout_detects_first_names_the_missing_rank(tmp_path:
     assert "rank 1 failed first: hung" in run.stderr
     assert re.search(r"in the script \(ways_to_hang.py:\d+ in sleep\)", run.stderr), run.stderr
     assert "rank 0 then failed: RuntimeError: Timed out waiting" in run.stderr
-
-
 
 
 @pytest.mark.parametrize(
@@ -98,8 +96,6 @@ def test_rank_that_works_after_the_others_have_ended_is_not_hung() -> None:
     run = launch("--hang-timeout", LIMIT, ENDS, "work", "end", 3 * LIMIT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("worked") == 1
-
-
 
 
 def test_worker_in_uninterruptible_sleep_is_a_failure_that_counts() -> None:

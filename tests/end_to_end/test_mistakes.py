@@ -18,9 +18,6 @@ TrainerConfig(global_batch_sz=64, precision="bf15", log_every_steps=0, num_worke
 """
 
 
-
-
-
 @pytest.mark.slow
 def test_each_mistake_gives_both_ranks_the_message_of_the_table(start: Start) -> None:
     run = start("ddpkit", 2, Path(mistakes.__file__))
@@ -75,8 +72,6 @@ def test_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start) -> None:
     assert run.stderr.count("the loss function returned a str") == 1
     assert "ddpkit: error (rank 1) at loss_of_a_wrong_type.py:" in run.stderr
     assert "rank 1 failed first" in run.stderr.splitlines()[-1]
-
-
 
 
 @pytest.mark.slow
@@ -224,14 +219,10 @@ def test_ranks_that_diverge_are_reported(start: Start, place: str, said: str) ->
         ("ddpkit", "made", "Trainer(...)"),
     ],
 )
-def test_barrier_names_a_rank_that_exited_before_it(
-    start: Start, launcher: str, place: str, said: str
-) -> None:
+def test_barrier_names_a_rank_that_exited_before_it(start: Start, launcher: str, place: str, said: str) -> None:
     run = start(launcher, 2, APART, place, *TIMES)
     assert run.returncode == 1
     assert f"rank 0 is waiting at {said}, but other ranks did not arrive: rank 1 (its process ha" in run.stderr
-
-
 
 
 @pytest.mark.slow

@@ -18,11 +18,8 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
 
 
-
 @pytest.mark.parametrize(("flags", "ranks"), [((), 2), ((), 4), (("--cold",), 2)])
-def test_restart_after_every_kill_starts_all_ranks(
-    ranks: int, flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_restart_after_every_kill_starts_all_ranks(ranks: int, flags: tuple[str, ...], tmp_path: Path) -> None:
     kills = 3 if flags else 10
     words = ["--nproc-per-node", ranks, "--max-restarts", kills, PROGRAMS / "killed_in_each_attempt.py", kills]
     run = launch(*flags, *words, cwd=tmp_path)

@@ -18,8 +18,6 @@ def _flat_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STRATEGIES))
 
 
-
-
 @pytest.mark.slow
 def test_third_strategy_is_used(start: Start) -> None:
     run = start("ddpkit", 2, PROGRAMS / "prints_strategy.py")

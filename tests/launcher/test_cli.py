@@ -243,8 +243,6 @@ def test_launch_on_one_node_ignores_an_unresolvable_host_name(ddpkit: Command, s
     assert "127.0.0.1" in ddpkit("launch", script("import os; print(os.environ['MASTER_ADDR'])")).stdout
 
 
-
-
 def test_second_signal_during_the_report_exits_with_the_code_of_the_first() -> None:
     done = run(sys.executable, PROGRAMS / "stopped_twice.py")
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "ddpkit: stopped by SIGTERM\n")

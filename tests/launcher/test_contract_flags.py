@@ -351,13 +351,16 @@ def test_events_are_recorded_as_by_torchrun(worker: str, tmp_path: Path, ends: s
     assert len(ours) >= 5
 
 
-
-
 def test_file_timers_of_workers_are_served_if_a_variable_enables_them(tmp_path: Path) -> None:
     """When one expires, torch kills the worker, and then the launcher itself."""
     for name in COMMANDS:
         env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / f"{name}.timers")}
-        seen = _run(name, ["--nproc-per-node=1", "--event-log-handler=console", ENDS, "expires", str(LONG)], tmp_path / name, env)
+        seen = _run(
+            name,
+            ["--nproc-per-node=1", "--event-log-handler=console", ENDS, "expires", str(LONG)],
+            tmp_path / name,
+            env,
+        )
         assert seen.code == -signal.SIGKILL, seen.errors
         for event in ("watchdog started", "timer expired", "kill worker process"):
             assert f'{{"name": "{event}", "source": "AGENT"' in seen.errors
@@ -436,11 +439,14 @@ def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path) -
     assert handed_on[0]["message"] == "ValueError: the root cause"
 
 
-
-
 def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
-    seen = _run("ddpkit", ["--nproc-per-node=2", ENDS, "own file", str(LONG)], tmp_path / "run", {"TORCHELASTIC_ERROR_FILE": str(own)})
+    seen = _run(
+        "ddpkit",
+        ["--nproc-per-node=2", ENDS, "own file", str(LONG)],
+        tmp_path / "run",
+        {"TORCHELASTIC_ERROR_FILE": str(own)},
+    )
     assert seen.code == 7
     assert "rank 1 failed first: exit code 7" in seen.errors
     assert seen.errors.rstrip().endswith(": what my program says")
@@ -453,9 +459,7 @@ def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: P
     [(signal.SIGTERM, None), (signal.SIGUSR1, "SIGTERM,SIGUSR1")],
     ids=["default", "named"],
 )
-def test_signal_to_the_launcher_reaches_every_worker(
-    tmp_path: Path, number: signal.Signals, named: str | None
-) -> None:
+def test_signal_to_the_launcher_reaches_every_worker(tmp_path: Path, number: signal.Signals, named: str | None) -> None:
     seen = {}
     for launcher in COMMANDS:
         words = ["--nproc-per-node=2", *(["--signals-to-handle", named] if named else []), ENDS, "waits", str(LONG)]
@@ -476,8 +480,6 @@ def test_signal_to_the_launcher_reaches_every_worker(
 
 def test_signal_that_the_system_lacks_is_ignored(same: Same, worker: str) -> None:
     assert not same("--nproc-per-node=2", "--signals-to-handle", "SIGTERM,SIGNONE", worker).failed
-
-
 
 
 def test_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(tmp_path: Path) -> None:

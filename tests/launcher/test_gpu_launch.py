@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 SHOWS = PROGRAMS / "shows_gpu.py"
 
 
-
 @pytest.fixture
 def one() -> Gpu:
     return gpus()[0]
@@ -58,22 +57,16 @@ def test_workers_start_cold_if_an_import_has_initialised_cuda(ddpkit: Run, tmp_p
     assert "starting cold: an import has" in done.stderr
 
 
-
-
 def test_worker_killed_on_a_gpu_is_forked_again(ddpkit: Run) -> None:
     done = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, PROGRAMS / "killed_on_gpu.py")
     assert (done.returncode, done.stdout) == (0, "attempt 1\n"), done.stderr
     assert "starting cold" not in done.stderr
 
 
-
-
 def test_forked_worker_pins_memory_uses_dataloader_workers_and_profiles(ddpkit: Run) -> None:
     done = ddpkit("launch", "--nproc-per-node", 1, PROGRAMS / "pins_and_profiles.py")
     assert (done.returncode, done.stdout) == (0, "[131072.0, 131072.0] True\n"), done.stderr
     assert "starting cold" not in done.stderr
-
-
 
 
 def test_two_processes_share_a_gpu_over_gloo(ddpkit: Run) -> None:
@@ -102,8 +95,6 @@ def test_process_on_a_gpu_is_listed_and_its_gpu_not_free(ddpkit: Run, tmp_path: 
     assert refused.returncode == 2
     assert f"--gpus free:{len(gpus())} is not available: found {len(gpus()) - 1} free" in refused.stderr
     wait_until(lambda: not any(gpu.processes for gpu in gpus()), "no process on a GPU once it is gone")
-
-
 
 
 def test_launches_that_race_for_gpus_get_one_each_or_are_refused(tmp_path: Path) -> None:

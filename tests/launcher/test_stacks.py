@@ -12,7 +12,6 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.agent import stacks
 
 
-
 @contextmanager
 def busy(account: Path) -> Iterator[int]:
     with started(sys.executable, PROGRAMS / "holds_interpreter_lock.py", account) as process:

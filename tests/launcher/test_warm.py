@@ -419,8 +419,6 @@ def test_server_that_is_stopped_ends_with_its_children() -> None:
     gone(worker.pid)
 
 
-
-
 def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children() -> None:
     server = WarmServer([], clean_environment(), warm=False)
     reading, writing = os.pipe()
@@ -433,8 +431,6 @@ def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children()
         server.close()
     assert not psutil.pid_exists(worker.pid)
     assert not psutil.pid_exists(has_started)
-
-
 
 
 def test_child_without_a_command_line_has_a_name_and_an_ended_one_has_none() -> None:

@@ -18,6 +18,7 @@ UNITS, RESHARDED, PASSES = 4, 3, 3  # three blocks and the model itself, which k
 HYBRID = '{"replicate": 2, "shard": 2}'
 GATHERED = {"_allgather_base_": PASSES * (UNITS + RESHARDED)}
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "parallel", "gradients", "reduced"),
@@ -38,6 +39,7 @@ def test_fsdp_step_sends_only_the_necessary_collectives(
     alone = start("python", 1, COUNTS, '"ddp"', gradients)
     assert float(loss) == pytest.approx(float(alone.stdout.splitlines()[-1]), rel=1e-5)
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fits", "gathered", "reduced"),
@@ -54,20 +56,18 @@ def test_pipeline_with_fsdp_gathers_each_block_once_per_step_if_they_fit(
     alone = start("python", 1, COUNTS, '"ddp"', fits)
     assert float(loss) == pytest.approx(float(alone.stdout.splitlines()[-1]), rel=1e-5)
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_fsdp_loss_function_may_first_call_the_model_without_gradients(
-    start: Start, precision: str
-) -> None:
+def test_fsdp_loss_function_may_first_call_the_model_without_gradients(start: Start, precision: str) -> None:
     run = start("ddpkit", 2, PROGRAMS / "distils_itself.py", precision)
     assert run.returncode == 0, run.stderr
     ddp, fsdp = (float(line.removeprefix("[rank 0] ")) for line in run.stdout.splitlines())
     assert fsdp == pytest.approx(ddp, rel=1e-3)
 
+
 @pytest.mark.slow
-def test_fsdp_pass_with_zero_weight_leaves_buffers_and_batches_unchanged(
-    start: Start
-) -> None:
+def test_fsdp_pass_with_zero_weight_leaves_buffers_and_batches_unchanged(start: Start) -> None:
     run, other = (start("ddpkit", 2, PROGRAMS / "short_last_batch.py", parallel) for parallel in ("fsdp", "ddp"))
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 2
@@ -75,31 +75,32 @@ def test_fsdp_pass_with_zero_weight_leaves_buffers_and_batches_unchanged(
         losses = [[float(word) for word in each.removeprefix("[rank 0] ").split()] for each in (line, expected)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
+
 @pytest.mark.slow
 def test_fsdp_process_may_have_several_trainers(start: Start) -> None:
     run = start("ddpkit", 2, PROGRAMS / "several_trainers.py")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("all trained") == 2
 
+
 REPLICATED = '{"strategy": "fsdp", "shard": 1}'
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, REPLICATED), (4, HYBRID)])
-def test_hsdp_reduces_a_block_that_the_last_micro_batch_omits(
-    start: Start, ranks: int, parallel: str
-) -> None:
+def test_hsdp_reduces_a_block_that_the_last_micro_batch_omits(start: Start, ranks: int, parallel: str) -> None:
     run = start("ddpkit", ranks, OMITS, parallel, "omitted")
     assert run.returncode == 0, run.stderr
     other = start("ddpkit", ranks, OMITS, '{"find_unused_parameters": true}', "omitted")
     assert run.stdout == other.stdout
 
+
 @pytest.mark.slow
-def test_hsdp_names_the_micro_batch_in_which_a_block_got_no_gradient(
-    start: Start
-) -> None:
+def test_hsdp_names_the_micro_batch_in_which_a_block_got_no_gradient(start: Start) -> None:
     run = start("ddpkit", 2, OMITS, REPLICATED, "unused")
     assert run.returncode == 1
     assert "blocks.1.inner.bias got no gradient in the last micro-batch of a step" in run.stderr
+
 
 def test_unit_order_without_units_waits_in_the_first_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
@@ -109,6 +110,7 @@ def test_unit_order_without_units_waits_in_the_first_pass_only(monkeypatch: pyte
         with order.in_pass(kind):
             pass
     assert waited == ["the end of the pass in training pass 1", "the end of the pass in evaluation pass 2"]
+
 
 @pytest.mark.slow
 def test_fsdp_refuses_second_derivatives(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""Multiply matrices in four threads, which end later than the first one does, and start two children. Argument: a pipe for a line."""
+"""Multiply matrices in four threads, which end later than the first one does. Argument: a pipe for a line."""
 
 import subprocess
 import sys

@@ -42,7 +42,7 @@ if PLACE == "left":
             break
     trainer.evaluate(data)
 elif PLACE == "saves":
-    for step in trainer.steps(data):
+    for _ in trainer.steps(data):
         if trainer.world.is_main:
             trainer.save()
 elif PLACE == "fit":
