@@ -207,7 +207,7 @@ class Precision:
         if self._scaler is not None and state:  # the state is empty if the saved run had another precision
             self._scaler.load_state_dict(state)
 
-    def apply(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
+    def step_optimizer(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
         """Do the optimizer step; skip it and lower the loss scale if fp16 gradients overflowed.
 
         Returns False if the step was skipped. With `wait=False` always True: read `overflowed` on the device, or

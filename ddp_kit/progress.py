@@ -135,8 +135,8 @@ class HeartbeatWriter:
         """The current phase and step, in words."""
         return f"{Phase(self._memory[_PHASE]).description}, after step {max(0, self._memory[_STEP] - 1)}"
 
-    def mark(self, phase: Phase) -> None:
-        """Set the phase."""
+    def enter(self, phase: Phase) -> None:
+        """Set the phase that begins."""
         memory = self._memory
         memory[_PHASE] = phase
         memory[_BEATS] = self._beats = self._beats + 1
@@ -181,14 +181,14 @@ class HeartbeatWriter:
         before = Phase(self._memory[_PHASE])
         outermost = before in (Phase.OUTSIDE, Phase.FAILED)
         after = Phase.OUTSIDE if outermost else before
-        self.mark(phase)
+        self.enter(phase)
         try:
             yield
         except Exception:
             after = Phase.FAILED if outermost else before
             raise
         finally:
-            self.mark(after)
+            self.enter(after)
 
     @contextmanager
     def follow(self, step: int, total: int | None = None) -> Iterator[None]:

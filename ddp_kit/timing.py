@@ -28,11 +28,11 @@ class StepClock:
     """Attributes the time between marks to phases of a step. This class uses the host's clock, and is for CPUs.
 
     clock.start()                          # a step begins; the time before it is not counted
-    batch = next(batches); clock.mark(DATA)
-    loss = ...;            clock.mark(FORWARD)
+    batch = next(batches); clock.end(DATA)
+    loss = ...;            clock.end(FORWARD)
     phase = clock.watch(loss)              # before the backward pass in which the ranks' gradients are reduced
-    loss.backward();       clock.mark(phase)
-    optimizer.step();      clock.mark(OPTIMIZER)
+    loss.backward();       clock.end(phase)
+    optimizer.step();      clock.end(OPTIMIZER)
     times = clock.read(step_seconds)       # at a log point
     """
 
@@ -53,11 +53,11 @@ class StepClock:
         self._last = perf_counter()
 
     def skip(self) -> None:
-        """Exclude the time since the last mark from all phases."""
+        """Exclude the time since the end of the previous phase from all phases."""
         self._last = perf_counter()
 
-    def mark(self, phase: int) -> None:
-        """Attribute the time since the last mark of this step to `phase`."""
+    def end(self, phase: int) -> None:
+        """Attribute the time since the end of the previous phase of this step to `phase`."""
         now = perf_counter()
         self._sums[phase] += now - self._last
         self._last = now
@@ -65,7 +65,7 @@ class StepClock:
     def watch(self, loss: Tensor) -> int:
         """Record the time at which the backward pass has computed all gradients of `loss`. Call it before the pass.
 
-        Returns the phase that ends with the pass, for `mark`. DDP waits for its reductions in a callback at the end of
+        Returns the phase that ends with the pass, for `end`. DDP waits for its reductions in a callback at the end of
         the backward pass. Such callbacks run in the order in which they were queued. This method's callback is queued
         when the pass begins, so it runs just before DDP's, on the caller's stream. DDP's own timers also have this
         time, but reading them makes the host wait for the device. If steps are short, only some of them are watched.
@@ -81,7 +81,7 @@ class StepClock:
         call_after_backward(self._computed)
 
     def _computed(self) -> None:
-        self.mark(BACKWARD)
+        self.end(BACKWARD)
         self._watched += 1
 
     def read(self, step_seconds: float) -> StepTimes:
@@ -114,7 +114,7 @@ class DeviceClock(StepClock):
         self._has_finished = has_finished
         self._begun = self._idled = 0  # numbers of steps: all steps; steps in which the device ran out of work
         self._idle_in_step = False
-        self._open: list[tuple[int, Any]] | None = None  # the marks of the current step, if it is measured
+        self._open: list[tuple[int, Any]] | None = None  # the ends of phases in the current step, if it is measured
         self._waiting: deque[list[tuple[int, Any]]] = deque()  # steps that the device may not have finished
 
     def start(self) -> None:
@@ -125,12 +125,12 @@ class DeviceClock(StepClock):
         self._open = None
         if self._made - len(self._free) < _MOST_WAITING:
             self._open = []
-            self.mark(DATA)  # the phase is not read: this event is only the beginning of the first phase
+            self.end(DATA)  # the phase is not read: this event is only the beginning of the first phase
 
     def skip(self) -> None:
         self._collect()
 
-    def mark(self, phase: int) -> None:
+    def end(self, phase: int) -> None:
         if phase == FORWARD:
             self._look()
         if self._open is None:
@@ -149,7 +149,7 @@ class DeviceClock(StepClock):
             self._idled += 1
 
     def _computed(self) -> None:
-        self.mark(BACKWARD)
+        self.end(BACKWARD)
 
     def read(self, step_seconds: float) -> StepTimes:
         self._collect()

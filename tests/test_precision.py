@@ -61,7 +61,7 @@ def test_precision_fp16_scales_the_loss_and_unscales_gradients() -> None:
     precision.unscale(optimizer)
     assert weight.grad is not None
     assert weight.grad.item() == 3.0
-    assert precision.apply(optimizer)
+    assert precision.step_optimizer(optimizer)
     assert weight.item() == 0.5
 
 
@@ -71,7 +71,7 @@ def test_precision_fp16_skips_the_step_of_an_overflow() -> None:
     precision = Precision("fp16", CPU)
     precision.scaled((weight * float("inf")).sum()).backward()
     precision.unscale(optimizer)
-    assert not precision.apply(optimizer)
+    assert not precision.step_optimizer(optimizer)
     assert weight.item() == 2.0
 
 
@@ -100,7 +100,7 @@ def fp16_steps(gradients: list[float], *, wait: bool) -> tuple[Precision, nn.Par
         weight.grad = None
         precision.scaled((weight * gradient).sum()).backward()
         precision.unscale(optimizer)
-        told.append(precision.apply(optimizer, wait=wait))
+        told.append(precision.step_optimizer(optimizer, wait=wait))
     return precision, weight, told
 
 

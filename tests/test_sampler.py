@@ -40,7 +40,7 @@ def steps_of(samples: int, global_batch: int, world_size: int, epoch: int, first
         for number, step in enumerate(range(first_step, batches.steps)):
             if rank == 0:
                 steps.append([])
-            for samples_of_pass in batches.passes(step):
+            for samples_of_pass in batches.pass_sizes(step):
                 indices = next(given_out)
                 assert len(indices) == samples_of_pass
                 steps[number] += indices
@@ -174,7 +174,7 @@ def test_user_sampler_step_has_the_same_samples_at_every_number_of_ranks(own: ob
             given_out = iter(batches)
             found = found or [[] for _ in range(batches.steps)]
             for step in range(batches.steps):
-                found[step] += [sample for _ in batches.passes(step) for sample in next(given_out)]
+                found[step] += [sample for _ in batches.pass_sizes(step) for sample in next(given_out)]
         return found
 
     alone = steps(1)
@@ -254,12 +254,12 @@ def test_user_batches_are_assigned_to_ranks_in_turn() -> None:
     assert [list(batches) for batches in ranks] == [[[1], [2, 3], [8, 9]], [[4, 5, 6], [7], [10]]]
     assert [batches.steps for batches in ranks] == [2, 2]
     assert [[batches.samples(step) for step in range(2)] for batches in ranks] == [[7, 3], [7, 3]]
-    assert [[batches.passes(step) for step in range(2)] for batches in ranks] == [[(1, 2), (2,)], [(3, 1), (1,)]]
+    assert [[batches.pass_sizes(step) for step in range(2)] for batches in ranks] == [[(1, 2), (2,)], [(3, 1), (1,)]]
 
 
 def test_user_batches_at_the_end_may_leave_a_rank_without_a_batch() -> None:
     ranks = [own_batches(rank, 4) for rank in range(4)]
-    assert [batches.passes(1) for batches in ranks] == [(2,), (1,), (), ()]
+    assert [batches.pass_sizes(1) for batches in ranks] == [(2,), (1,), (), ()]
     assert [list(batches) for batches in ranks] == [[[1], [8, 9]], [[2, 3], [10]], [[4, 5, 6]], [[7]]]
     assert own_batches(0, 4, drop_last=True).steps == 1
 
@@ -297,9 +297,9 @@ def test_configured_batches_are_one_step_each_divided_among_ranks() -> None:
 
     assert [list(batches) for batches in ranks(1)] == [BUCKETS]
     assert [list(batches) for batches in ranks(2)] == [[[1], [2], [4, 5], [7], [8], [10]], [[3], [6], [9]]]
-    assert [batches.passes(2) for batches in ranks(3)] == [(1,), (1,), (1,)]
-    assert [batches.passes(2) for batches in ranks(2, micro_batch=1)] == [(1, 1), (1,)]
-    assert [batches.passes(0) for batches in ranks(2)] == [(1,), ()]
+    assert [batches.pass_sizes(2) for batches in ranks(3)] == [(1,), (1,), (1,)]
+    assert [batches.pass_sizes(2) for batches in ranks(2, micro_batch=1)] == [(1, 1), (1,)]
+    assert [batches.pass_sizes(0) for batches in ranks(2)] == [(1,), ()]
     for batches in (*ranks(2), *ranks(3)):
         assert [batches.samples(step) for step in range(batches.steps)] == [*map(len, BUCKETS)]
         assert [batches.max_passes(step) for step in range(batches.steps)] == [1] * len(BUCKETS)

@@ -74,7 +74,7 @@ def reduced_backward(clock: StepClock, hands: Any, computing: float, waiting: fl
     loss = Reduction.apply(torch.ones((), requires_grad=True), hands, computing, waiting)
     phase = clock.watch(loss)
     loss.backward()
-    clock.mark(phase)
+    clock.end(phase)
 
 
 # --- on the host ----------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_step_clock_assigns_each_phase_the_time_before_its_mark(hands: Hands) ->
         clock.start()
         for phase, passed in (DATA, 1), (TRANSFER, 2), (FORWARD, 3), (BACKWARD, 4), (DATA, 5), (OPTIMIZER, 6):
             hands.now += passed
-            clock.mark(phase)
+            clock.end(phase)
     assert clock.read(25.0) == times(data=6, transfer=2, forward=3, backward=4, optimizer=6, other=4)
 
 
@@ -96,7 +96,7 @@ def test_step_clock_read_resets_the_times(hands: Hands) -> None:
     for passed in (3, 1):
         clock.start()
         hands.now += passed
-        clock.mark(FORWARD)
+        clock.end(FORWARD)
         assert clock.read(passed) == times(forward=passed)
 
 
@@ -104,7 +104,7 @@ def test_step_clock_times_are_never_negative(hands: Hands) -> None:
     clock = StepClock()
     clock.start()
     hands.now += 3
-    clock.mark(FORWARD)
+    clock.end(FORWARD)
     assert clock.read(step_seconds=2.9) == times(forward=3)
     assert clock.read(step_seconds=0.5) == times(other=0.5)
 
@@ -124,7 +124,7 @@ def test_step_clock_extrapolates_from_the_watched_short_steps(hands: Hands) -> N
     for _ in range(8):
         clock.start()
         hands.now += 0.0006
-        clock.mark(FORWARD)
+        clock.end(FORWARD)
         reduced_backward(clock, hands, computing=0.0001, waiting=0.0003)
         watched.append(clock._watched)
     assert watched == [1, 1, 1, 2, 2, 2, 3, 3]
@@ -196,9 +196,9 @@ def device() -> Device:
 def step(clock: StepClock, device: Device, forward: float = 2, optimizer: float = 1) -> None:
     clock.start()
     device.now += forward
-    clock.mark(FORWARD)
+    clock.end(FORWARD)
     device.now += optimizer
-    clock.mark(OPTIMIZER)
+    clock.end(OPTIMIZER)
 
 
 def test_device_clock_counts_steps_after_the_device_has_finished_them(device: Device) -> None:
@@ -271,9 +271,9 @@ def test_device_clock_counts_a_step_in_which_the_host_waits_as_idle_once(device:
         clock.start()
         if waits_in != "the body of the loop":
             device.catch_up()
-        clock.mark(FORWARD)
-        clock.mark(BACKWARD)
-        clock.mark(OPTIMIZER)
+        clock.end(FORWARD)
+        clock.end(BACKWARD)
+        clock.end(OPTIMIZER)
         if waits_in != "the forward pass":
             device.catch_up()
     clock.read(3)
@@ -296,10 +296,10 @@ def test_device_clock_times_a_gpu_without_waiting_for_it() -> None:
         for _ in range(20):
             clock.start()
             loss = (weight @ weight).sum()
-            clock.mark(FORWARD)
+            clock.end(FORWARD)
             phase = clock.watch(loss)
             loss.backward()
-            clock.mark(phase)
+            clock.end(phase)
         early = clock.read(1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -322,7 +322,7 @@ def test_device_clock_reports_a_gpu_idle_only_after_it_has_finished() -> None:
             if busy:
                 torch.cuda._sleep(1_000_000_000)  # cycles of the GPU: about half a second
             clock.start()
-            clock.mark(FORWARD)
+            clock.end(FORWARD)
         clock.read(1.0)
         return clock.idle
 
@@ -359,5 +359,5 @@ def test_step_clock_mark_of_communication_adds_to_it(hands: Hands) -> None:
     clock.start()
     reduced_backward(clock, hands, computing=2, waiting=5)
     hands.now += 1
-    clock.mark(COMMUNICATION)
+    clock.end(COMMUNICATION)
     assert clock.read(8) == times(backward=2, communication=6)

@@ -194,9 +194,8 @@ class Checkpoints:
         self._random = random
         self._best = best
         self._saved_parts = [*saved_parts, self._lineage]
-        self._set_aside_after: int | None = (
-            None  # the next save moves checkpoints of later steps away; None: it moves none
-        )
+        # The next save moves checkpoints of later steps away; None: it moves none.
+        self._set_aside_after: int | None = None
         self.saved_at = time.monotonic()
         """When the last save started, by `time.monotonic`; before the first save, when this run started."""
         self.save_seconds: float | None = None
@@ -353,14 +352,9 @@ class Checkpoints:
             self.restore_random()
             self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
             self._save_began = time.monotonic()
-            rank_state = [
-                self._saver.begin(step) if is_first else "",
-                *(part.rank_state() for part in self._saved_parts),
-            ]
+            token = self._saver.begin(step) if is_first else ""
             # Also a barrier: after it, the first writer's folder for the unfinished checkpoint exists.
-            texts = gathered_bytes(json.dumps(rank_state).encode(), self._world)
-            token, *_ = json.loads(texts[first_writer])
-            rank_states = [json.loads(text)[1:] for text in texts]
+            tokens, rank_states = self._gathered_states(token)
             self._save_pending = True
             with raised_on_all_ranks(self._world) if wait else nullcontext():
                 if is_first:
@@ -368,9 +362,11 @@ class Checkpoints:
                     self._set_aside(self._folder)
                 self._saver.save(
                     step,
-                    self._state([part for part in self._saved_parts if is_first or part.replicated], rank_states),
+                    self._state(
+                        [part for part in self._saved_parts if is_first or part.packed_by_all_ranks], rank_states
+                    ),
                     best=self._best.is_best,
-                    token=token,
+                    token=tokens[first_writer],
                     replicated=self._is_replicated,
                     overlap=self._config.save == "overlapped",
                 )
@@ -378,6 +374,14 @@ class Checkpoints:
                 if wait:
                     self._saver.wait()
             self._save_pending = not wait
+
+    def _gathered_states(self, token: str) -> tuple[list[str], list[list[Any]]]:
+        """The `token` and the `rank_state`s of all parts, of each rank. A collective."""
+        texts = gathered_bytes(
+            json.dumps([token, [part.rank_state() for part in self._saved_parts]]).encode(), self._world
+        )
+        tokens, rank_states = zip(*map(json.loads, texts), strict=True)
+        return [*tokens], [*rank_states]
 
     def _note_save_end(self, ended: bool) -> None:
         """Measure the duration of the last save, if it has just ended."""
@@ -395,7 +399,7 @@ class Checkpoints:
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
         part = next((part for part in self._saved_parts if part.name == name), None)
-        return part is not None and part.replicated and part.is_replicated(tensor)
+        return part is not None and part.packed_by_all_ranks and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
         """After a resume from an earlier step, move later checkpoints away, so that no restart resumes from them."""
@@ -417,7 +421,7 @@ class Checkpoints:
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         # Replicated parts first: a tensor that several parts hold is stored with the first one, and every rank that
         # saves has the model, but not the callbacks.
-        for number, part in sorted(enumerate(self._saved_parts), key=lambda pair: not pair[1].replicated):
+        for number, part in sorted(enumerate(self._saved_parts), key=lambda pair: not pair[1].packed_by_all_ranks):
             if part in parts:
                 state[part.name] = part.state_dict([states[number] for states in rank_states])
         return state
@@ -521,9 +525,10 @@ class Checkpoints:
             if checkpoint.has_other_format:
                 raise other_format_error(checkpoint)
             logger.warning("checkpoint skipped: {}", checkpoint)
-        common = self._common_steps(folder, [checkpoint.step for checkpoint in saved if checkpoint.whole][:_COMPARED])
+        paths = {checkpoint.step: checkpoint.path for checkpoint in saved if checkpoint.whole}  # newest first
+        common = self._common_steps(folder, list(paths)[:_COMPARED])
         for step in common:
-            path = folder / name_of(step)
+            path = paths[step]  # not always `name_of(step)`: see `_put_in_place`
             state = self._read(path)
             if state is not None:
                 if lineage is not None and state.get("lineage") != lineage:

@@ -103,7 +103,7 @@ class ModelPart(SavedPart):
 
     name = "model"
     version = 2
-    replicated = True
+    packed_by_all_ranks = True
 
     def __init__(self, strategy: Strategy, world: World, *, trainable_only: bool) -> None:
         self._model = strategy.model
@@ -264,7 +264,7 @@ class OptimizerPart(SavedPart):
     """
 
     name = "optimizer"
-    replicated = True
+    packed_by_all_ranks = True
     version = 2
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer, kind: str) -> None:

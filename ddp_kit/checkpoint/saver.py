@@ -475,7 +475,7 @@ class Saver:
             files = (*files, Region(STATE, division.layout.bytes, len(text)))
         task = WriteTask(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
-            token, self._number, division.writers, division.bytes + len(text), division.tensors,
+            token, self._number, division.writers, division.bytes + len(text), division.tensors, overlap,
         )  # fmt: skip
         if overlap:
             self._copying = _Copying(later, task)

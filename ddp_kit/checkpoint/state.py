@@ -93,7 +93,7 @@ class SavedPart(ABC):
     """A named part of a run's state.
 
     saving:   rank_state() on every rank, then state_dict(rank states of all ranks) on the first writer rank;
-              if `replicated`, on all ranks, each of which writes some of the tensors
+              if `packed_by_all_ranks`, on all ranks, each of which writes some of the tensors
     loading:  check(state) of all parts, then load_state_dict(state)
     """
 
@@ -106,7 +106,7 @@ class SavedPart(ABC):
     shows_own_errors: ClassVar[bool] = False
     """Whether errors of `load_state_dict` are raised unchanged; if False, they become a `CheckpointError`."""
 
-    replicated: bool = False
+    packed_by_all_ranks: bool = False
     """Whether every rank calls `state_dict`, so that ranks can divide the writing; see `is_replicated`."""
 
     def rank_state(self) -> Any:
@@ -371,7 +371,7 @@ class CallbacksPart(SavedPart):
         """`pieces`: whether ranks hold only parts of the weights, so that callback states may contain `Piece`s."""
         self._world = world
         self._callbacks = callbacks
-        self.replicated = pieces
+        self.packed_by_all_ranks = pieces
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         return False

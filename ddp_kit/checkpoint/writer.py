@@ -143,6 +143,8 @@ class WriteTask:
     """The total bytes that all writers write; 0 means that `size` is the total."""
     tensors: str = ""
     """A hash of the names, dtypes and shapes of the tensors that are divided among the writers."""
+    overlapped: bool = False
+    """Whether each rank starts its writer in its next step; a rank on another host may still wait for its batch."""
 
     @property
     def size(self) -> int:
@@ -284,7 +286,9 @@ def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callab
         locked = {writer: name in names and _is_locked(unfinished / name) for writer, name in waiting.items()}
         names = {path.name for path in unfinished.iterdir()}  # again: a writer leaves its record before it unlocks
         for writer, name in [*waiting.items()]:
-            start_seconds = _ABANDONED_SECONDS if abandoned() else _START_SECONDS
+            start_seconds = _STALL_SECONDS if task.overlapped else _START_SECONDS
+            if abandoned():
+                start_seconds = _ABANDONED_SECONDS
             if f"{name}.json" in names:
                 records += _records_of(unfinished / f"{name}.json", task, writer)
                 del waiting[writer]

@@ -119,12 +119,6 @@ def problems(config: BaseModel) -> Iterator[tuple[str, str]]:
             yield f"{_shown(config, rule.setting)} needs {needed}{_clause(rule)}", rule.instead
 
 
-def check(config: BaseModel) -> None:
-    """Raise `ConfigError` for the first rule that the settings violate."""
-    for message, instead in problems(config):
-        raise ConfigError(message, instead)
-
-
 def check_with(config: BaseModel, extra: str, shown: str) -> None:
     """Raise `ConfigError` for a setting that is not supported with something else that the Trainer got.
 

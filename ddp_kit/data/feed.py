@@ -194,7 +194,7 @@ class MapFeed:
             self._checked = epoch
             self._check()
         self._number = first_step
-        number = sum(len(self._batches.passes(step)) for step in range(first_step))
+        number = sum(len(self._batches.pass_sizes(step)) for step in range(first_step))
         self._arriving = self._move(epoch, number)(self._loader)
 
     def next(self) -> Share | None:
@@ -202,7 +202,7 @@ class MapFeed:
         if number == self.steps:
             return None
         self._number = number + 1
-        passes = self._batches.passes(number)
+        passes = self._batches.pass_sizes(number)
         if self._filler_batch is not None:
             self._left = len(passes)
             passes += (0,) * (self._batches.max_passes(number) - self._left)

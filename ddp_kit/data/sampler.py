@@ -36,7 +36,7 @@ class BatchPlan:
     """The largest number of samples in a forward pass of one rank."""
     accumulation: int
     """Forward and backward passes per optimizer step, on the rank with the largest share."""
-    world_size: int
+    data_ranks: int
     """The number of ranks that a global batch is divided among."""
 
     def steps(self, samples: int, drop_last: bool = False) -> int:
@@ -64,10 +64,10 @@ class BatchPlan:
         has only as many micro-batches as its samples need. A rank without samples has no micro-batches.
 
         Args:
-            rank: The index of the rank, from 0 to `world_size` - 1.
+            rank: The index of the rank, from 0 to `data_ranks` - 1.
             samples: Samples in the step, over all ranks.
         """
-        positions = split(samples, self.world_size, rank)
+        positions = split(samples, self.data_ranks, rank)
         if not positions:
             return ()
         needed = -(-len(positions) // self.micro_batch)
@@ -312,7 +312,7 @@ class TrainBatches(_Steps):
             return self._plan.global_batch  # the usual case, without computation
         return len(self._plan.step_samples(step, self._sampler.total_size))
 
-    def passes(self, step: int) -> tuple[int, ...]:
+    def pass_sizes(self, step: int) -> tuple[int, ...]:
         """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
@@ -391,7 +391,7 @@ class UserTrainBatches(_Steps):
         """The number of samples in optimizer step `step`, over all ranks."""
         return self._drawn.samples[step]
 
-    def passes(self, step: int) -> tuple[int, ...]:
+    def pass_sizes(self, step: int) -> tuple[int, ...]:
         """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
         return self._drawn.passes[step]
 

@@ -43,10 +43,10 @@ class StepConsensus:
     each rank's thread         reads the request, and answers with the current step of the rank's loop; the loop waits
                                at this step until all ranks have answered
     all ranks                  grant the request after the largest of these steps
-    due()                      called between two steps: returns the request that is granted now, if any
+    end_step()                 called between two steps: returns the request that is granted now, if any
     a rank leaves its loop     its thread writes this to the store; a request that the rank has not answered is dropped
 
-    Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
+    Steps are counted by calls of `end_step`: all ranks make the same calls, and the count never decreases.
 
     `control`: a function that returns the announcements between the ranks; None if there is only one rank. `name`: the
     name of the run, equal on all ranks. `poll`: a function that returns this rank's own request, if any; with several
@@ -91,8 +91,18 @@ class StepConsensus:
             # A thread that the interpreter stops inside torch's store would abort the process, so end the thread first.
             atexit.register(self.close)
 
-    def due(self) -> StepRequest | None:
-        """The request that is granted after this step, if any. All ranks call it after the same steps."""
+    def end_step(self) -> StepRequest | None:
+        """End the current step, and return the request that is granted after it, if any.
+
+        All ranks call it after the same steps.
+        """
+        with self._known:
+            request = self.granted()
+            self._begun += 1
+        return request
+
+    def granted(self) -> StepRequest | None:
+        """The request that is granted after the current step, if any. Each request is returned once."""
         if self._open_control is None:
             return self._poll()
         if self._thread is None:
@@ -100,11 +110,10 @@ class StepConsensus:
         with self._known:
             while self._agreed is None and self._hold is not None and self._begun >= self._hold:
                 self._known.wait()
-            request = None
-            if self._agreed is not None and self._begun >= self._agreed[0]:
-                request, self._agreed = self._agreed[1], None
-                self._known.notify_all()
-            self._begun += 1
+            if self._agreed is None or self._begun < self._agreed[0]:
+                return None
+            request, self._agreed = self._agreed[1], None
+            self._known.notify_all()
             return request
 
     def stops(self) -> bool:

@@ -232,7 +232,8 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
         )
     logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {candidate}" for candidate in refused), _COUNTED)
     placed = config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
-    combinations.check(placed)
+    for message, instead in combinations.problems(placed):
+        raise ConfigError(message, instead)
     return placed
 
 

@@ -52,9 +52,8 @@ def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settin
     `mesh`: a mesh with both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if
     `fully_shard` fails. Call `check_dtypes` first.
     """
-    for parameter in _own_parameters(
-        unit, settings.get("ignored_params") or ()
-    ).values():  # FSDP does not support other layouts, such as channels_last
+    # FSDP does not support other layouts, such as channels_last.
+    for parameter in _own_parameters(unit, settings.get("ignored_params") or ()).values():
         if not is_dtensor(parameter):
             parameter.data = parameter.data.contiguous()
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
@@ -264,8 +263,8 @@ class UnitOrder:
 
 # --- FSDP strategy ----------------------------------------------------------------------------------------------------
 # Every forward and backward pass gathers the weights of one unit after another, and each backward pass reduces the
-# gradients, so all ranks must run the same number of passes. Gradients are sums over the ranks; the trainer scales them
-# by the true weight of the global batch.
+# gradients, so all ranks must run the same number of passes: `equal_passes` makes data/feed.py add passes of weight 0.
+# Gradients are sums over the ranks; the trainer scales them by the true weight of the global batch.
 
 
 class FsdpStrategy(Strategy):

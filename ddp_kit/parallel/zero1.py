@@ -50,9 +50,8 @@ class Zero1Strategy(DdpStrategy):
         check_dense_gradients(model, self.config.strategy)
 
     def setup(self, model: nn.Module) -> None:
-        for (
-            parameter
-        ) in model.parameters():  # DDP's buckets keep these strides, and the flat tensor is in row-major order
+        # DDP's buckets keep these strides, and the flat tensor is in row-major order.
+        for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         super().setup(model)
         if self._flat:  # called again: the optimizer still holds the first shards

@@ -352,8 +352,8 @@ def feed_builder(context: TrainerContext, clock: StepClock, plan: BatchPlan, *, 
     strategy, precision = context.strategy, context.precision
 
     def fetched() -> None:
-        clock.mark(DATA)
-        context.heartbeat.mark(Phase.TRANSFER)
+        clock.end(DATA)
+        context.heartbeat.enter(Phase.TRANSFER)
 
     return FeedBuilder(
         context.config,
@@ -364,5 +364,5 @@ def feed_builder(context: TrainerContext, clock: StepClock, plan: BatchPlan, *, 
         precision.check_batch,
         needs_equal_samples=any(isinstance(module, nn.SyncBatchNorm) for module in context.model.modules()),
         fetched=fetched if timed else lambda: None,
-        moved=partial(clock.mark, TRANSFER) if timed else lambda: None,
+        moved=partial(clock.end, TRANSFER) if timed else lambda: None,
     )

@@ -209,7 +209,7 @@ def evaluate(
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
                 break
-            context.heartbeat.mark(Phase.EVALUATION)
+            context.heartbeat.enter(Phase.EVALUATION)
             counted = samples if context.strategy.contributes else 0
             with context.precision.forward(), context.logged.batch(counted):
                 loss = context.strategy.call(context.loss_fn, batch)

@@ -31,7 +31,7 @@ def predict(context: TrainerContext, function: PredictFunction | None, data: Eva
     with evaluating(context.model) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
         for samples, batch in with_bar(batches, "prediction", data.count, context.world.is_main):
-            context.heartbeat.mark(Phase.EVALUATION)
+            context.heartbeat.enter(Phase.EVALUATION)
             prediction = _predicted(context, function, batch, outputs)
             if not samples or not context.strategy.contributes:
                 outputs.clear()

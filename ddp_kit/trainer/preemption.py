@@ -25,7 +25,14 @@ from ddp_kit.log import logger
 from ddp_kit.trainer.position import Position
 
 # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job.
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _RESERVE_SECONDS = 60.0  # stop this long before the job's time limit: to finish a step, save, and end all processes
 _LONGEST_RESERVE = 0.25  # but at most this part of the time that is left when the run starts
 _SAVES_IN_RESERVE = 3.0  # and at least as long as this many saves take
@@ -36,7 +43,7 @@ _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
-    """Context manager that makes SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C set a flag instead of ending the process.
+    """Context manager that makes `_STOP_SIGNALS`, such as SIGTERM and Ctrl-C, set a flag, not end the process.
 
     A second Ctrl-C interrupts as usual. Handlers that user code has set are not replaced; outside the main thread, no
     handler is set. Several Trainers may enter it; the last one to exit restores the handlers.
@@ -48,7 +55,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self._entered = 0
         self.ignore_until_exit = False
-        """Whether to keep ignoring SIGTERM, SIGUSR1 and SIGUSR2 after the context, until the process exits."""
+        """Whether to keep ignoring all of them but Ctrl-C after the context, until the process exits."""
 
     def __enter__(self) -> Self:
         if not self._entered and self.received is signal.SIGINT:
@@ -163,8 +170,11 @@ class Preemption:
         """
         return nullcontext() if self._folder is None else _signals
 
-    def stops(self) -> bool:
-        """Whether a stop request should interrupt an evaluation. The result may differ between ranks."""
+    def interrupts_evaluation(self) -> bool:
+        """Whether a stop request should interrupt an evaluation. The result may differ between ranks.
+
+        From here to the end of the step, this rank does not request saves.
+        """
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
@@ -179,10 +189,11 @@ class Preemption:
             self._compare_with_grace(self._checkpoints.save_seconds, self._grace)
         if self._folder is None or (finished and not position.evaluation_pending):
             return
-        request, stops = self._consensus.due(), position.evaluation_pending
-        while stops and self._consensus.running and (request is None or request.purpose is not Purpose.STOP):
-            time.sleep(_POLL_SECONDS)  # a rank has requested a stop, which interrupted the evaluation
-            request = self._consensus.due()
+        request = self._consensus.end_step()
+        if position.evaluation_pending:  # a rank has requested a stop, which interrupted the evaluation
+            while self._consensus.running and (request is None or request.purpose is not Purpose.STOP):
+                time.sleep(_POLL_SECONDS)
+                request = self._consensus.granted()
         self._requests.saves = True
         if request is None:
             return

@@ -88,8 +88,8 @@ def announce(
         folder = config.checkpoint.dir
         saves = "no checkpoints" if folder is None else f"checkpoints in {folder}"
         logger.info("{}; {}; {}", model, several or one, saves)
-    at_most = "" if plan.micro_batch * plan.accumulation * plan.world_size == plan.global_batch else ", at most"
-    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size}"
+    at_most = "" if plan.micro_batch * plan.accumulation * plan.data_ranks == plan.global_batch else ", at most"
+    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.data_ranks}"
     epochs, device = config.last_epoch, world.device.type
     logger.info(
         "{} on {}, {}: {}; {}{}{}{}",

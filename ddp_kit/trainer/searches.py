@@ -87,9 +87,10 @@ def largest_micro_batch(context: TrainerContext, batches_of: Callable[[int], lis
     step between them, which allocates the optimizer state; then the state of the run is restored.
     `batches_of`: a function that takes a number of samples, and returns batches of that size on the device: one to run,
     and as many more as training prefetches.
-    Raises the out-of-memory error if even one sample does not fit.
+    Raises the out-of-memory error if even one sample does not fit. `config/combinations.py` lists the settings that
+    cannot be combined with this search.
     """
-    share = -(-plan.global_batch // plan.world_size)
+    share = -(-plan.global_batch // plan.data_ranks)
     before, found, failed = RunSnapshot(context), 0, None
     for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
         outcome, error = _tried(context, batches_of, size, last=size == share)
@@ -188,9 +189,7 @@ class RecoverableStep(OptimizerStep):
             return
         self.clear()
         release_cached_memory()
-        if (
-            self._context.world.world_size > 1
-        ):  # take part in the same collectives as the other ranks, in the same order
+        if self._context.world.world_size > 1:  # the same collectives as on the other ranks, in the same order
             if not self._loss.agreed:
                 self._loss.agree()
             self._loss.reduce_weights()

@@ -80,7 +80,7 @@ class OptimizerStep:
         context, precision = self._context, self._context.precision
         buffers = BufferCopies(context.model) if self._keeps_buffers else None
         finite = self.compute_gradient(share, batch, recorder, measure_norm=measure_norm)
-        if finite and precision.apply(context.stepped_optimizer, wait=self._waits_for_outcome):  # optimizer.step()
+        if finite and precision.step_optimizer(context.stepped_optimizer, wait=self._waits_for_outcome):
             if buffers is not None and precision.overflowed is not None:
                 buffers.restore_where(precision.overflowed)
             self.step_scheduler(recorder.step)
@@ -88,7 +88,7 @@ class OptimizerStep:
             self._skip(recorder, buffers)
         self.clear()
         self._strategy.end_step()
-        self._clock.mark(OPTIMIZER)
+        self._clock.end(OPTIMIZER)
 
     def compute_gradient(
         self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool
@@ -109,9 +109,9 @@ class OptimizerStep:
             self._parameters.check_frozen()
         strategy.finish_reduction()  # a rank without passes contributes zeros
         if context.world.world_size > 1:
-            self._clock.mark(COMMUNICATION)
+            self._clock.end(COMMUNICATION)
         self.confirm_passes()
-        context.heartbeat.mark(Phase.OPTIMIZER)
+        context.heartbeat.enter(Phase.OPTIMIZER)
         if (correction := loss.correction()) is not None:  # before unscale(), which finds a correction that is NaN
             scale_gradients(strategy.updated_parameters, correction)
         context.precision.unscale(context.stepped_optimizer)
@@ -138,14 +138,14 @@ class OptimizerStep:
         strategy, several_ranks = self._strategy, self._context.world.world_size > 1
         for number, samples in enumerate(passes):
             last = number == len(passes) - 1
-            self._context.heartbeat.mark(Phase.DATA)
+            self._context.heartbeat.enter(Phase.DATA)
             with strategy.accumulating(last=last):
                 loss = self._loss.of_pass(batch(), samples)
                 if last:
                     self._loss.reduce_weights()  # overlapped with the backward pass
                 phase = self._clock.watch(loss) if last and several_ranks else BACKWARD
                 strategy.backward(loss)
-            self._clock.mark(phase)
+            self._clock.end(phase)
 
     def confirm_passes(self) -> None:
         """Called when this rank's passes and reductions are complete; all ranks may still have to confirm them."""
@@ -288,7 +288,7 @@ class StepLoss:
         self._weight, self._missing_samples = 0.0, 0
         self._reduction = self._reduced_weight = None
         if not share.passes:
-            self._context.heartbeat.mark(Phase.BACKWARD)
+            self._context.heartbeat.enter(Phase.BACKWARD)
             if not self.agreed:
                 self.agree()
 
@@ -302,7 +302,7 @@ class StepLoss:
         if type(batch) is Partial:
             number, batch = min(batch.samples, samples), batch.batch
         counted = number if context.strategy.contributes else 0
-        context.heartbeat.mark(Phase.FORWARD)
+        context.heartbeat.enter(Phase.FORWARD)
         traceless = nullcontext() if number else without_trace(context)
         with (
             traceless,
@@ -311,8 +311,8 @@ class StepLoss:
             context.logged.batch(counted),
         ):
             value = self._value(batch) if self.agreed else self._first_value(batch)
-        self._clock.mark(FORWARD)
-        context.heartbeat.mark(Phase.BACKWARD)
+        self._clock.end(FORWARD)
+        context.heartbeat.enter(Phase.BACKWARD)
         if self.weighted != isinstance(value, Loss):
             raise LossError(
                 "the loss function returned a plain tensor at some steps and a Loss at others",
@@ -328,8 +328,8 @@ class StepLoss:
                 self._weight = self._weight + exact_weight(value.weight)
         # The strategy divides the sum of all gradients by its `divisor`.
         weight = 1 if isinstance(value, Loss) and number else number
-        share = weight * context.strategy.divisor / self._share.step_samples
-        return context.precision.scaled(total if share == 1.0 else total * share)
+        factor = weight * context.strategy.divisor / self._share.step_samples
+        return context.precision.scaled(total if factor == 1.0 else total * factor)
 
     def reduce_weights(self) -> None:
         """Start the all-reduce that sums the weights of all ranks, unless this rank has already started it."""
@@ -352,7 +352,7 @@ class StepLoss:
         """The factor by which the reduced gradients must be multiplied, as a scalar on the device; None for 1."""
         if self.weighted:
             return _ratio(self._share.step_samples, self.weight())
-        if self._missing_samples:  # on one rank only
+        if self._missing_samples:  # a run with one rank; see `_note_missing`
             device, samples = self._context.world.device, self._share.step_samples
             present = torch.full((), samples - self._missing_samples, dtype=torch.float64, device=device)
             return _ratio(samples, present)
@@ -618,7 +618,7 @@ class ClosureStep(OptimizerStep):
         self.step_scheduler(recorder.step)
         self.clear()
         self._strategy.end_step()
-        self._clock.mark(OPTIMIZER)
+        self._clock.end(OPTIMIZER)
 
 
 class _ClosureRecorder:

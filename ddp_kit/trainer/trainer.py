@@ -190,7 +190,7 @@ class Trainer:
     @property
     def data_ranks(self) -> int:
         """The number of parts into which each global batch is divided."""
-        return self.batch_plan.world_size
+        return self.batch_plan.data_ranks
 
     def model_state(self) -> dict[str, Any]:
         """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` of each sharded one."""
@@ -244,7 +244,9 @@ class Trainer:
         evaluations = None
         if eval_data is not None:
             batches = self._feeds.evaluation_data(eval_data, "eval_data")
-            evaluations = FitEvaluations(run.evaluator, run.position, run.state, batches, run.preemption.stops)
+            evaluations = FitEvaluations(
+                run.evaluator, run.position, run.state, batches, run.preemption.interrupts_evaluation
+            )
             if self.config.sanity_check == "auto" and self.step == 0 and batches.first is not None:
                 values = run.evaluator.rehearse(batches)
                 for owner, name in needed:
@@ -558,9 +560,9 @@ class Trainer:
                 while share is not None and not self._is_finished():
                     run.profiler.before_step(self.step + 1)
                     feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
-                    heartbeat.mark(Phase.DATA)
+                    heartbeat.enter(Phase.DATA)
                     share = feed.next()  # while the device is busy with the step
-                    run.clock.mark(DATA)
+                    run.clock.end(DATA)
                     step = self._advance(feed, done.step_samples, ends_epoch=share is None)
                     run.profiler.after_step(step.number)
                     self._call_callbacks("on_step")
@@ -571,11 +573,11 @@ class Trainer:
                     if row is not None:
                         run.position.loss = row.loss
                     run.peak_memory.after_step()
-                    heartbeat.mark(Phase.BETWEEN_STEPS)
+                    heartbeat.enter(Phase.BETWEEN_STEPS)
                     yield step if row is None else replace(step, log=row)
                     run.state.check_current(loop)
                     run.log_points.exclude_time_since_step()  # evaluations and the user's code are not training
-                    heartbeat.mark(Phase.CHECKPOINT)
+                    heartbeat.enter(Phase.CHECKPOINT)
                     run.checkpoints.after_step()
                     run.preemption.after_step(self._is_finished())
             self._wait_at_a_stop()  # a callback of a log point or evaluation may have called stop
@@ -608,7 +610,7 @@ class Trainer:
         If the epoch has an unexpected length, updates the run's number of steps, and checks that schedulers still fit.
         """
         run, position = self._run, self._run.position
-        self._context.heartbeat.mark(Phase.DATA)
+        self._context.heartbeat.enter(Phase.DATA)
         run.clock.skip()
         position.epoch_facts = feed.facts(self.epoch)
         feed.begin(self.epoch, position.steps_in_epoch, position.stream_position)
@@ -648,7 +650,7 @@ class Trainer:
         if ends_epoch:
             run.optimizer_step.end_epoch(number)
         self._context.heartbeat.step(number)
-        self._context.heartbeat.mark(Phase.CALLBACKS)
+        self._context.heartbeat.enter(Phase.CALLBACKS)
         return Step(number, epoch, samples, ends_epoch, None)
 
     def _wait_at_a_stop(self) -> None:

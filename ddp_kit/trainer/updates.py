@@ -94,11 +94,6 @@ class JointOptimizer(Optimizer):
         return f"{type(self).__name__}({self.kind})"
 
 
-def joint_scheduler(schedulers: Mapping[str, LRScheduler]) -> "JointScheduler | None":
-    """Combine the schedulers of several updates into one. Returns None if there are none."""
-    return JointScheduler(schedulers) if schedulers else None
-
-
 def optimizer_kind(optimizer: Optimizer) -> str:
     """The class name of an optimizer; for a `JointOptimizer`, the class names of all its optimizers."""
     return optimizer.kind if isinstance(optimizer, JointOptimizer) else type(optimizer).__name__

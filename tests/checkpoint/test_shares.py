@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -170,6 +171,19 @@ def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
         write(*job(tmp_path, 1, 0))
     assert raised.value.transient
     assert leftovers(tmp_path) == ()
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_overlapped_writer_that_starts_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, size = Event(), writer_program._size
+    monkeypatch.setattr(writer_program, "_size", lambda path: looked.set() or size(path))
+    (first, content), (second, other) = (job(tmp_path, 1, number) for number in range(2))
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(write, replace(first, overlapped=True), content)
+        assert looked.wait(seconds(30)), "writer 0 has found that writer 1 has not started"
+        write(replace(second, overlapped=True), other)
+        whole.result(seconds(30))
+    assert [one.step for one in checkpoints(tmp_path) if one.whole] == [1]
 
 
 @pytest.mark.usefixtures("no_patience")

@@ -32,7 +32,7 @@ def test_control_makes_no_requests_while_nothing_happens(monkeypatch: pytest.Mon
     for rank in ranks:
         rank.begin()
     for _ in range(100):
-        assert [rank.due() for rank in ranks] == [None, None]
+        assert [rank.end_step() for rank in ranks] == [None, None]
     controls[1].announce("name")
     assert all(control.wait("name", seconds(60)) for control in controls)
     for rank in ranks:

@@ -7,8 +7,8 @@ from ddp_kit.launcher.warm.worker import write_stacks_on_signal
 
 
 def work():
-    print("there", flush=True)
-    re.match(r"(a+)+$", "a" * 40 + "b")
+    # In one line: the test reads the stack right after "there", perhaps before the match has begun.
+    return print("there", flush=True), re.match(r"(a+)+$", "a" * 40 + "b")
 
 
 write_stacks_on_signal(sys.argv[1])

@@ -18,8 +18,8 @@ from ddp_kit.distributed.world import join
 class Loud(timing.StepClock):
     marks = []
 
-    def mark(self, phase):
-        super().mark(phase)
+    def end(self, phase):
+        super().end(phase)
         self.marks.append((phase, self._last))
         if rank == 0 and phase == timing.BACKWARD and self.last_pass:
             store.set(f"computed {step}", "yes")
@@ -40,7 +40,7 @@ for step in range(3):
     clock.last_pass = False
     with placed.no_sync():
         placed(x).sum().backward()
-    clock.mark(timing.BACKWARD)
+    clock.end(timing.BACKWARD)
     clock.last_pass = True
     loss = placed(x).sum()
     if rank == 1:
@@ -48,6 +48,6 @@ for step in range(3):
     began.append(perf_counter())
     phase = clock.watch(loss)
     loss.backward()
-    clock.mark(phase)
+    clock.end(phase)
 times = clock.read(1.0)
 say(json.dumps({"rank": rank, "began": began, "marks": clock.marks, "communication": times.communication}))

@@ -85,7 +85,7 @@ def test_barrier_skipped_by_a_rank_is_an_error_with_its_location(ranks: Ranks) -
     ranks.collectives = [7, 8]
     assert ranks.barriers[1].heartbeat is not None
     ranks.barriers[1].heartbeat.set_step(3)
-    ranks.barriers[1].heartbeat.mark(Phase.BACKWARD)
+    ranks.barriers[1].heartbeat.enter(Phase.BACKWARD)
     with pytest.raises(
         WorldError, match=r"rank 1 \(it did not make this call, and is in the backward pass, after step 3"
     ):

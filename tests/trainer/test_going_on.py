@@ -479,6 +479,16 @@ def test_save_after_the_loop_is_on_disk_when_it_returns_or_raises(tmp_path: Path
         trainer.save()
 
 
+def test_checkpoint_that_was_being_replaced_when_the_machine_died_is_resumed(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=4).fit(data())
+    (last,) = checkpoints(tmp_path)[:1]
+    last.path.rename(tmp_path / f".replaced-{name_of(4)}-77ab01c2")
+    resumed = trainer_for(tmp_path, max_steps=6)
+    assert resumed.step == 4
+    resumed.fit(data())
+    assert checkpoints(tmp_path)[0].step == 6
+
+
 def test_checkpoints_that_cannot_be_loaded_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer_for(tmp_path, max_steps=2).fit(data())
     no_memory = Mock(side_effect=CheckpointError("the state cannot be read (OutOfMemoryError)", ""))

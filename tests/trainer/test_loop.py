@@ -87,7 +87,10 @@ def test_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> None:
 # Several Trainers ----------------------------------------------------------------------------------------------------
 
 
-def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """The one that hears of the stop first is not the one that has put the handlers in place."""
     first, second = trainer_for(tmp_path / "first"), trainer_for(tmp_path / "second")
     idle = trainer_for(tmp_path / "idle")
@@ -97,10 +100,10 @@ def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(tmp_pa
 
     def both() -> None:
         theirs = first.steps(data())
-        for number, _ in enumerate(second.steps(data())):
+        for step, _ in enumerate(second.steps(data())):
             next(theirs)
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+            if step == 2:
+                os.kill(os.getpid(), number)
 
     with pytest.raises(SystemExit) as ended:
         both()
@@ -109,7 +112,7 @@ def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(tmp_pa
     assert (saved(tmp_path / "idle"), saved(tmp_path / "spoilt")) == ([], [])
     assert idle.step == 0
     del ended  # whose traceback holds the loops
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_step_consensus_grants_requests_after_the_same_step_on_all_ranks(
         while request != STOP:
             step += 1
             threading.Event().wait(chance.choice([0, 0, 0.0005, 0.003]))
-            request = ranks.due()
+            request = ranks.end_step()
             if request is not None:
                 requests.pop()
                 acted.put((rank, step, request))
@@ -76,9 +76,9 @@ def test_step_consensus_of_one_rank_grants_at_once() -> None:
     requests = [STOP]
     alone = StepConsensus(0, 1, None, "run", lambda: requests[0] if requests else None)
     alone.begin()
-    assert alone.due() == STOP
+    assert alone.end_step() == STOP
     requests.clear()
-    assert alone.due() is None
+    assert alone.end_step() is None
 
 
 def two_ranks(open_control: Open, requests: dict[int, StepRequest]) -> list[StepConsensus]:
@@ -99,9 +99,26 @@ def test_step_consensus_tells_a_busy_rank_whether_to_stop(open_control: Open) ->
     request[1] = STOP
     assert [rank.stops() for rank in ranks] == [False, True], "while a save that is agreed on is still to be done"
     del request[0]
-    assert [rank.due() for rank in ranks] == [SAVE, SAVE]
+    assert [rank.end_step() for rank in ranks] == [SAVE, SAVE]
     wait_until(ranks[0].stops, "told to stop")
     for rank in ranks:
+        rank.close()
+
+
+def test_step_consensus_counts_no_steps_while_a_rank_waits_for_a_grant(open_control: Open) -> None:
+    request: dict[int, StepRequest] = {}
+    waits, works = two_ranks(open_control, request)
+    for rank in (waits, works):
+        rank.begin()
+        assert rank.end_step() is None
+    assert waits.end_step() is None
+    assert [waits.granted() for _ in range(5)] == [None] * 5
+    request[1] = STOP
+    wait_until(lambda: works._agreed, "agreed on a stop")
+    assert works.end_step() is None, "the other rank is a step ahead"
+    assert [works.granted(), waits.granted()] == [STOP, STOP]
+    assert waits._begun == works._begun
+    for rank in (waits, works):
         rank.close()
 
 
@@ -113,11 +130,11 @@ def test_step_consensus_drops_a_request_if_a_rank_has_left_its_loop(
     stays, leaves = two_ranks(open_control, request)
     stays.begin()
     leaves.begin()
-    assert (stays.due(), leaves.due()) == (None, None)
+    assert (stays.end_step(), leaves.end_step()) == (None, None)
     leaves.close()
     request[0] = STOP
     wait_until(lambda: not stays.running or stays._hold, "noticed the request")
-    assert stays.due() is None
+    assert stays.end_step() is None
     assert not stays.running
     stays.close()
 
@@ -130,10 +147,10 @@ def test_step_consensus_ends_if_rank_0_has_ended(open_control: Open) -> None:
     request[1] = STOP
     wait_until(lambda: second._agreed, "the agreement of both ranks")
     first._control.close()
-    assert second.due() == STOP
+    assert second.end_step() == STOP
     wait_until(lambda: not second.running, "the end of its thread")
     assert not second.stops()
-    assert second.due() is None
+    assert second.end_step() is None
     first.close()
     second.close()
 
@@ -149,7 +166,7 @@ def test_step_consensus_ends_if_the_store_does_not_answer(open_control: Open) ->
     ranks.begin()
 
     def has_ended() -> bool:
-        assert ranks.due() is None
+        assert ranks.end_step() is None
         return ranks._thread is None or not ranks._thread.is_alive()
 
     wait_until(has_ended, "the end of the thread")

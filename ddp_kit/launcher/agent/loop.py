@@ -142,7 +142,7 @@ class EventRecords:
 _INTERVAL_SECONDS = 0.1  # as in torch's agent
 
 
-def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
+def start_timers(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
     """Start a round's timer server, which kills workers whose timers expire. Returns None if timers are not enabled.
 
     Workers send timers to the server through a pipe; an environment variable contains the path of the pipe.
@@ -274,12 +274,12 @@ class Agent:
         if order.why:
             self._print_reason(order.why)
         assignment = order.assignment
-        self._store = self._serve(assignment)
+        self._store = self._start_store(assignment)
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             # This round has the same restart count as the previous one, whose logs torch would delete.
             folder.rename(f"{folder}.round_{assignment.round - 1}")
-        self._timers = serve(self._plan.rendezvous.run_id, self._events.timer)
+        self._timers = start_timers(self._plan.rendezvous.run_id, self._events.timer)
         self._workers = Workers(
             self._plan,
             assignment,
@@ -293,7 +293,7 @@ class Agent:
         self._running = True
         self._events.round_began(self._workers)
 
-    def _serve(self, assignment: RankAssignment) -> TCPStore | None:
+    def _start_store(self, assignment: RankAssignment) -> TCPStore | None:
         """Start the workers' store of this round, if this node has to serve one.
 
         Each round gets a new store, because the old store contains stale addresses.

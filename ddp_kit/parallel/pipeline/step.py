@@ -16,7 +16,7 @@ from ddp_kit.progress import HeartbeatWriter
 from ddp_kit.timing import BACKWARD, FORWARD, StepClock
 
 
-class StepLoss(Protocol):
+class PipelineLoss(Protocol):
     """Protocol of the trainer's StepLoss."""
 
     def of_pass(self, batch: object, samples: int) -> Tensor:
@@ -40,7 +40,7 @@ class PipelinePasses:
     """
 
     def __init__(
-        self, strategy: PipelineStrategy, loss: StepLoss, clock: StepClock, heartbeat: HeartbeatWriter
+        self, strategy: PipelineStrategy, loss: PipelineLoss, clock: StepClock, heartbeat: HeartbeatWriter
     ) -> None:
         self._strategy = strategy
         self._stage = strategy.stage
@@ -101,13 +101,13 @@ class PipelinePasses:
         return self._schedules[passes]
 
     def _forward(self, number: int, received: Activation | None) -> Activation:
-        self._heartbeat.mark(Phase.DATA)
+        self._heartbeat.enter(Phase.DATA)
         try:
             with self._strategy.training_pass(number, received):
                 return Activation(self._loss.of_pass(self._batch(), self._passes[number]))
         except StageBoundary as boundary:
-            self._clock.mark(FORWARD)
-            self._heartbeat.mark(Phase.BACKWARD)
+            self._clock.end(FORWARD)
+            self._heartbeat.enter(Phase.BACKWARD)
             return boundary.activation
 
     def _backward(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
@@ -117,4 +117,4 @@ class PipelinePasses:
         with self._strategy.accumulating(last=last):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-        self._clock.mark(phase)
+        self._clock.end(phase)
