@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from ddp_kit.launcher.agent.inbox import Commands, Inbox, StartRound, listen
+from ddp_kit.launcher.agent.inbox import Commands, Inbox, StartWorkers, listen
 from ddp_kit.launcher.agent.nodes import MultiNodeLink
 from ddp_kit.launcher.job import Limits, Node, Report, State, Stop
 from ddp_kit.launcher.rendezvous import Rendezvous
@@ -124,7 +124,7 @@ def await_seats(nodes: list[tuple[CountedLink, Inbox]]) -> float:
         for descriptor, _ in poll.poll():
             link, inbox = by_descriptor[descriptor]
             item = inbox.take()
-            if isinstance(item, StartRound):
+            if isinstance(item, StartWorkers):
                 waiting.discard(descriptor)
             elif isinstance(item, Stop):
                 link.report(Report(link.number, item.round, State.STOPPED))

@@ -78,8 +78,8 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
     """
     if not isinstance(weight, Tensor):
         return weight
-    own = weight.detach().reshape(()).double()
-    return torch.where((own >= 0) & (own < math.inf), own, torch.nan)
+    exact = weight.detach().reshape(()).double()
+    return torch.where((exact >= 0) & (exact < math.inf), exact, torch.nan)
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
@@ -184,8 +184,8 @@ class MetricObject:
         _fill_empty_states(self._metric, self._device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchmetrics warns if update was never called: a rank may have no samples
-            found = self._metric.compute()
-        return dict(_numbers(self._name, found))
+            value = self._metric.compute()
+        return dict(_numbers(self._name, value))
 
 
 def is_metric_object(value: object) -> bool:
@@ -193,20 +193,20 @@ def is_metric_object(value: object) -> bool:
     return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
 
 
-def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(found, Mapping):
-        for key, value in found.items():
-            yield from _numbers(f"{name}.{key}", value)
-    elif isinstance(found, Tensor) and found.numel() != 1:
-        yield from ((f"{name}.{number}", float(value)) for number, value in enumerate(found.flatten().tolist()))
-    elif isinstance(found, list | tuple):
-        for number, value in enumerate(found):
-            yield from _numbers(f"{name}.{number}", value)
-    elif isinstance(found, Tensor | Real) or hasattr(found, "__float__"):
-        yield name, float(found)
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(f"{name}.{key}", item)
+    elif isinstance(value, Tensor) and value.numel() != 1:
+        yield from ((f"{name}.{number}", float(item)) for number, item in enumerate(value.flatten().tolist()))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _numbers(f"{name}.{number}", item)
+    elif isinstance(value, Tensor | Real) or hasattr(value, "__float__"):
+        yield name, float(value)
     else:
         raise LossError(
-            f"compute() of metric {name!r} returned a {type(found).__name__}, which is not supported",
+            f"compute() of metric {name!r} returned a {type(value).__name__}, which is not supported",
             "return numbers or tensors from compute(), or dicts, lists and tuples of numbers or tensors",
         )
 
@@ -230,12 +230,12 @@ def _fill_empty_states(metric: Any, device: torch.device) -> None:
     ]
     if not states:
         return
-    own = torch.tensor([_layout(state) for _, _, state in states], dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    table = [one.tolist() for one in everyone]
+    layouts = torch.tensor([_layout(state) for _, _, state in states], dtype=torch.int64, device=device)
+    all_layouts = [torch.empty_like(layouts) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_layouts, layouts)
+    table = [of_rank.tolist() for of_rank in all_layouts]
     for number, (owner, name, state) in enumerate(states):
-        filled = [one[number] for one in table if one[number][0]]
+        filled = [of_rank[number] for of_rank in table if of_rank[number][0]]
         if not state and filled:
             dimensions, dtype, *shape = filled[0]
             empty = torch.empty(0, *shape[: dimensions - 1], dtype=_DTYPES[dtype], device=device)

@@ -5,7 +5,8 @@
     model_state.py   the parts for weights, optimizer and scheduler
     saver.py         Saver: copies the state to host memory, then training continues; controls the writer process
     packing.py       nested state -> named tensors and JSON, divided among writer processes, with offsets in their files
-    process.py       the writer process: memory -> files, renamed to a checkpoint when complete; removes old checkpoints
+    writer.py        the program of the writer process: memory -> files, renamed to a checkpoint when complete; also
+                     removes old checkpoints
     reader.py        files -> verified nested state: whole tensors, or the pieces that a rank holds
     lock.py          a lock that lets only one run at a time write to a folder
     format.py        the manifest and the headers of tensor files; does not import torch

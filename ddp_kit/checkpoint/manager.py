@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from ddp_kit.checkpoint.format import checkpoints, name_of
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.process import set_aside, wait_for_writers
 from ddp_kit.checkpoint.reader import load, other_format_error
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.state import (
@@ -30,6 +29,7 @@ from ddp_kit.checkpoint.state import (
     explained_load_errors,
     mismatch_error,
 )
+from ddp_kit.checkpoint.writer import set_aside, wait_for_writers
 from ddp_kit.config.settings import TrainerConfig, absolute
 from ddp_kit.distributed.world import World, gathered, gathered_bytes
 from ddp_kit.env import is_restarted, job_id
@@ -67,7 +67,7 @@ class FolderUse:
             if self._depth == 0 and self._lock is not None:
                 self._lock.release()
 
-    def end(self) -> None:
+    def unlock(self) -> None:
         """Unlock the folder for other runs before the context ends."""
         if self._lock is not None:
             self._lock.release()
@@ -105,14 +105,14 @@ def raised_on_all_ranks(world: World) -> Iterator[None]:
         raise problem
 
 
-def copy_finisher(saver: Saver) -> Callable[..., None]:
+def copy_waiter(saver: Saver) -> Callable[..., None]:
     """Return an optimizer step pre-hook that waits until `saver` has copied the state, because the step changes it."""
     reference = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
 
     def before_optimizer_step(*_: Any) -> None:
         saver = reference()
         if saver is not None:
-            saver.finish_copy()
+            saver.wait_for_copy()
 
     return before_optimizer_step
 
@@ -202,7 +202,7 @@ class Checkpoints:
         self.save_seconds: float | None = None
         """Seconds that the last completed save took until it was on disk, accurate to one step; None before that."""
         self._saving, self._save_began = False, 0.0
-        self._unsettled = False  # whether a save was started since all ranks last waited for one; equal on all ranks
+        self._save_pending = False  # whether a save was started since all ranks last waited for one; equal on all ranks
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
         self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
@@ -226,7 +226,7 @@ class Checkpoints:
             )
             lock = FolderLock(self._folder, job_id()) if writer == 0 else None
             if self._config.save == "overlapped":
-                optimizer.register_step_pre_hook(copy_finisher(self._saver))
+                optimizer.register_step_pre_hook(copy_waiter(self._saver))
         self._folder_use = FolderUse(world, self._folder, lock)
 
     # --- Saving -------------------------------------------------------------------------------------------------------
@@ -276,36 +276,36 @@ class Checkpoints:
         if self._folder is not None:
             self.save()
 
-    def finish(self) -> None:
+    def save_final(self) -> None:
         """Save the final state, wait until it is on disk on all ranks, and release the writer process and its memory.
 
-        If the save failed on any rank, raises `CheckpointError` on all ranks.
+        Further steps and saves may follow. If the save failed on any rank, raises `CheckpointError` on all ranks.
         """
         self.save_if_requested()
         if self._folder is not None and not self.is_saved:
             self.save(wait=True)
-        elif self._unsettled and self._saver is not None:
+        elif self._save_pending and self._saver is not None:
             with raised_on_all_ranks(self._world):
                 self._saver.wait()
-            self._unsettled = False
-        self.settle()
+            self._save_pending = False
+        self.wait_for_saves()
 
-    def finish_copy(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the state of the last save is copied, because it is about to change outside of a step."""
         if self._saver is not None:
-            self._saver.finish_copy()
+            self._saver.wait_for_copy()
 
-    def settle(self) -> None:
+    def wait_for_saves(self) -> None:
         """Wait until this rank's saves are on disk, and release the writer process and its memory. Not a collective."""
         if self._saver is not None:
             self._saver.wait()
             self._saver.release()
             self._memory_reserved = False
 
-    def end(self) -> None:
+    def save_and_close(self) -> None:
         """Save the final state and unlock the folder, even inside a loop of steps. No step may follow this call."""
-        self.finish()
-        self._folder_use.end()
+        self.save_final()
+        self._folder_use.unlock()
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
         """Request a save if this evaluation is the best so far. `metrics`: equal on all ranks."""
@@ -361,7 +361,7 @@ class Checkpoints:
             texts = gathered_bytes(json.dumps(rank_state).encode(), self._world)
             token, *_ = json.loads(texts[first_writer])
             rank_states = [json.loads(text)[1:] for text in texts]
-            self._unsettled = True
+            self._save_pending = True
             with raised_on_all_ranks(self._world) if wait else nullcontext():
                 if is_first:
                     self._folder_use.note_save()
@@ -377,7 +377,7 @@ class Checkpoints:
                 self._saved_step, self._set_aside_after, self._saving = step, None, True
                 if wait:
                     self._saver.wait()
-            self._unsettled = not wait
+            self._save_pending = not wait
 
     def _note_save_end(self, ended: bool) -> None:
         """Measure the duration of the last save, if it has just ended."""
@@ -490,7 +490,7 @@ class Checkpoints:
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
         """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
         if self._saver is not None:
-            self._saver.finish_copy()
+            self._saver.wait_for_copy()
         with explained_load_errors(path):
             saved = as_parts(path, state, self._saved_parts)
             for part in self._saved_parts:

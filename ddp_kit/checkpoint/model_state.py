@@ -267,14 +267,14 @@ class OptimizerPart(SavedPart):
     replicated = True
     version = 2
 
-    def __init__(self, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer, kind: str) -> None:
+    def __init__(self, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer, kind: str) -> None:
         """`optimizer`: the user's optimizer. `kind`: the name of its class.
 
-        `device_optimizer`: the optimizer that holds the model's parameters.
+        `stepped_optimizer`: the optimizer that holds the model's parameters.
         """
         self._strategy = strategy
         self._optimizer = optimizer
-        self._device_optimizer = device_optimizer
+        self._stepped_optimizer = stepped_optimizer
         self._kind = kind
         self._options = options_of(optimizer)  # as the script has set them
 
@@ -284,7 +284,7 @@ class OptimizerPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         state = self._optimizer.state_dict()
         if self._strategy.shards:
-            state["state"] = in_pieces(state["state"], self._device_optimizer, self._strategy)
+            state["state"] = in_pieces(state["state"], self._stepped_optimizer, self._strategy)
             state["state"] = self._strategy.optimizer_state(state["state"], ranks)
         return {**state, **self._own}
 
@@ -305,7 +305,7 @@ class OptimizerPart(SavedPart):
 
     @cached_property
     def _known_parameters(self) -> list[nn.Parameter]:
-        return _parameters_of(self._device_optimizer)
+        return _parameters_of(self._stepped_optimizer)
 
     @cached_property
     def _own(self) -> dict[str, Any]:
@@ -317,7 +317,8 @@ class OptimizerPart(SavedPart):
         return {
             "kind": self._kind,
             "names": [
-                [names[id(parameter)] for parameter in group["params"]] for group in self._device_optimizer.param_groups
+                [names[id(parameter)] for parameter in group["params"]]
+                for group in self._stepped_optimizer.param_groups
             ],
             "held": types_and_devices(self._parameters),
             "options": plain(self._options),
@@ -352,7 +353,7 @@ class OptimizerPart(SavedPart):
         same_kernels = not {name for name, *_ in changes} & {"fused", "capturable"}
         if self._strategy.shards:
             saved["state"] = self._strategy.local_optimizer_state(saved["state"])
-            saved["state"] = of_pieces(saved["state"], self._device_optimizer, self._strategy)
+            saved["state"] = of_pieces(saved["state"], self._stepped_optimizer, self._strategy)
         try:
             load_optimizer_state(
                 self._optimizer,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_kit.checkpoint.format import PIECES, TENSORS, header
-from ddp_kit.checkpoint.process import Region
+from ddp_kit.checkpoint.writer import Region
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
 

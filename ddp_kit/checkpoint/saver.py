@@ -27,7 +27,7 @@ import ddp_kit
 from ddp_kit import __version__
 from ddp_kit.checkpoint.format import STATE
 from ddp_kit.checkpoint.packing import Division, Layout, Replicated, Stored, active_writers, pack
-from ddp_kit.checkpoint.process import (
+from ddp_kit.checkpoint.writer import (
     LONGEST_PACKET,
     STOP,
     Region,
@@ -213,9 +213,11 @@ _POLL_SECONDS = 0.5  # a signal that arrives just before a wait does not interru
 
 
 class WriterProcess:
-    """A process that writes checkpoints from shared memory, one at a time. `memory`: the memory's file descriptor.
+    """This rank's handle on its writer process, which runs `writer.main` and writes one checkpoint at a time.
 
-    Jobs and answers are numbered packets. A signal handler may raise an exception at any line without losing either: a
+    Making one starts the process. `memory`: the file descriptor of the shared memory.
+
+    Tasks and answers are numbered packets. A signal handler may raise an exception at any line without losing either: a
     task is sent again unless it is known to have been sent, and an answer stays in the socket until the next task.
     """
 
@@ -448,7 +450,7 @@ class Saver:
         are divided among the writers. Writers other than 0 save only replicated tensors and pieces.
 
         `overlap`: whether to return while a thread still copies replicated tensors; the caller must then call
-        `finish_copy` before these tensors change.
+        `wait_for_copy` before these tensors change.
         """
         packed = pack(state)
         self.check(wait=True)
@@ -481,7 +483,7 @@ class Saver:
             writer.start(task)
             self.check()  # a `BlockingWriter` has written it
 
-    def finish_copy(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the whole state is copied. Raises `CheckpointError` if the state changed during the copy."""
         if self._copying is None:
             return
@@ -556,7 +558,7 @@ class Saver:
 
     def _finished(self, *, wait: bool) -> bool:
         if wait:
-            self.finish_copy()
+            self.wait_for_copy()
         if self._writer is None:
             return self._copying is None
         try:

@@ -251,7 +251,7 @@ def from_text(text: str) -> Any:
 class CountsSkippedSteps(Protocol):
     """An object that counts skipped steps."""
 
-    skipped: int
+    skipped_steps: int
 
 
 class PrecisionPart(SavedPart):
@@ -264,7 +264,7 @@ class PrecisionPart(SavedPart):
         self._steps = steps
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return {"scaler": self._precision.state(), "skipped": self._steps.skipped}
+        return {"scaler": self._precision.state(), "skipped": self._steps.skipped_steps}
 
     def check(self, state: Any) -> str | None:
         whole_number(state["skipped"], "skipped")
@@ -277,7 +277,7 @@ class PrecisionPart(SavedPart):
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         self._precision.set_state(state["scaler"])
-        self._steps.skipped = state["skipped"]
+        self._steps.skipped_steps = state["skipped"]
 
 
 class RandomPart(SavedPart):

@@ -73,7 +73,7 @@ class DataRank:
 class Share(NamedTuple):
     """This rank's share of an optimizer step."""
 
-    samples: int
+    step_samples: int
     """The number of samples in the whole step, over all ranks."""
     passes: tuple[int, ...]
     """The number of samples in each forward and backward pass of this rank; () if it runs no pass.
@@ -94,7 +94,7 @@ class Feed(Protocol):
 
     division: str
     """How a step is divided into batches of the user's own batch sampler, as text for the log; "" for other data."""
-    place: StreamPosition
+    stream_position: StreamPosition
     """This rank's position in its stream before the step that `next` returned last; () for other data."""
 
     def steps_in(self, epochs: range) -> int | None:
@@ -106,8 +106,8 @@ class Feed(Protocol):
     def facts(self, epoch: int) -> Facts:
         """Go to the start of an epoch, and return the properties that determine the samples of each step."""
 
-    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
-        """Go to a step of an epoch. `place`: the value of the attribute `place` at that step; () if unknown."""
+    def begin(self, epoch: int, first_step: int, stream_position: StreamPosition = ()) -> None:
+        """Go to a step of an epoch. `stream_position`: the value of the attribute at that step; () if unknown."""
 
     def next(self) -> Share | None:
         """Return this rank's share of the next step; None after the last step.
@@ -137,7 +137,7 @@ def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[in
 class MapFeed:
     """The feed of a dataset with a length: the division of samples among ranks is known in advance."""
 
-    place: StreamPosition = ()
+    stream_position: StreamPosition = ()
 
     def __init__(
         self,
@@ -183,7 +183,12 @@ class MapFeed:
         self._dataset_epoch.set(epoch)
         self._batches.set_position(epoch, first_step)
 
-    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:  # noqa: ARG002 - for streams
+    def begin(
+        self,
+        epoch: int,
+        first_step: int,
+        stream_position: StreamPosition = (),  # noqa: ARG002 - for streams
+    ) -> None:
         self._go_to(epoch, first_step)
         if epoch != self._checked:
             self._checked = epoch
@@ -237,10 +242,10 @@ class StreamFeed:
         world: World,
         move: EpochMover,
         facts: Facts,
-        part: DataRank,
+        data_rank: DataRank,
         at_least: int | None = None,
     ) -> None:
-        self._part = part
+        self._data_rank = data_rank
         self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
         self._at_least = at_least or 1
@@ -249,7 +254,7 @@ class StreamFeed:
         self._world = world
         self._move = move
         self._compared = False  # whether the ranks' first samples were compared
-        self.place = self._reached = StreamPosition()
+        self.stream_position = self._reached = StreamPosition()
 
     def steps_in(self, epochs: range) -> None:
         """Return None, because the length of a stream is unknown before its end."""
@@ -257,11 +262,12 @@ class StreamFeed:
     def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - a stream's samples are not known in advance
         return self._facts
 
-    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
-        self.place = self._reached = place
-        self._loader.set_position(epoch, place)
-        self._arriving = counted(self._loader, self._move(epoch, first_step * self._passes if place else 0))
-        if first_step and not place:
+    def begin(self, epoch: int, first_step: int, stream_position: StreamPosition = ()) -> None:
+        self.stream_position = self._reached = stream_position
+        self._loader.set_position(epoch, stream_position)
+        number = first_step * self._passes if stream_position else 0
+        self._arriving = counted(self._loader, self._move(epoch, number))
+        if first_step and not stream_position:
             logger.info(
                 "reading and discarding the first {} steps of epoch {}, because the stream has no state_dict to resume "
                 "from",
@@ -280,11 +286,11 @@ class StreamFeed:
         return fetched
 
     def next(self) -> Share | None:
-        self.place = self._reached
+        self.stream_position = self._reached
         fetched = self._fetch()
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
-        samples = self._over_all_ranks(sum(passes) if self._part.contributes else 0, dist.ReduceOp.SUM)
-        if self._part.equal_passes and samples:
+        samples = self._over_all_ranks(sum(passes) if self._data_rank.contributes else 0, dist.ReduceOp.SUM)
+        if self._data_rank.equal_passes and samples:
             passes, batches = self._padded(passes, batches)
         self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
@@ -334,7 +340,7 @@ class StreamFeed:
         readable = [leaf for leaf in tensors if leaf.layout == torch.strided and leaf.dtype != torch.bfloat16]
         bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in readable)
         digests: dict[int, set[int]] = {}
-        for data_rank, digest in gathered(self._world, [self._part.rank, digest_of(bits)]):
+        for data_rank, digest in gathered(self._world, [self._data_rank.rank, digest_of(bits)]):
             digests.setdefault(data_rank, set()).add(digest)
         if any(len(of_replica) > 1 for of_replica in digests.values()):
             raise DataError(
@@ -400,7 +406,7 @@ class FeedBuilder:
 
     config: TrainerConfig
     world: World
-    part: DataRank
+    data_rank: DataRank
     plan: BatchPlan
     """The division of each training step into batches."""
     dtype: torch.dtype | None
@@ -416,11 +422,11 @@ class FeedBuilder:
 
     @property
     def _reader(self) -> World:
-        """The world for reading data: a copy of `world` with the rank and world size of `part`.
+        """The world for reading data: a copy of `world` with the rank and number of ranks of `data_rank`.
 
         Ranks that read the same samples then draw the same random numbers.
         """
-        return replace(self.world, rank=self.part.rank, world_size=self.part.ranks)
+        return replace(self.world, rank=self.data_rank.rank, world_size=self.data_rank.ranks)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
         """Create the feed of training data, positioned at the start of an epoch.
@@ -437,13 +443,13 @@ class FeedBuilder:
         seed = mixed_seed(config.seed, step)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
-            share = split(self.plan.global_batch, self.part.ranks, self.part.rank)
+            share = split(self.plan.global_batch, self.data_rank.ranks, self.data_rank.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
             stream = build_stream(dataset, sizes, config.data, self._reader, config.seed, template, record_states=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
-            return StreamFeed(stream, len(sizes), world, self._move, facts, self.part, at_least=full)
+            return StreamFeed(stream, len(sizes), world, self._move, facts, self.data_rank, at_least=full)
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, options, epoch)
@@ -461,7 +467,7 @@ class FeedBuilder:
             dataset, batches, config.data, self._reader, seed, template, keyed=keyed, dataset_epoch=dataset_epoch
         )
         filler_batch = None
-        if self.part.equal_passes:
+        if self.data_rank.equal_passes:
             filler_batch = lambda: self._read(dataset, batches.filler_batch(), template, transform)[1]  # noqa: E731
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch)
@@ -501,7 +507,7 @@ class FeedBuilder:
             "the setting seed": config.seed,
             "the global batch": self.plan.global_batch,
             "drop_last": config.data.drop_last or (template is not None and template.drop_last),
-            RANKS: self.part.ranks,
+            RANKS: self.data_rank.ranks,
             "data.num_workers": workers or 1,  # the order is the same without workers and with one worker
         }
         if workers not in (0, 1) or (template is not None and template.batch_size is None):
@@ -544,7 +550,7 @@ class FeedBuilder:
             return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _raise_no_batch)
         batches: EvalBatches | UserEvalBatches
         if options is not None and options.batches is not None:
-            batches = UserEvalBatches(options.batches, self.part.rank, self.part.ranks, seed=config.seed)
+            batches = UserEvalBatches(options.batches, self.data_rank.rank, self.data_rank.ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, options, shuffle=False), size)
         transform = config.data.eval_device_transform
@@ -580,10 +586,16 @@ class FeedBuilder:
             if options.divided:
                 micro_batch = config.micro_batch_size
                 largest = micro_batch if isinstance(micro_batch, int) else sys.maxsize
-                plan = BatchPlan(1, largest, passes, self.part.ranks)
-                return DividedTrainBatches(options.batches, self.part.rank, plan, seed=seed, epoch=epoch)
+                plan = BatchPlan(1, largest, passes, self.data_rank.ranks)
+                return DividedTrainBatches(options.batches, self.data_rank.rank, plan, seed=seed, epoch=epoch)
             return UserTrainBatches(
-                options.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
+                options.batches,
+                self.data_rank.rank,
+                self.data_rank.ranks,
+                passes,
+                drop_last=drop_last,
+                seed=seed,
+                epoch=epoch,
             )
         sampler = self._sampler(dataset, options, shuffle=options.shuffle if options else config.data.shuffle)
         sampler.set_epoch(epoch)
@@ -592,7 +604,7 @@ class FeedBuilder:
     def _sampler(self, dataset: Any, options: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
         seed, order = self.config.seed, options.sampler if options else None
         return ExactDistributedSampler(
-            dataset, self.part.rank, self.part.ranks, shuffle=shuffle, seed=seed, user_sampler=order
+            dataset, self.data_rank.rank, self.data_rank.ranks, shuffle=shuffle, seed=seed, user_sampler=order
         )
 
     def _check_epoch(
@@ -609,11 +621,12 @@ class FeedBuilder:
 
     def _check_stream(self) -> None:
         """Raise `ConfigError` for settings that do not work with a stream."""
-        if self.plan.global_batch < self.part.ranks:
+        ranks = self.data_rank.ranks
+        if self.plan.global_batch < ranks:
             raise ConfigError(
-                f"a global batch of {self.plan.global_batch} cannot be divided among {self.part.ranks} ranks, each "
-                "of which reads its own stream",
-                f"set global_batch_size to {self.part.ranks} or more",
+                f"a global batch of {self.plan.global_batch} cannot be divided among {ranks} ranks, each of which "
+                "reads its own stream",
+                f"set global_batch_size to {ranks} or more",
             )
         self._check_equal_samples(None)
 
@@ -623,7 +636,7 @@ class FeedBuilder:
         SyncBatchNorm runs a collective in every pass, so all ranks need the same number of samples in each pass.
         `batches`: None for a stream, whose length is unknown.
         """
-        ranks = self.part.ranks
+        ranks = self.data_rank.ranks
         steps: Sequence[int] = ()
         if batches is not None:
             steps = range(batches.steps) if isinstance(batches, DividedTrainBatches) else (0, batches.steps - 1)
@@ -646,7 +659,7 @@ class FeedBuilder:
     def _transform(
         self, function: Callable[[Any], Any] | None, epoch: int = 0, number: int = 0
     ) -> DeviceTransform | None:
-        return function and DeviceTransform(function, self.world, self.config.seed, epoch, self.part.rank, number)
+        return function and DeviceTransform(function, self.world, self.config.seed, epoch, self.data_rank.rank, number)
 
     def _on_device(
         self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]

@@ -106,20 +106,20 @@ def facts_of_weights(model: nn.Module, shards: Iterable[Tensor], world: World) -
 
 
 def facts_of_optimizer(
-    names: Mapping[int, str], device_optimizer: Optimizer, optimizer: Optimizer, world: World
+    names: Mapping[int, str], stepped_optimizer: Optimizer, optimizer: Optimizer, world: World
 ) -> dict[str, int | str]:
     """The optimizer state of each parameter as text, to compare between ranks that hold the same state.
 
     Tensors are replaced by checksums. Waits for the device.
-    `names`: id(parameter) -> name, for each parameter of `device_optimizer`. `optimizer`: the user's optimizer, which
+    `names`: id(parameter) -> name, for each parameter of `stepped_optimizer`. `optimizer`: the user's optimizer, which
     holds the state of these parameters, in the same order.
     """
-    optimizers = device_optimizer, optimizer
+    optimizers = stepped_optimizer, optimizer
     # If the user added a group to one of the two, their lengths differ, and the next step raises an error.
     pairs = zip(*(chain(*(group["params"] for group in one.param_groups)) for one in optimizers), strict=False)
     states, sums = {}, []
-    for on_device, parameter in pairs:
-        state = states[names[id(on_device)]] = optimizer.state.get(parameter, {})
+    for model_parameter, parameter in pairs:
+        state = states[names[id(model_parameter)]] = optimizer.state.get(parameter, {})
         tensors = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor)]
         zero = torch.zeros((), dtype=torch.int64, device=parameter.device)
         sums.append(sum((bits([tensor]).to(parameter.device) for tensor in tensors), zero))

@@ -248,8 +248,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Go:
-    """Order to start workers. Each node gets its own rank assignment."""
+class StartRound:
+    """Order to start the workers of a round on all nodes that have an assignment.
+
+    An agent gets only its own assignment, in `StartWorkers`.
+    """
 
     assignments: Mapping[int, RankAssignment]
     why: str = ""
@@ -287,7 +290,7 @@ class End:
     outcome: Outcome
 
 
-Order = Go | Stop | Refuse | Pause | End
+Order = StartRound | Stop | Refuse | Pause | End
 
 
 @dataclass(frozen=True)
@@ -458,7 +461,7 @@ class Job:
         if self._enough_since is None:
             self._enough_since = now
         if joined >= limits.max_nodes or now - self._enough_since >= limits.last_call_timeout:
-            return self._go("")
+            return self._start_round("")
         return []
 
     def _advance(self) -> list[Order]:
@@ -493,9 +496,9 @@ class Job:
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
-            return self._go_after_loss("; ".join(round_.lost))
+            return self._start_round_after_loss("; ".join(round_.lost))
         if round_.for_new_node:
-            return self._go("a node joined")
+            return self._start_round("a node joined")
         if not round_.failures:
             return self._end(Outcome(lost="all workers were stopped, and no node reported a failure"))
         return self._after_failure(tuple(round_.failures))
@@ -519,7 +522,7 @@ class Job:
         if HOST not in self._nodes or self._left:
             return self._end_with_too_few_nodes()
         if not self._too_few():
-            return self._go_after_loss("a node joined")
+            return self._start_round_after_loss("a node joined")
         if self._now >= self._due:
             self._round.lost.append(f"no replacement joined within {self._limits.replacement_timeout:g} s")
             return self._end_with_too_few_nodes()
@@ -539,7 +542,7 @@ class Job:
             return self._end(replace(outcome, note=follows.note))
         why = f"{first}; {follows.description}"
         if not follows.wait:
-            return self._go(why)
+            return self._start_round(why)
         self._phase, self._due = _Phase.BACKOFF, self._now + follows.wait
         return [Pause(f"{why} in {follows.wait:g} s")]
 
@@ -548,21 +551,21 @@ class Job:
             return self._wait_for_replacement()
         if self._now < self._due:
             return []
-        return self._go_after_loss("; ".join(self._round.lost)) if self._round.lost else self._go("")
+        return self._start_round_after_loss("; ".join(self._round.lost)) if self._round.lost else self._start_round("")
 
-    def _go_after_loss(self, why: str) -> list[Order]:
+    def _start_round_after_loss(self, why: str) -> list[Order]:
         """Start the next round after a loss of nodes, or end the job after too many losses without progress."""
         too_often = self._restarts.node_lost()
-        return self._end(Outcome(tuple(self._round.failures), lost=too_often)) if too_often else self._go(why)
+        return self._end(Outcome(tuple(self._round.failures), lost=too_often)) if too_often else self._start_round(why)
 
-    def _go(self, why: str) -> list[Order]:
+    def _start_round(self, why: str) -> list[Order]:
         self._left_by, self._left = 0, False
         ordered = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
         members = ordered[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING
         numbers = frozenset(node.number for node in members)
         self._round = _Round(self._round.number + 1, numbers, self._now, set(numbers))
-        return [Go(self._assignments(members), why)]
+        return [StartRound(self._assignments(members), why)]
 
     def _assignments(self, members: Sequence[Node]) -> dict[int, RankAssignment]:
         assignments: dict[int, RankAssignment] = {}

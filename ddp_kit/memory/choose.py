@@ -329,25 +329,29 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
         check_exact_fits(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
 
 
-def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, device_optimizer: Optimizer) -> int | None:
+def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer) -> int | None:
     """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
-    Called after `strategy.setup`. `device_optimizer`: the optimizer that holds the model's parameters; the same object
+    Called after `strategy.setup`. `stepped_optimizer`: the optimizer that holds the model's parameters; the same object
     as `optimizer`, unless `optimizer` holds copies on the host. Returns the sum of these bytes on this rank; None on
     the CPU, or if unknown.
     """
     memory = _memory_to_fit(strategy)
     if memory is None:
         return None
-    held = [
-        parameter for group in device_optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
-    ]
-    trained = held if strategy.replaces_parameters else strategy.parameters
+    trained = strategy.parameters
+    if strategy.replaces_parameters:
+        trained = tuple(
+            parameter
+            for group in stepped_optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
     weights, gradients = (sum(map(bytes_of, tensors)) for tensors in (strategy.local_parameters(), trained))
     if strategy.parameters_on_host:
         weights = gradients = 0
     weights += sum(map(bytes_of, model.buffers()))
-    plan = MemoryPlan(weights, gradients, state_to_come(optimizer) if optimizer is device_optimizer else 0)
+    plan = MemoryPlan(weights, gradients, state_to_come(optimizer) if optimizer is stepped_optimizer else 0)
     check_exact_fits(plan, memory)
     return plan.exact
 

@@ -67,7 +67,7 @@ class ParameterRow:
 class BlockMemory:
     """Bytes of one repeated block in one pass."""
 
-    kept: int
+    activations: int
     """Bytes saved for the backward pass."""
     input: int
     """Bytes of the block's input, which is about all that activation checkpointing keeps."""
@@ -79,7 +79,7 @@ class PassMemory:
 
     batch: int = 0
     """Bytes of the micro-batch and of prefetched micro-batches."""
-    kept: int = 0
+    activations: int = 0
     """Bytes of activations at the end of the forward pass."""
     peak: int = 0
     """The most bytes in use at any time, including activations."""
@@ -92,18 +92,18 @@ class PassMemory:
 
         `checkpointing`: the fraction of the blocks that are recomputed. `offload`: whether activations are offloaded.
         """
-        kept, temporary = self.kept, self.peak - self.kept
+        activations, temporary = self.activations, self.peak - self.activations
         if not self.blocks or not (checkpointing or offload):
             return self
-        largest = max(block.kept - block.input for block in self.blocks)
+        largest = max(block.activations - block.input for block in self.blocks)
         recomputed = round(checkpointing * len(self.blocks))
-        left = [block.input if n < recomputed else block.kept for n, block in enumerate(self.blocks)]
-        kept += sum(left) - sum(block.kept for block in self.blocks)
+        left = [block.input if n < recomputed else block.activations for n, block in enumerate(self.blocks)]
+        activations += sum(left) - sum(block.activations for block in self.blocks)
         if offload:  # one block is computed while the next one is copied
-            kept += 2 * max(left) - sum(left) if len(left) > 1 else 0
+            activations += 2 * max(left) - sum(left) if len(left) > 1 else 0
         if recomputed:  # one block exists again in its backward pass; casts exist at the end of the forward pass
             temporary = max(temporary + largest, self.casts)
-        return replace(self, kept=kept, peak=kept + temporary, blocks=())
+        return replace(self, activations=activations, peak=activations + temporary, blocks=())
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ def plan_memory(
         weights=weights + model.buffers,
         gradients=held,
         optimizer_state=state,
-        activations=passed.batch + passed.kept,
-        temporaries=passed.peak - passed.kept,
+        activations=passed.batch + passed.activations,
+        temporaries=passed.peak - passed.activations,
         optimizer_temporaries=copies,
         communication=communication,
         fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),

@@ -11,7 +11,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Op
     The optimizer state is estimated: every weight is assumed to need as much state per value as the weight with the
     most state in `optimizer`. Before the first step, two state values per weight value are assumed, as in Adam.
     """
-    found = [
+    ratios = [
         sum(
             bytes_of(tensor)
             for tensor in state.values()
@@ -144,9 +144,9 @@ def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Op
         for parameter, state in (optimizer.state.items() if optimizer is not None else ())
         if isinstance(state, dict)
     ]
-    kept = max(found, default=2.0)
+    ratio = max(ratios, default=2.0)
     states = {
-        parameter: (round(kept * parameter.element_size()), 0)
+        parameter: (round(ratio * parameter.element_size()), 0)
         for parameter in model.parameters()
         if parameter.requires_grad
     }
@@ -168,10 +168,10 @@ def _without_memory(
     fakes = FakeTensors()
     # deepcopy takes these from the memo instead of copying.
     memo: dict[int, Any] = {id(parameter): fakes.like(parameter) for parameter in model.parameters()}
-    for optimizer, device_optimizer in optimizers:
-        for held, copies in zip(device_optimizer.param_groups, optimizer.param_groups, strict=True):
+    for optimizer, stepped_optimizer in optimizers:
+        for group, copies in zip(stepped_optimizer.param_groups, optimizer.param_groups, strict=True):
             memo |= {
-                id(copy): memo[id(parameter)] for parameter, copy in zip(held["params"], copies["params"], strict=True)
+                id(copy): memo[id(parameter)] for parameter, copy in zip(group["params"], copies["params"], strict=True)
             }
         memo[id(optimizer.state)] = defaultdict(dict)
     try:
@@ -195,19 +195,19 @@ def _pass(
     arrived = [leaf for leaf in pytree.tree_leaves(training.batch) if isinstance(leaf, Tensor)]
     live = LiveBytes([*model.parameters(), *model.buffers(), *arrived])
     began: dict[nn.Module, tuple[int, int]] = {}  # bytes before the block, and of its input
-    found: dict[nn.Module, BlockMemory] = {}
+    block_memory: dict[nn.Module, BlockMemory] = {}
 
     def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
         began[block] = live.now, sum(bytes_of(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
 
     def leave(block: nn.Module, _inputs: Any, _output: Any) -> None:
-        before, given = began[block]
-        found[block] = BlockMemory(max(0, live.now - before), given)
+        before, input_bytes = began[block]
+        block_memory[block] = BlockMemory(max(0, live.now - before), input_bytes)
 
     def drop_gradient(parameter: Tensor) -> None:  # as soon as it is computed: gradients are counted elsewhere
         parameter.grad = None
 
-    with _left_as_it_was(model, training.device), ExitStack() as hooks:
+    with _in_training_mode(model, training.device), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(enter))
             hooks.enter_context(block.register_forward_hook(leave))
@@ -218,7 +218,7 @@ def _pass(
             with training.precision.forward(), activations.forward_context():
                 value = checked(loss_fn(model, with_copied_containers(training.batch)), "the loss function")
             total = value.loss if isinstance(value, Loss) else value
-            kept = live.now
+            activation_bytes = live.now
             total.sum().backward()  # type: ignore[no-untyped-call]
     # autocast makes 16-bit copies of matrices
     casts = {
@@ -229,15 +229,15 @@ def _pass(
     }
     return PassMemory(
         batch=sum(map(bytes_of, arrived)) * (1 + training.prefetched),
-        kept=kept,
+        activations=activation_bytes,
         peak=live.peak,
-        blocks=tuple(found[block] for block in blocks if block in found),
+        blocks=tuple(block_memory[block] for block in blocks if block in block_memory),
         casts=sum(2 * weight.numel() for weight in casts) if training.config.precision in ("bf16", "fp16") else 0,
     )
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _in_training_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     """A context that sets the model to training mode, and restores random states and each module's mode on exit.
 
     `device`: the device on which, besides the CPU, random states are restored.
@@ -254,23 +254,24 @@ def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
     """Measure each parameter's optimizer state by running a step: bytes per value of the parameter, and other bytes."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if isinstance(optimizer, torch.optim.LBFGS):  # which cannot step without values
         # Vectors of the size of all weights: the directions and changes of gradients of the last `history_size`
         # iterations, and the last direction and gradient.
         vectors = 2 * optimizer.param_groups[0]["history_size"] + 2
-        return {parameter: (vectors * parameter.element_size(), 0) for parameter in held}
-    for parameter in held:
+        return {parameter: (vectors * parameter.element_size(), 0) for parameter in trained}
+    for parameter in trained:
         with torch.no_grad():
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    found = {}
-    for parameter in held:
+    states = {}
+    for parameter in trained:
         parameter.grad = None
         state = [leaf for leaf in pytree.tree_leaves(optimizer.state.get(parameter, {})) if isinstance(leaf, Tensor)]
         per_value = sum(tensor.element_size() for tensor in state if tensor.shape == parameter.shape)
-        found[parameter] = per_value, sum(bytes_of(tensor) for tensor in state if tensor.shape != parameter.shape)
-    return found
+        states[parameter] = per_value, sum(bytes_of(tensor) for tensor in state if tensor.shape != parameter.shape)
+    return states
 
 
 def state_to_come(optimizer: Optimizer) -> int:
@@ -284,8 +285,8 @@ def state_to_come(optimizer: Optimizer) -> int:
     total = 0
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        for dtype in {each.dtype for each in trained}:
-            values = sum(each.numel() for each in trained if each.dtype == dtype)
+        for dtype in {parameter.dtype for parameter in trained}:
+            values = sum(parameter.numel() for parameter in trained if parameter.dtype == dtype)
             with suppress(RuntimeError, TypeError, ValueError):  # this check must not end a run by its own error
                 tried = nn.Parameter(torch.ones(8, dtype=dtype))
                 per_value, _ = _states(trial_of(optimizer, group, [tried]))[tried]
@@ -309,7 +310,7 @@ def _stages(model: nn.Module, training: TrainingPass) -> tuple[tuple[frozenset[s
     The blocks include only parameters that FSDP can shard.
     """
     parallel = training.config.parallel
-    with _left_as_it_was(model, training.device), training.precision.forward():
+    with _in_training_mode(model, training.device), training.precision.forward():
         holders = holders_after_first_pass(model, parallel, training.loss_fns[0], training.batch)
     names = tuple(
         frozenset(name for name, parameter in model.named_parameters() if stage in holders[parameter])
@@ -328,14 +329,22 @@ def _rows(
     states: Mapping[nn.Parameter, tuple[int, int]],
     splits: Mapping[nn.Parameter, int],
 ) -> tuple[ParameterRow, ...]:
-    found = []
+    rows = []
     for name, parameter in model.named_parameters():
-        row = ParameterRow(
-            name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, units.get(parameter, "")
+        per_value, constant_bytes = states.get(parameter, (0, 0))
+        rows.append(
+            ParameterRow(
+                name,
+                tuple(parameter.shape),
+                parameter.element_size(),
+                parameter.requires_grad,
+                units.get(parameter, ""),
+                state_per_value=per_value,
+                constant_state_bytes=constant_bytes,
+                split=splits.get(parameter),
+            )
         )
-        per_value, besides = states.get(parameter, (0, 0))
-        found.append(replace(row, state_per_value=per_value, constant_state_bytes=besides, split=splits.get(parameter)))
-    return tuple(found)
+    return tuple(rows)
 
 
 # --- Measured peak ----------------------------------------------------------------------------------------------------

@@ -123,8 +123,8 @@ class Optimizers:
     """The optimizer of a placed model, and its schedulers."""
 
     optimizer: Optimizer
-    device_optimizer: Optimizer
-    """See `TrainerContext.device_optimizer`."""
+    stepped_optimizer: Optimizer
+    """See `TrainerContext.stepped_optimizer`."""
     schedulers: dict[str, LRScheduler]
     """By update name; the scheduler of a single optimizer has the name ""."""
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
@@ -179,7 +179,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         model=model.module,
         strategy=strategy,
         optimizer=optimizer,
-        device_optimizer=optimizers.device_optimizer,
+        stepped_optimizer=optimizers.stepped_optimizer,
         scheduler=JointScheduler(schedulers) if updates and schedulers else schedulers.get(""),
         loss_fn=checked_loss(loss_to_evaluate(updates, logged) if updates else arguments.loss_fn),
         precision=model.precision,
@@ -189,7 +189,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         logged=logged,
         on_gradients=call_on_gradients if any(map(changes_gradients, callbacks)) else None,
     )
-    counted = check_fits(context.model, strategy, optimizer, context.device_optimizer)
+    counted = check_fits(context.model, strategy, optimizer, context.stepped_optimizer)
     position, state, clock = Position(), RunState(), step_clock(world.device)
     step = joint_step(context, clock, updates, schedulers) if updates else optimizer_step_for(context, clock)
     record = RunRecord(config, world, model.description)
@@ -200,7 +200,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         # First, so that nothing else is loaded if a callback rejects its state.
         CallbacksPart(world, callbacks, pieces=strategy.divides_weights),
         ModelPart(strategy, world, trainable_only=settings.checkpoint.trainable_only),
-        OptimizerPart(strategy, optimizer, context.device_optimizer, optimizer_kind(optimizer)),
+        OptimizerPart(strategy, optimizer, context.stepped_optimizer, optimizer_kind(optimizer)),
         SchedulerPart(context.scheduler, schedulers if updates else {}),
         PrecisionPart(context.precision, step),
         position,
@@ -309,9 +309,9 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
     optimizer = arguments.optimizer
     if arguments.updates:
         optimizer = JointOptimizer({update.name: update.optimizer for update in arguments.updates})
-    optimizer = device_optimizer = optimizer_for(model.module, optimizer, strategy)
+    optimizer = stepped_optimizer = optimizer_for(model.module, optimizer, strategy)
     if settings.memory.offload is not None:
-        device_optimizer = OffloadedOptimizer(optimizer, in_place=strategy.parameters_on_host)
+        stepped_optimizer = OffloadedOptimizer(optimizer, in_place=strategy.parameters_on_host)
     schedulers: dict[str, LRScheduler] = {}
     plateaus: list[Callback] = []
     intervals: list[tuple[LRScheduler | None, int]] = []
@@ -320,14 +320,14 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
         for update in arguments.updates
     ]
     alone = ("", optimizer, arguments.scheduler, arguments.scheduler_every, 1)
-    for name, stepped, scheduler, interval, every in rows or [alone]:
+    for name, scheduled, scheduler, interval, every in rows or [alone]:
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
-            scale_learning_rate(stepped, rule, model.placement.batch_plan.global_batch, reference, scheduler)
-        made = scheduler_for(stepped, scheduler, interval)
+            scale_learning_rate(scheduled, rule, model.placement.batch_plan.global_batch, reference, scheduler)
+        made = scheduler_for(scheduled, scheduler, interval)
         if isinstance(made, ReduceLROnPlateau):
             plateau = Plateau(made, arguments.plateau_metric, settings.checkpoint, settings.warmup_steps)
             plateaus, made = [plateau, *plateaus], None
-        made = warmed_up(stepped, made, settings.warmup_steps, interval)
+        made = warmed_up(scheduled, made, settings.warmup_steps, interval)
         intervals.append((made, every))
         if made is not None:
             schedulers[name] = made
@@ -336,7 +336,7 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
             f"plateau_metric is {arguments.plateau_metric!r}, but there is no ReduceLROnPlateau",
             "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
         )
-    return Optimizers(optimizer, device_optimizer, schedulers, intervals, tuple(plateaus))
+    return Optimizers(optimizer, stepped_optimizer, schedulers, intervals, tuple(plateaus))
 
 
 def changes_gradients(callback: Callback) -> bool:

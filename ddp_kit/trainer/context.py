@@ -190,7 +190,7 @@ class TrainerContext:
     strategy: Strategy
     optimizer: Optimizer
     """The user's optimizer. With `memory.offload`, its parameters are copies of the weights on the host."""
-    device_optimizer: Optimizer
+    stepped_optimizer: Optimizer
     """The optimizer that holds the model's parameters and whose `step` does the update: `optimizer` itself, or an
     `OffloadedOptimizer` around it."""
     scheduler: LRScheduler | None

@@ -107,7 +107,7 @@ class Evaluator:
         context, step = self._context, self._position.step
         random = None if stops is None else random_states(context.world)
         with self._run_state.callbacks:
-            self._checkpoints.finish_copy()  # callbacks may change the weights, as EMA does
+            self._checkpoints.wait_for_copy()  # callbacks may change the weights, as EMA does
             try:
                 self._call_callbacks("on_evaluate_start")
                 with context.heartbeat.during(Phase.EVALUATION):

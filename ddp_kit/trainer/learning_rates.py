@@ -82,21 +82,28 @@ class Plateau(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's best value, counts and settings. The learning rates are in the optimizer's state."""
-        own = self._scheduler
-        return {"best": float(own.best), "metric": self._metric, "mode": own.mode, "settings": self._settings()} | {
-            name: getattr(own, name) for name in _COUNTS
+        scheduler = self._scheduler
+        counts = {name: getattr(scheduler, name) for name in _COUNTS}
+        return {
+            "best": float(scheduler.best),
+            "metric": self._metric,
+            "mode": scheduler.mode,
+            "settings": self._settings(),
+            **counts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the scheduler's best value and counts, unless they belong to another metric or mode."""
-        own = self._metric, self._scheduler.mode
-        saved = state.get("metric", own[0]), state.get("mode", own[1])
-        if saved != own:
+        metric, mode = self._metric, self._scheduler.mode
+        saved_metric, saved_mode = state.get("metric", metric), state.get("mode", mode)
+        if (saved_metric, saved_mode) != (metric, mode):
             logger.warning(
                 "ReduceLROnPlateau starts without a best value: it follows {!r} ({}), but in the checkpoint it "
                 "followed {!r} ({})",
-                *own,
-                *saved,
+                metric,
+                mode,
+                saved_metric,
+                saved_mode,
             )
             return
         log_setting_changes(
@@ -211,8 +218,8 @@ class WarmUp(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the warm-up and of the scheduler."""
-        own = {name: value for name, value in vars(self).items() if name not in ("optimizer", "scheduler")}
-        return own | {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
+        warm_up = {name: value for name, value in vars(self).items() if name not in ("optimizer", "scheduler")}
+        return warm_up | {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` returned."""
@@ -273,7 +280,7 @@ class DecayWatch:
             for name, scheduler in schedulers.items()
             if not any(isinstance(one, periodic) for one in _all(scheduler))
         }
-        self._highest = {name: max(_rates(each), default=0.0) for name, each in self._watched.items()}
+        self._highest = {name: max(_rates(scheduler), default=0.0) for name, scheduler in self._watched.items()}
         self._epochs = 0
 
     def begin(self, epochs: int | None) -> None:
@@ -446,21 +453,22 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
             f"the number of steps in an epoch of a {type(dataset).__name__} is not known before the epoch ends",
             "set max_steps in the TrainerConfig, and leave out epochs",
         )
-    own = train_batching(dataset, template, config.data)
+    options = train_batching(dataset, template, config.data)
     ranks = sizes_of(config.parallel, from_env().world_size).data
-    drop_last = config.data.drop_last or bool(own and own.drop_last)
-    if own is not None and own.batches is not None:
+    drop_last = config.data.drop_last or bool(options and options.drop_last)
+    if options is not None and options.batches is not None:
         passes = config.accumulation_steps or 1
         plan = plan_batches(passes * ranks, None, passes, ranks)  # of batches instead of samples
-        lengths = lengths_in(own.batches, "batch sampler", config.seed, epochs)
-        if own.divided:
+        lengths = lengths_in(options.batches, "batch sampler", config.seed, epochs)
+        if options.divided:
             return sum(lengths)
         return sum(plan.steps(length, drop_last) for length in lengths)
-    given = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    size = loader_batch_size(train_data, config) or given
+    size = loader_batch_size(train_data, config)
+    if size is None and config.micro_batch_size != "auto":
+        size = config.micro_batch_size
     plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
-    if own is not None and own.sampler is not None:
-        lengths = lengths_in(own.sampler, "sampler", config.seed, epochs)
+    if options is not None and options.sampler is not None:
+        lengths = lengths_in(options.sampler, "sampler", config.seed, epochs)
         return sum(plan.steps(length, drop_last) for length in lengths)
     DatasetEpoch(dataset, config.seed).set(epochs.start)
     return len(epochs) * plan.steps(len(dataset), drop_last)

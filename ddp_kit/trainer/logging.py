@@ -583,7 +583,7 @@ class LogPoints:
             return
         weights = consistency.facts_of_weights(context.model, strategy.local_parameters(), world)
         optimizer = consistency.facts_of_optimizer(
-            strategy.parameter_names(), context.device_optimizer, context.optimizer, world
+            strategy.parameter_names(), context.stepped_optimizer, context.optimizer, world
         )
         found = (
             first_difference(world, {what: consistency.settings_of(context.optimizer)})

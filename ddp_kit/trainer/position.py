@@ -12,7 +12,7 @@ from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.state import SavedPart, as_text, from_text
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data import ReaderState
-from ddp_kit.data.feed import PER_RANK, RANKS
+from ddp_kit.data.feed import PER_RANK, RANKS, StreamPosition
 from ddp_kit.distributed.barrier import all_arrive
 from ddp_kit.distributed.consistency import Facts
 from ddp_kit.distributed.world import (
@@ -60,27 +60,27 @@ class Position(SavedPart):
         """Whether the evaluation after this step was interrupted; a resumed run starts by repeating it."""
         self.was_stopping = False
         """Whether stop() had been called when the evaluation was interrupted: after repeating it, the run ends."""
-        self.place: tuple[ReaderState, ...] = ()
+        self.stream_position: StreamPosition = ()
         """This rank's position in its stream; checkpoints store it for each rank."""
         self.evaluated = -1
         """The last step at which callbacks received the metrics of an evaluation; -1: none."""
 
     def advance(
-        self, samples: int, epoch_length: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
+        self, samples: int, epoch_length: int | None, stream_position: StreamPosition = (), *, ends_epoch: bool
     ) -> None:
         """Record that a step is done.
 
         `samples`: the step's samples over all ranks. `epoch_length`: the number of steps in the epoch, if known.
-        `place`: this rank's position in its stream.
+        `stream_position`: this rank's position in its stream.
         """
         self.evaluation_pending = self.was_stopping = False
         self.step += 1
         self.samples += samples
         self.steps_in_epoch += 1
         self.epoch_length = epoch_length
-        self.place = place
+        self.stream_position = stream_position
         if ends_epoch:
-            self.place = ()
+            self.stream_position = ()
             self.epoch += 1
             self.steps_in_epoch = 0
             self.epoch_length = None
@@ -142,7 +142,8 @@ class Position(SavedPart):
         return sum(end > after for end in range(first, last + 1, steps_per_epoch))
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return {name: value for name, value in vars(self).items() if name != "place"}  # what is equal on all ranks
+        # `StreamPart` saves `stream_position`, which differs between ranks.
+        return {name: value for name, value in vars(self).items() if name != "stream_position"}
 
     def check(self, state: Any) -> str | None:
         for name in ("step", "epoch", "steps_in_epoch", "samples"):
@@ -175,12 +176,12 @@ class StreamPart(SavedPart):
         self._position = position
 
     def rank_state(self) -> Any:
-        if not self._position.place:  # not a stream with state, or no epoch has started
+        if not self._position.stream_position:  # not a stream with state, or no epoch has started
             return None
         return json.dumps(
             [
                 [reader.reader, reader.number, encoded(reader.random), as_text(reader.dataset)]
-                for reader in self._position.place
+                for reader in self._position.stream_position
             ]
         )
 
@@ -188,14 +189,14 @@ class StreamPart(SavedPart):
         return [*ranks]
 
     def check(self, state: Any) -> str | None:
-        place_of(state, self._world.rank, self._world.world_size)
+        stream_position_of(state, self._world.rank, self._world.world_size)
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        self._position.place = place_of(state, self._world.rank, self._world.world_size)
+        self._position.stream_position = stream_position_of(state, self._world.rank, self._world.world_size)
 
 
-def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:
+def stream_position_of(texts: Sequence[str | None], rank: int, ranks: int) -> StreamPosition:
     """This rank's position in its stream, given the texts of all ranks; empty if the number of ranks has changed.
 
     Invalid text may raise any exception.
@@ -203,15 +204,15 @@ def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[Reader
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
         return ()
-    place = []
+    readers = []
     with random_states_kept():
         for reader, number, random, state in json.loads(text):
             states = decoded(random)
             set_random_states(states)  # raises an error for invalid states
-            place.append(
+            readers.append(
                 ReaderState(whole_number(reader, "a reader"), whole_number(number, "a batch"), states, from_text(state))
             )
-    return tuple(place)
+    return tuple(readers)
 
 
 # --- Loop state -------------------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_stat
                 )
             steps.close()
             try:
-                (checkpoints.finish if due else checkpoints.settle)()
+                (checkpoints.save_final if due else checkpoints.wait_for_saves)()
             except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
                 logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
             raise

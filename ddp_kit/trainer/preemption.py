@@ -191,7 +191,7 @@ class Preemption:
             return
         try:
             self._checkpoints.save_once()
-            self._checkpoints.finish()
+            self._checkpoints.save_final()
             _save_others(self, self._world)
         finally:
             _signals.received = None  # until here, a second Ctrl-C interrupts
@@ -240,7 +240,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:
-                other._checkpoints.end()
+                other._checkpoints.save_and_close()
             except DdpKitError as error:  # do not raise: the stopping Trainer is saved already, and must exit
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:

@@ -22,7 +22,7 @@ from ddp_kit.timing import StepClock
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.logging import Interval
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
-from ddp_kit.trainer.step import OptimizerStep, StepRecord
+from ddp_kit.trainer.step import OptimizerStep, StepRecorder
 
 # --- Out-of-memory errors ---------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def _tried(
         for parameter in context.strategy.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()  # the step should only allocate state, without non-finite values
-        context.device_optimizer.step()
+        context.stepped_optimizer.step()
         if last:
             _clear_gradients(context.model)
         _pass(context, batch)
@@ -175,11 +175,11 @@ class RecoverableStep(OptimizerStep):
     if so: restore buffers and random states; all ranks raise OutOfMemory
     """
 
-    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
-        self._before, self._record, self._confirmed = StepSnapshot(self._context), record, False
+    def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:
+        self._before, self._recorder, self._confirmed = StepSnapshot(self._context), recorder, False
         failed: BaseException
         try:
-            super().run(share, batch, record, measure_norm=measure_norm)
+            super().run(share, batch, recorder, measure_norm=measure_norm)
         except (RuntimeError, MemoryError) as error:
             if self._confirmed or not is_out_of_memory(error):
                 raise
@@ -204,7 +204,7 @@ class RecoverableStep(OptimizerStep):
         self._confirmed = True
         if flag:
             self._before.restore()
-            self._record.drop_step()
+            self._recorder.drop_step()
             self.clear()
             raise OutOfMemory(failed)
 
@@ -236,7 +236,7 @@ def find(
     the ratios of their rates. The suggestion is the rate at which the smoothed loss, as a function of the logarithm of
     the rate, falls most steeply, before its minimum.
     """
-    before, skipped = RunSnapshot(context), step.skipped
+    before, skipped_steps = RunSnapshot(context), step.skipped_steps
     own = [float(group["lr"]) for group in context.optimizer.param_groups]
     tried: list[float] = []
     losses: list[float] = []
@@ -249,7 +249,7 @@ def find(
             clock.start()
             with step.without_scheduler(), context.logged.set_aside():
                 step.run(share, feed.batch, interval, measure_norm=False)
-            interval.end_step(share.samples)
+            interval.end_step(share.step_samples)
             values = interval.close(clock).values()
             loss = values.loss / values.weight if values.weight else math.nan
             if not math.isfinite(loss):
@@ -261,7 +261,7 @@ def find(
                 break
     finally:
         before.restore()
-        step.skipped = skipped
+        step.skipped_steps = skipped_steps
     return LearningRateSearch(tuple(tried), tuple(losses), _steepest(tried, losses))
 
 

@@ -30,7 +30,7 @@ from ddp_kit.trainer.snapshots import BufferCopies, without_trace
 # --- The optimizer step -----------------------------------------------------------------------------------------------
 
 
-class StepRecord(Protocol):
+class StepRecorder(Protocol):
     """Protocol of an object that records the losses and the gradient norm of a step, such as an `Interval`."""
 
     @property
@@ -57,41 +57,41 @@ class OptimizerStep:
         self._context = context
         self._strategy = context.strategy
         self._clock = clock
-        self._parameters = RunParameters(context.model, context.optimizer, context.device_optimizer)
+        self._parameters = RunParameters(context.model, context.optimizer, context.stepped_optimizer)
         self._loss = StepLoss(context, clock, self._parameters)
         self._gradients: Gradients | None = None  # for callbacks, once a step has run
         # With fp16, the gradient scaler skips steps itself.
-        self._skips = context.config.non_finite_gradients == "skip" and not context.precision.scales
-        may_skip = self._skips or context.precision.scales
+        self._skips_non_finite = context.config.non_finite_gradients == "skip" and not context.precision.scales
+        may_skip = self._skips_non_finite or context.precision.scales
         self._keeps_buffers = may_skip and any(True for _ in context.model.buffers())
         # The host waits to know whether a step was skipped, but only if something on the host depends on it.
         ticks = context.scheduler is not None and not (
             isinstance(context.scheduler, EveryEpoch) and context.scheduler.steps == 0
         )
-        self._waits = ticks or context.config.non_finite_gradients == "skip"
-        self._skipped = 0
+        self._waits_for_outcome = ticks or context.config.non_finite_gradients == "skip"
+        self._skipped_steps = 0
 
-    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:
         """Run one step.
 
         `share`: the number of samples in each pass. `batch`: a function that returns the batch of the next pass.
-        `record`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
+        `recorder`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
         """
         context, precision = self._context, self._context.precision
         buffers = BufferCopies(context.model) if self._keeps_buffers else None
-        finite = self.compute_gradient(share, batch, record, measure_norm=measure_norm)
-        if finite and precision.apply(context.device_optimizer, wait=self._waits):  # optimizer.step()
+        finite = self.compute_gradient(share, batch, recorder, measure_norm=measure_norm)
+        if finite and precision.apply(context.stepped_optimizer, wait=self._waits_for_outcome):  # optimizer.step()
             if buffers is not None and precision.overflowed is not None:
                 buffers.restore_where(precision.overflowed)
-            self.step_scheduler(record.step)
+            self.step_scheduler(recorder.step)
         else:
-            self._skip(record, buffers)
+            self._skip(recorder, buffers)
         self.clear()
         self._strategy.end_step()
         self._clock.mark(OPTIMIZER)
 
     def compute_gradient(
-        self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool
+        self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool
     ) -> bool:
         """Leave the gradient of the global batch in the parameters' `grad`, clipped.
 
@@ -100,7 +100,7 @@ class OptimizerStep:
         context, strategy, loss, config = self._context, self._strategy, self._loss, self._context.config
         self.clear()  # gradients from another Trainer, or from user code
         strategy.begin_step()
-        loss.begin(share, record)
+        loss.begin(share, recorder)
         self.run_passes(share.passes, batch)
         loss.reduce_weights()  # on ranks without passes
         if measure_norm:  # only at log points, because it walks over all modules
@@ -114,15 +114,16 @@ class OptimizerStep:
         context.heartbeat.mark(Phase.OPTIMIZER)
         if (correction := loss.correction()) is not None:  # before unscale(), which finds a correction that is NaN
             scale_gradients(strategy.updated_parameters, correction)
-        context.precision.unscale(context.device_optimizer)
+        context.precision.unscale(context.stepped_optimizer)
         if context.on_gradients is not None:
             self._call_on_gradients(context.on_gradients)
-        if config.max_grad_norm is not None or measure_norm or self._skips:
+        if config.max_grad_norm is not None or measure_norm or self._skips_non_finite:
             norm = strategy.grad_norm()
-            if self._skips and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
+            # Equal on all ranks. Waits for the device in each step.
+            if self._skips_non_finite and not bool(torch.isfinite(norm)):
                 return False
             if measure_norm:
-                record.note_norm(norm)
+                recorder.note_norm(norm)
             if config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(strategy.updated_parameters, config.max_grad_norm, norm)
         if config.max_grad_value is not None:
@@ -163,15 +164,15 @@ class OptimizerStep:
             with explained_ticks(scheduler, step):
                 scheduler.end_epoch()
 
-    def _skip(self, record: StepRecord, buffers: BufferCopies | None) -> None:
+    def _skip(self, recorder: StepRecorder, buffers: BufferCopies | None) -> None:
         """Skip a step with a non-finite gradient: restore the buffers that its passes have changed."""
         if self._context.config.non_finite_gradients == "skip":
             if self._loss.weighted and not bool(torch.isfinite(self._loss.weight())):
-                raise bad_weight(record.step)
-            record.drop_step()
+                raise bad_weight(recorder.step)
+            recorder.drop_step()
         if buffers is not None:
             buffers.restore()
-        self._skipped += 1
+        self._skipped_steps += 1
 
     def _call_on_gradients(self, call: Callable[[Gradients], None]) -> None:
         """Let callbacks change the gradients. Raises `ConfigError` if they replaced gradients that are not used."""
@@ -193,15 +194,15 @@ class OptimizerStep:
                 )
 
     @property
-    def skipped(self) -> int:
+    def skipped_steps(self) -> int:
         """The number of steps skipped because of a non-finite gradient. With fp16, reading it waits for the device."""
-        self._skipped += self._context.precision.take_skipped_steps()
-        return self._skipped
+        self._skipped_steps += self._context.precision.take_skipped_steps()
+        return self._skipped_steps
 
-    @skipped.setter
-    def skipped(self, steps: int) -> None:
+    @skipped_steps.setter
+    def skipped_steps(self, steps: int) -> None:
         self._context.precision.take_skipped_steps()
-        self._skipped = steps
+        self._skipped_steps = steps
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
@@ -245,7 +246,7 @@ _IGNORED = -100  # the default ignore_index of torch's cross_entropy
 class StepLoss:
     """Computes the loss of each pass, times its share of the global batch. A step minimises the sum over all passes.
 
-    begin(share, record)                # a step
+    begin(share, recorder)                # a step
     of_pass(batch, samples)             # the loss function, for each pass
     reduce_weights()                    # before the last backward pass of each rank
     correction()                        # after all passes: the factor that the gradients still need
@@ -265,7 +266,7 @@ class StepLoss:
         self._parameters = parameters
         self._kind = _UNKNOWN
         self._share: Share
-        self._record: StepRecord
+        self._recorder: StepRecorder
         self._weight: Tensor | float = 0.0  # the sum of this rank's weights in the step
         self._reduction: Any = None
         self._reduced_weight: Tensor | None = None  # the sum of all ranks' weights, once the reduction is complete
@@ -281,9 +282,9 @@ class StepLoss:
         """Whether the loss function returns a `Loss`, whose weight is known only after the passes."""
         return self._kind == _WEIGHTED
 
-    def begin(self, share: Share, record: StepRecord) -> None:
+    def begin(self, share: Share, recorder: StepRecorder) -> None:
         """Begin a step. On a rank without passes, take part in the collective of the other ranks' first loss."""
-        self._share, self._record = share, record
+        self._share, self._recorder = share, recorder
         self._weight, self._missing_samples = 0.0, 0
         self._reduction = self._reduced_weight = None
         if not share.passes:
@@ -322,11 +323,12 @@ class StepLoss:
         if number < samples and not isinstance(value, Loss):
             self._note_missing(samples - number, samples)
         if counted:
-            self._record.add(value, number)
+            self._recorder.add(value, number)
             if isinstance(value, Loss):
                 self._weight = self._weight + exact_weight(value.weight)
         # The strategy divides the sum of all gradients by its `divisor`.
-        share = (1 if isinstance(value, Loss) and number else number) * context.strategy.divisor / self._share.samples
+        weight = 1 if isinstance(value, Loss) and number else number
+        share = weight * context.strategy.divisor / self._share.step_samples
         return context.precision.scaled(total if share == 1.0 else total * share)
 
     def reduce_weights(self) -> None:
@@ -349,9 +351,9 @@ class StepLoss:
     def correction(self) -> Tensor | None:
         """The factor by which the reduced gradients must be multiplied, as a scalar on the device; None for 1."""
         if self.weighted:
-            return _ratio(self._share.samples, self.weight())
+            return _ratio(self._share.step_samples, self.weight())
         if self._missing_samples:  # on one rank only
-            device, samples = self._context.world.device, self._share.samples
+            device, samples = self._context.world.device, self._share.step_samples
             present = torch.full((), samples - self._missing_samples, dtype=torch.float64, device=device)
             return _ratio(samples, present)
         return None
@@ -380,11 +382,11 @@ class StepLoss:
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
             self._parameters.check_frozen()  # frozen parameters are a likely cause; this error is clearer
             raise LossError(
-                f"the loss function returned a tensor that does not require grad at step {self._record.step} on rank "
+                f"the loss function returned a tensor that does not require grad at step {self._recorder.step} on rank "
                 f"{context.world.rank}",
                 "compute the loss from the model's output, without .item(), .detach(), torch.no_grad() or argmax in "
                 "between",
-                self._record.step,
+                self._recorder.step,
             )
         return value
 
@@ -482,14 +484,14 @@ class RunParameters:
     unfrozen later, each rank would train it separately.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, stepped_optimizer: Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
         self._model_parameters = tuple(model.parameters())
         self._optimizer_parameters = _parameters_of(optimizer)
         self._required_grad = [parameter.requires_grad for parameter in self._model_parameters]
         self._all = tuple(
-            dict.fromkeys(self._model_parameters + self._optimizer_parameters + _parameters_of(device_optimizer))
+            dict.fromkeys(self._model_parameters + self._optimizer_parameters + _parameters_of(stepped_optimizer))
         )
 
     def clear_gradients(self) -> None:
@@ -541,7 +543,7 @@ def check_step_hooks(context: TrainerContext) -> None:
 
     Such a hook would have no effect on the model, or compute with this rank's part of a tensor as if it were whole.
     """
-    offloaded = context.device_optimizer is not context.optimizer
+    offloaded = context.stepped_optimizer is not context.optimizer
     if not context.strategy.shards and not offloaded:
         return
     hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks(context.optimizer)]
@@ -598,7 +600,7 @@ class ClosureStep(OptimizerStep):
     Each call of the closure uses the same batches. Log rows contain the losses of the first call.
     """
 
-    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:
         context, batches, calls = self._context, StepBatches(batch), 0
 
         def closure() -> Tensor:
@@ -606,40 +608,40 @@ class ClosureStep(OptimizerStep):
             if calls:
                 self.clear()
                 self._strategy.end_step()
-            of_call = _ClosureRecord(record, context.world.device, first=calls == 0)
+            of_call = _ClosureRecorder(recorder, context.world.device, first=calls == 0)
             calls += 1
             with torch.enable_grad(), nullcontext() if of_call.first else context.logged.set_aside():
                 self.compute_gradient(share, batches.again(), of_call, measure_norm=measure_norm)
             return torch.tensor(reduced([of_call.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
         context.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
-        self.step_scheduler(record.step)
+        self.step_scheduler(recorder.step)
         self.clear()
         self._strategy.end_step()
         self._clock.mark(OPTIMIZER)
 
 
-class _ClosureRecord:
+class _ClosureRecorder:
     """Records the mean loss of one call of the closure; for the first call, also adds the losses to the interval."""
 
-    def __init__(self, interval: StepRecord, device: torch.device, *, first: bool) -> None:
-        self._interval = interval
+    def __init__(self, recorder: StepRecorder, device: torch.device, *, first: bool) -> None:
+        self._recorder = recorder
         self.first = first
         self.mean = Mean(device)
 
     @property
     def step(self) -> int:
-        return self._interval.step
+        return self._recorder.step
 
     def add(self, value: Tensor | Loss, samples: int) -> None:
         self.mean.add(value, samples)
         if self.first:
-            self._interval.add(value, samples)
+            self._recorder.add(value, samples)
 
     def note_norm(self, norm: Tensor) -> None:
         if self.first:
-            self._interval.note_norm(norm)
+            self._recorder.note_norm(norm)
 
     def drop_step(self) -> None:
         if self.first:
-            self._interval.drop_step()
+            self._recorder.drop_step()

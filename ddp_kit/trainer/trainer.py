@@ -282,11 +282,11 @@ class Trainer:
             loss=rows[-1].loss if rows else run.position.loss,
             history=tuple(rows),
             metrics=evaluations.metrics if evaluations is not None else {},
-            skipped=run.optimizer_step.skipped,
+            skipped=run.optimizer_step.skipped_steps,
         )
         self._call_callbacks("on_fit_end", result)
         with self._context.heartbeat.during(Phase.CHECKPOINT):
-            run.checkpoints.finish()  # the last evaluation or a callback may have requested a save
+            run.checkpoints.save_final()  # the last evaluation or a callback may have requested a save
         conclude(result, began, time.perf_counter() - began_at, run.checkpoints.best, run.checkpoints.newest)
         # The callbacks of other ranks may still be writing files.
         barrier.wait_for_all(self.world, f"the end of trainer.fit() after step {self.step}")
@@ -527,7 +527,7 @@ class Trainer:
             optimizers = [(update.optimizer, update.optimizer) for update in self._run.arguments.updates]
             model = measured(
                 context.model,
-                optimizers or [(context.optimizer, context.device_optimizer)],
+                optimizers or [(context.optimizer, context.stepped_optimizer)],
                 training,
                 accumulates=self.batch_plan.accumulation > 1,
             )
@@ -561,7 +561,7 @@ class Trainer:
                     heartbeat.mark(Phase.DATA)
                     share = feed.next()  # while the device is busy with the step
                     run.clock.mark(DATA)
-                    step = self._advance(feed, done.samples, ends_epoch=share is None)
+                    step = self._advance(feed, done.step_samples, ends_epoch=share is None)
                     run.profiler.after_step(step.number)
                     self._call_callbacks("on_step")
                     self._wait_at_a_stop()
@@ -581,7 +581,7 @@ class Trainer:
             self._wait_at_a_stop()  # a callback of a log point or evaluation may have called stop
             run.log_points.end(self.step, self.epoch)
             with heartbeat.during(Phase.CHECKPOINT):
-                run.checkpoints.finish()
+                run.checkpoints.save_final()
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:
@@ -611,7 +611,7 @@ class Trainer:
         self._context.heartbeat.mark(Phase.DATA)
         run.clock.skip()
         position.epoch_facts = feed.facts(self.epoch)
-        feed.begin(self.epoch, position.steps_in_epoch, position.place)
+        feed.begin(self.epoch, position.steps_in_epoch, position.stream_position)
         total, before = position.last_step(self.config, feed.steps_in), self._total_steps
         if total is not None and before is not None and total != before:
             self._total_steps = total
@@ -643,7 +643,7 @@ class Trainer:
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
         """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
         run, number, epoch = self._run, self.step + 1, self.epoch
-        run.position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
+        run.position.advance(samples, feed.steps, feed.stream_position, ends_epoch=ends_epoch)
         run.decay_watch.after_step(number, epoch)
         if ends_epoch:
             run.optimizer_step.end_epoch(number)
@@ -773,7 +773,7 @@ class Trainer:
             weights = consistency.facts_of_weights(self.model, strategy.local_parameters(), self.world)
             consistency.check_agreement(self.world, weights, strategy.replicas)
             optimizer = consistency.facts_of_optimizer(
-                strategy.parameter_names(), context.device_optimizer, self.optimizer, self.world
+                strategy.parameter_names(), context.stepped_optimizer, self.optimizer, self.world
             )
             consistency.check_agreement(self.world, optimizer, strategy.optimizer_replicas)
             progress: consistency.Facts = {

@@ -19,7 +19,7 @@ from ddp_kit.timing import StepClock
 from ddp_kit.trainer.context import LoggedValues, LossFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.searches import RecoverableStep
 from ddp_kit.trainer.setup import checked_loss
-from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecord
+from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecorder
 
 # --- Joint optimizer and scheduler ------------------------------------------------------------------------------------
 # Adapters to save, load and compare the state of several updates.
@@ -243,37 +243,37 @@ class JointStep(OptimizerStep):
         super().__init__(context, clock)
         self._steps = dict(steps)
 
-    def run(self, share: Share, batch: Callable[[], Any], record: StepRecord, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:
         batches, norms = StepBatches(batch), []
         for number, (name, (every, step)) in enumerate(self._steps.items()):
-            if record.step % every == 0:
-                of_update = _UpdateRecord(record, self._context.logged, name, first=number == 0)
+            if recorder.step % every == 0:
+                of_update = _UpdateRecorder(recorder, self._context.logged, name, first=number == 0)
                 step.run(share, batches.again(), of_update, measure_norm=measure_norm)
                 norms += of_update.norms
         if norms:
-            record.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
+            recorder.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
 
     def end_epoch(self, step: int) -> None:
         for _, update_step in self._steps.values():
             update_step.end_epoch(step)
 
     @property
-    def skipped(self) -> int:
-        return sum(step.skipped for _, step in self._steps.values())
+    def skipped_steps(self) -> int:
+        return sum(step.skipped_steps for _, step in self._steps.values())
 
-    @skipped.setter
-    def skipped(self, steps: int) -> None:
+    @skipped_steps.setter
+    def skipped_steps(self, steps: int) -> None:
         first, *others = (step for _, step in self._steps.values())
-        first.skipped = steps
+        first.skipped_steps = steps
         for step in others:
-            step.skipped = 0
+            step.skipped_steps = 0
 
 
-class _UpdateRecord:
+class _UpdateRecorder:
     """Records the loss of one update under its name. The first update's loss is also the loss of the log row."""
 
-    def __init__(self, step: StepRecord, logged: LoggedValues, name: str, *, first: bool) -> None:
-        self._step = step
+    def __init__(self, recorder: StepRecorder, logged: LoggedValues, name: str, *, first: bool) -> None:
+        self._recorder = recorder
         self._logged = logged
         self._name = name
         self._first = first
@@ -282,11 +282,11 @@ class _UpdateRecord:
 
     @property
     def step(self) -> int:
-        return self._step.step
+        return self._recorder.step
 
     def add(self, value: Tensor | Loss, samples: int) -> None:
         if self._first:
-            self._step.add(value, samples)
+            self._recorder.add(value, samples)
         self._logged.note(f"loss/{self._name}", value, samples)
 
     def note_norm(self, norm: Tensor) -> None:
@@ -294,7 +294,7 @@ class _UpdateRecord:
 
     def drop_step(self) -> None:
         if self._first:
-            self._step.drop_step()
+            self._recorder.drop_step()
         self._logged.drop_step(keep=self._before)
 
 
@@ -325,7 +325,7 @@ def joint_step(
             context,
             strategy=strategy,
             optimizer=update.optimizer,
-            device_optimizer=update.optimizer,
+            stepped_optimizer=update.optimizer,
             scheduler=schedulers.get(update.name),
             loss_fn=update.loss_fn,
             config=config,

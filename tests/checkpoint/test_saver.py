@@ -25,9 +25,9 @@ from launching import run, seconds, started, wait_until
 from ddp_kit.checkpoint import saver as background_module
 from ddp_kit.checkpoint import saver as saver_module
 from ddp_kit.checkpoint.format import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
-from ddp_kit.checkpoint.process import LOCK
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.writer import LOCK
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 
@@ -216,7 +216,7 @@ def of_the_optimizer(part: str, name: str) -> bool:
     return name == "w"
 
 
-def test_overlapped_save_copies_replicated_tensors_until_finish_copy(tmp_path: Path, same: Same) -> None:
+def test_overlapped_save_copies_replicated_tensors_until_wait_for_copy(tmp_path: Path, same: Same) -> None:
     changing = state(1.0, size=1 << 22)
     expected = {
         "model": {name: tensor.clone() for name, tensor in changing["model"].items()},
@@ -227,7 +227,7 @@ def test_overlapped_save_copies_replicated_tensors_until_finish_copy(tmp_path: P
         changing["model"]["b"].zero_()
         changing["progress"]["step"] = 0
         assert steps(tmp_path) == [], "nothing is written before it is known that the copy is good"
-        saver.finish_copy()
+        saver.wait_for_copy()
         changing["model"]["w"].zero_()
     assert same(load(tmp_path / name_of(1)), expected)
 

@@ -18,11 +18,12 @@ from counting import KILLED, MOST, Counting
 from job_processes import has_ended
 from launching import seconds, wait_until
 
-from ddp_kit.checkpoint import packing, process
+from ddp_kit.checkpoint import packing
+from ddp_kit.checkpoint import writer as writer_program
 from ddp_kit.checkpoint.format import MANIFEST, checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import LOCK, Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.writer import LOCK, Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
 
@@ -38,8 +39,8 @@ def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has not begun is not waited for."""
-    monkeypatch.setattr(process, "_START_SECONDS", 0.0)
-    monkeypatch.setattr(process, "_ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(writer_program, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(writer_program, "_ABANDONED_SECONDS", 0.0)
 
 
 def state(writer: int = 0) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
 def test_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the job is gone: writer 1 comes to its end only once writer 0 has found it writing."""
     locked, found = Event(), Event()
-    is_locked = process._is_locked
+    is_locked = writer_program._is_locked
 
     def look(path: Path) -> bool | None:
         result = is_locked(path)
@@ -183,7 +184,7 @@ def test_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: p
             found.set()
         return result
 
-    monkeypatch.setattr(process, "_is_locked", look)
+    monkeypatch.setattr(writer_program, "_is_locked", look)
 
     class Second(System):
         def create(self, path: Path) -> int:
@@ -206,7 +207,7 @@ def test_size_of_a_folder_ignores_a_file_that_disappears(tmp_path: Path, monkeyp
     (tmp_path / "file").write_bytes(b"content")
     renamed = tmp_path / ".writer-1.new"
     monkeypatch.setattr(Path, "iterdir", lambda _: iter([renamed, tmp_path / "file"]))
-    assert process._size(tmp_path) == 7
+    assert writer_program._size(tmp_path) == 7
 
 
 def test_writer_with_a_full_disk_is_reported_by_the_first(tmp_path: Path) -> None:

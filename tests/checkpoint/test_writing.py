@@ -15,9 +15,9 @@ import pytest
 from counting import KILLED, MOST, Counting
 from launching import seconds
 
-from ddp_kit.checkpoint import process
+from ddp_kit.checkpoint import writer as writer_program
 from ddp_kit.checkpoint.format import checkpoints, leftovers, name_of, newest_whole
-from ddp_kit.checkpoint.process import LOCK, Region, System, WriteTask, wait_for_writers, write
+from ddp_kit.checkpoint.writer import LOCK, Region, System, WriteTask, wait_for_writers, write
 from ddp_kit.errors import CheckpointError
 
 
@@ -109,10 +109,10 @@ def test_writer_process_with_a_write_error_reports_it_and_unmaps_the_memory(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, ThreadPoolExecutor(1) as pool, os.fdopen(os.memfd_create("the-state"), "wb", buffering=0) as memory:
         memory.write(content)
-        writer = pool.submit(process.main, os.getppid(), memory.fileno(), theirs.detach())
+        writer = pool.submit(writer_program.main, os.getppid(), memory.fileno(), theirs.detach())
         ours.send(b"1 " + requested.to_json().encode())
-        number, problem = json.loads(ours.recv(process.LONGEST_PACKET))
-        ours.send(process.STOP)
+        number, problem = json.loads(ours.recv(writer_program.LONGEST_PACKET))
+        ours.send(writer_program.STOP)
         writer.result(seconds(60))
     assert number == 1
     assert problem["transient"] == (code != errno.EIO)
@@ -140,13 +140,13 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         flock(descriptor, kind)
 
     if request.param == "on NFS":
-        monkeypatch.setattr(process.fcntl, "flock", lock)
+        monkeypatch.setattr(writer_program.fcntl, "flock", lock)
 
 
 @pytest.mark.usefixtures("locks")
 def test_write_keeps_leftovers_while_another_process_writes(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-00000007-aa").mkdir()
-    with process._alone(tmp_path) as alone:
+    with writer_program._alone(tmp_path) as alone:
         assert alone
         write(*job(tmp_path, 1))
         assert len(leftovers(tmp_path)) == 1
@@ -157,10 +157,10 @@ def test_write_keeps_leftovers_while_another_process_writes(tmp_path: Path) -> N
 @pytest.mark.usefixtures("locks")
 def test_wait_for_writers_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as save:
-        save.enter_context(process._alone(tmp_path))
-        monkeypatch.setattr(process.time, "sleep", lambda _: save.close())  # it ends once it is waited for
+        save.enter_context(writer_program._alone(tmp_path))
+        monkeypatch.setattr(writer_program.time, "sleep", lambda _: save.close())  # it ends once it is waited for
         wait_for_writers(tmp_path, seconds(60))
-        with process._alone(tmp_path) as alone:
+        with writer_program._alone(tmp_path) as alone:
             assert alone
 
 
@@ -173,7 +173,7 @@ def test_write_without_locks_removes_only_old_leftovers(tmp_path: Path, monkeypa
     def no_locks(*_: object) -> None:
         raise OSError(errno.EBADF, "as NFS says it")
 
-    monkeypatch.setattr(process.fcntl, "flock", no_locks)
+    monkeypatch.setattr(writer_program.fcntl, "flock", no_locks)
     for name in (".writing-step-00000007-aa", ".removed-step-00000001-bb", ".writing-step-00000008-cc"):
         (tmp_path / name).mkdir()
     (tmp_path / ".writing-step-00000008-cc" / "model.safetensors").touch()  # written to just now

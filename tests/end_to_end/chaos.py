@@ -62,7 +62,7 @@ class Job:
         return [each for each in self.below if _says(each, "chaotic.py") and _parent(each) in ranks]
 
     def writers(self) -> Processes:
-        return [each for each in self.below if _says(each, "ddp_kit.checkpoint.process")]
+        return [each for each in self.below if _says(each, "ddp_kit.checkpoint.writer")]
 
     def launchers(self) -> Processes:
         with suppress(psutil.NoSuchProcess):

@@ -225,7 +225,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(folder: Path) -> Iterator[dict[str, WarmServer]]:
     """What gives the launcher its workers, by way."""
     with chdir(folder):
-        started = {way: WarmServer([], kept() | ONE_THREAD, warm=way == "warm") for way in ("cold", "warm")}
+        started = {way: WarmServer([], kept() | ONE_THREAD, forks=way == "warm") for way in ("cold", "warm")}
     yield started
     for server in started.values():
         server.close()

@@ -10,7 +10,6 @@ from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.job import (
     LOST_NODES,
     End,
-    Go,
     Job,
     Limits,
     Node,
@@ -18,6 +17,7 @@ from ddp_kit.launcher.job import (
     Pause,
     Refuse,
     Report,
+    StartRound,
     State,
     Steps,
     Stop,
@@ -45,9 +45,9 @@ def report(
     return Report(number, round, state, failures, port or 200 + number, steps=steps)
 
 
-def the_go(orders: list[Order]) -> Go:
+def the_start(orders: list[Order]) -> StartRound:
     (order,) = orders
-    assert isinstance(order, Go)
+    assert isinstance(order, StartRound)
     return order
 
 
@@ -69,7 +69,7 @@ ELASTIC = Limits(min_nodes=1, max_nodes=2)
 
 def test_job_of_a_single_node_starts_at_once_and_ends_with_its_workers() -> None:
     machine, orders = job(Limits(), node(0))
-    assert the_go(orders).assignments[0].world_size == 2
+    assert the_start(orders).assignments[0].world_size == 2
     assert the_end(machine.reported(report(0, State.DONE), 1.0)) == Outcome()
 
 
@@ -80,7 +80,7 @@ def test_job_numbers_ranks_through_nodes_and_roles() -> None:
         node(2, processes=2),
         node(3, processes=2, role="ps"),
     ]
-    assignments = the_go(job(Limits(min_nodes=4, max_nodes=4), *mixed)[1]).assignments
+    assignments = the_start(job(Limits(min_nodes=4, max_nodes=4), *mixed)[1]).assignments
     assert [(s.group_rank, s.first_rank, s.world_size) for s in assignments.values()] == [
         (0, 0, 8), (1, 1, 8), (2, 4, 8), (3, 6, 8)
     ]  # fmt: skip
@@ -89,7 +89,7 @@ def test_job_numbers_ranks_through_nodes_and_roles() -> None:
 
 
 def test_job_uses_given_node_ranks_in_any_order_of_arrival() -> None:
-    assignments = the_go(job(TWO, node(0, rank=1), node(1, rank=0))[1]).assignments
+    assignments = the_start(job(TWO, node(0, rank=1), node(1, rank=0))[1]).assignments
     assert (assignments[0].group_rank, assignments[1].group_rank) == (1, 0)
 
 
@@ -98,7 +98,7 @@ def test_job_waits_for_the_last_call_if_more_nodes_may_join() -> None:
     machine.heartbeat(0, 29.0)
     assert not orders
     assert not machine.tick(29.0)
-    assert the_go(machine.tick(30.0)).assignments.keys() == {0}
+    assert the_start(machine.tick(30.0)).assignments.keys() == {0}
 
 
 def test_job_with_too_few_nodes_ends_after_the_join_timeout() -> None:
@@ -110,9 +110,9 @@ def test_job_with_too_few_nodes_ends_after_the_join_timeout() -> None:
 def test_job_after_a_failure_stops_all_nodes_and_restarts_with_a_new_store() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
     assert machine.reported(report(1, State.FAILED, failure(2)), 1.0) == [Stop(0)]
-    go = the_go(machine.reported(report(0, State.STOPPED, port=777), 1.1))
-    assert (go.assignments[0].round, go.assignments[0].restarts, go.assignments[1].master_port) == (1, 1, 777)
-    assert "rank 2 failed first" in go.why
+    start = the_start(machine.reported(report(0, State.STOPPED, port=777), 1.1))
+    assert (start.assignments[0].round, start.assignments[0].restarts, start.assignments[1].master_port) == (1, 1, 777)
+    assert "rank 2 failed first" in start.why
 
 
 def test_job_without_restarts_left_ends_with_all_failures() -> None:
@@ -129,9 +129,9 @@ def test_job_does_not_count_a_dead_node_as_a_restart(limits: Limits) -> None:
     machine, _ = job(limits, node(0), node(1))
     assert machine.reported(report(0, State.FAILED, failure(0)), 1.0) == [Stop(0)]
     machine.heartbeat(0, 3.5)
-    go = the_go(machine.tick(3.6))
-    assert (go.assignments.keys(), go.assignments[0].restarts) == ({0}, 0)
-    assert "no heartbeat from h1 for 3 s" in go.why
+    start = the_start(machine.tick(3.6))
+    assert (start.assignments.keys(), start.assignments[0].restarts) == ({0}, 0)
+    assert "no heartbeat from h1 for 3 s" in start.why
 
 
 def short_of(limits: Limits, *nodes: Node) -> Job:
@@ -151,10 +151,10 @@ def short_of(limits: Limits, *nodes: Node) -> Job:
 def test_job_replaces_a_dead_node_that_it_needs() -> None:
     machine = short_of(TWO, node(0), node(1))
     assert not machine.tick(15.0)
-    go = the_go(machine.joined(node(2), 15.5))
-    assert (go.assignments.keys(), go.assignments[0].round, go.assignments[0].restarts) == ({0, 2}, 1, 0)
+    start = the_start(machine.joined(node(2), 15.5))
+    assert (start.assignments.keys(), start.assignments[0].round, start.assignments[0].restarts) == ({0, 2}, 1, 0)
     machine = short_of(TWO, node(0, rank=0), node(1, rank=1))
-    assert the_go(machine.joined(node(2, rank=1), 15.5)).assignments[2].group_rank == 1
+    assert the_start(machine.joined(node(2, rank=1), 15.5)).assignments[2].group_rank == 1
 
 
 def test_job_ends_if_a_dead_node_is_not_replaced_in_time() -> None:
@@ -193,8 +193,8 @@ def test_job_with_room_admits_a_new_node() -> None:
     machine.heartbeat(0, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(1), 31.0) == [Stop(0, may_save=True)]
-    go = the_go(machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1))
-    assert (go.assignments.keys(), go.assignments[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
+    start = the_start(machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1))
+    assert (start.assignments.keys(), start.assignments[0].restarts, start.why) == ({0, 1}, 0, "a node joined")
 
 
 def test_job_without_room_keeps_a_new_node_waiting_until_another_dies() -> None:
@@ -203,7 +203,7 @@ def test_job_without_room_keeps_a_new_node_waiting_until_another_dies() -> None:
     for number in (0, 2):
         machine.heartbeat(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
-    assert the_go(machine.reported(report(0, State.STOPPED), 3.7)).assignments.keys() == {0, 2}
+    assert the_start(machine.reported(report(0, State.STOPPED), 3.7)).assignments.keys() == {0, 2}
 
 
 def test_job_that_is_ending_does_not_restart_for_a_new_node() -> None:
@@ -219,14 +219,14 @@ def test_job_that_is_ending_does_not_restart_for_a_new_node() -> None:
 def test_job_accepts_a_replacement_before_the_death_is_noticed() -> None:
     machine, _ = job(TWO, node(0, rank=0), node(1, rank=1))
     assert machine.joined(node(2, rank=1), 1.0) == [Stop(0)]
-    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0, 2}
+    assert the_start(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0, 2}
 
 
 def test_job_continues_without_a_node_that_has_left() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     leaving = Report(1, 0, State.LEFT, signal=signal.SIGTERM)
     assert machine.reported(leaving, 1.0) == [Stop(0, may_save=True)]
-    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0}
+    assert the_start(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0}
 
 
 def test_job_without_the_host_of_the_rendezvous_ends() -> None:
@@ -287,7 +287,7 @@ def test_job_whose_round_fails_without_a_failure_ends() -> None:
 def test_job_counts_failures_that_were_all_terminated() -> None:
     machine, _ = job(Limits(max_restarts=1), node(0))
     told = failure(terminated=True, exit_code=-signal.SIGTERM)
-    assert the_go(machine.reported(report(0, State.FAILED, told), 1.0)).assignments[0].restarts == 1
+    assert the_start(machine.reported(report(0, State.FAILED, told), 1.0)).assignments[0].restarts == 1
     assert the_end(machine.reported(report(0, State.FAILED, told, round=1), 2.0)).failures == (told,)
 
 
@@ -306,8 +306,8 @@ def test_job_in_a_crash_loop_waits_before_the_next_round() -> None:
     machine = waiting(Limits(max_restarts=9), node(0))
     assert machine.timeout(2.25) == 0.75
     assert not machine.tick(2.75)
-    go = the_go(machine.tick(3.0))
-    assert (go.assignments[0].round, go.assignments[0].restarts, go.why) == (2, 2, "")
+    start = the_start(machine.tick(3.0))
+    assert (start.assignments[0].round, start.assignments[0].restarts, start.why) == (2, 2, "")
     assert machine.timeout(3.0) is None
 
 
@@ -317,7 +317,7 @@ def test_job_that_loses_a_node_during_the_wait_continues_or_ends() -> None:
         orders = machine.reported(Report(1, 1, State.LEFT, signal=signal.SIGTERM), 2.5)
         if goes_on:
             assert not orders
-            assert the_go(machine.tick(3.0)).assignments.keys() == {0}
+            assert the_start(machine.tick(3.0)).assignments.keys() == {0}
         else:
             assert (the_end(orders).lost, the_end(orders).stopped_by) == ("h1 left the job", signal.SIGTERM)
 
@@ -326,8 +326,8 @@ def test_job_assigns_ranks_to_a_node_that_joins_during_the_wait() -> None:
     machine = waiting(Limits(min_nodes=1, max_nodes=2, max_restarts=9), node(0), node(1))
     assert not machine.reported(Report(1, 1, State.LEFT), 2.25)
     assert not machine.joined(node(2), 2.5)
-    go = the_go(machine.tick(3.0))
-    assert (go.assignments.keys(), go.why) == ({0, 2}, "h1 left the job")
+    start = the_start(machine.tick(3.0))
+    assert (start.assignments.keys(), start.why) == ({0, 2}, "h1 left the job")
 
 
 def test_job_counts_new_steps_of_any_node_as_progress() -> None:
@@ -337,7 +337,7 @@ def test_job_counts_new_steps_of_any_node_as_progress() -> None:
         not_begun = failure(2, message=str(round_))
         machine.reported(report(1, State.FAILED, not_begun, round=round_, steps=Steps(0, 0)), 1.0)
         stopped = report(0, State.STOPPED, round=round_, steps=Steps(began, reached))
-        whys.append(the_go(machine.reported(stopped, 1.0)).why.rpartition("; ")[2])
+        whys.append(the_start(machine.reported(stopped, 1.0)).why.rpartition("; ")[2])
     assert whys == ["restart 1 of 1", "restart 2 (1 of 1 since step 12)", "restart 3 (1 of 1 since step 14)"]
 
 
@@ -369,7 +369,7 @@ def test_job_counts_nodes_that_are_lost_during_the_wait() -> None:
         machine.reported(report(0, State.FAILED, failure(message=f"no {now}"), round=round_), now)
         return machine.reported(report(other, State.STOPPED, round=round_), now)
 
-    the_go(fail(1, 0))  # the first restart is immediate
+    the_start(fail(1, 0))  # the first restart is immediate
     for number in range(1, 2 * LOST_NODES):
         now += 1.0
         the_pause(fail(number, 2 * number - 1))
@@ -382,7 +382,7 @@ def test_job_counts_nodes_that_are_lost_during_the_wait() -> None:
             assert number == LOST_NODES + 1
             return
         assert machine.joined(node(number + 1), now) == [Stop(2 * number, may_save=True)]
-        the_go(machine.reported(report(0, State.STOPPED, round=2 * number), now))
+        the_start(machine.reported(report(0, State.STOPPED, round=2 * number), now))
     raise AssertionError("lost nodes do not count during the wait")
 
 
@@ -397,10 +397,10 @@ def test_job_does_not_count_failures_caused_by_admitting_a_node() -> None:
     machine.tick(30.0)
     assert machine.joined(node(2), 31.0) == [Stop(0, may_save=True)]
     assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1)
-    go = the_go(
+    start = the_start(
         machine.reported(report(1, State.FAILED, failure(2)), 31.2)
     )  # its peer had been stopped a moment before
-    assert (go.assignments.keys(), go.assignments[0].restarts) == ({0, 1, 2}, 0)
+    assert (start.assignments.keys(), start.assignments[0].restarts) == ({0, 1, 2}, 0)
 
 
 def test_job_stops_other_nodes_as_soon_as_one_is_failing() -> None:
@@ -420,7 +420,7 @@ def test_job_whose_host_leaves_while_nodes_gather_ends() -> None:
 def test_job_does_not_start_before_its_host_has_joined() -> None:
     machine, orders = job(ELASTIC, node(1), node(2))
     assert not orders
-    assert 0 in the_go(machine.joined(node(0), 1.0)).assignments
+    assert 0 in the_start(machine.joined(node(0), 1.0)).assignments
 
 
 def test_job_that_has_ended_reports_its_outcome_to_a_late_node() -> None:
@@ -448,7 +448,7 @@ def test_job_does_not_report_an_earlier_signal_for_a_later_loss() -> None:
 
 def test_job_ignores_reports_of_earlier_rounds() -> None:
     machine, _ = job(Limits(max_restarts=2), node(0))
-    the_go(machine.reported(report(0, State.FAILED, failure()), 1.0))
+    the_start(machine.reported(report(0, State.FAILED, failure()), 1.0))
     assert not machine.reported(report(0, State.FAILED, failure()), 1.1)
 
 
@@ -472,7 +472,7 @@ def test_job_with_any_events_has_whole_rounds_and_ends_once(
     limits = Limits(min_nodes=least, max_nodes=least + more, max_restarts=restarts)
     machine, now = Job(limits, 0.0), 0.0
     living: set[int] = set()
-    rounds: list[Go] = []
+    rounds: list[StartRound] = []
     ended, paused = 0, False
     came_or_went = 0
     kept = {0}  # the steps that rounds have begun after
@@ -483,7 +483,7 @@ def test_job_with_any_events_has_whole_rounds_and_ends_once(
             assert not ended, "an order after the end"
             assert not (paused and isinstance(order, Stop)), "nothing runs that could be stopped"
             paused = isinstance(order, Pause)
-            if isinstance(order, Go):
+            if isinstance(order, StartRound):
                 sizes = {assignment.group_world_size for assignment in order.assignments.values()}
                 assert sizes == {len(order.assignments)}
                 assert least <= len(order.assignments) <= least + more
@@ -538,4 +538,5 @@ def test_job_with_any_events_has_whole_rounds_and_ends_once(
         raise AssertionError("a round without nodes continues")
     most = restarts * len(kept)  # each new one may begin the count anew, once
     assert len(rounds) <= 1 + most + came_or_went, "a round without a reason that counts"
-    assert max([assignment.restarts for go in rounds for assignment in go.assignments.values()], default=0) <= most
+    restarts_of_rounds = [assignment.restarts for order in rounds for assignment in order.assignments.values()]
+    assert max(restarts_of_rounds, default=0) <= most

@@ -351,7 +351,7 @@ def test_workers_die_with_the_server_and_the_launcher_notices(server: WarmServer
 
 
 def test_poll_of_a_worker_does_not_consume_messages_for_others() -> None:
-    server = WarmServer([], clean_environment(), warm=False)
+    server = WarmServer([], clean_environment(), forks=False)
     workers = [started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2)]
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
@@ -366,7 +366,7 @@ def test_poll_of_a_worker_does_not_consume_messages_for_others() -> None:
 def test_server_that_is_stopped_is_continued_once_and_then_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
     said: list[str] = []
-    server = WarmServer([], clean_environment(), warm=False, print_message=said.append)
+    server = WarmServer([], clean_environment(), forks=False, print_message=said.append)
     first, second = (started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2))
     os.kill(server.pid, signal.SIGSTOP)
     os.kill(first.pid, signal.SIGTERM)
@@ -386,7 +386,7 @@ def test_server_check_does_not_count_time_while_the_launcher_is_suspended(monkey
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(suspended))
     monkeypatch.setattr(client, "time", clock)
     said: list[str] = []
-    server = WarmServer([], clean_environment(), warm=False, print_message=said.append)
+    server = WarmServer([], clean_environment(), forks=False, print_message=said.append)
     worker = started(server, server.start(["sleep", "1000"], clean_environment()))
     os.kill(server.pid, signal.SIGSTOP)
     wait_until(lambda: is_stopped(server.pid), "stopped")
@@ -404,7 +404,7 @@ def test_server_check_does_not_count_time_while_the_launcher_is_suspended(monkey
 @pytest.mark.slow
 def test_server_that_is_stopped_accepts_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
-    server = WarmServer([], clean_environment(), warm=False)
+    server = WarmServer([], clean_environment(), forks=False)
     os.kill(server.pid, signal.SIGSTOP)
     large = {f"LARGE_{number}": "x" * 100_000 for number in range(10)}
     assert server.start(["true"], clean_environment(large)).wait(seconds(60)) == 0
@@ -412,7 +412,7 @@ def test_server_that_is_stopped_accepts_messages_larger_than_the_buffer(monkeypa
 
 
 def test_server_that_is_stopped_ends_with_its_children() -> None:
-    server = WarmServer([], clean_environment(), warm=False)
+    server = WarmServer([], clean_environment(), forks=False)
     worker = started(server, server.start(["sleep", "1000"], clean_environment()))
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
@@ -430,7 +430,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0) 
 
 
 def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children() -> None:
-    server = WarmServer([], clean_environment(), warm=False)
+    server = WarmServer([], clean_environment(), forks=False)
     reading, writing = os.pipe()
     with os.fdopen(reading) as out:
         command = [sys.executable, "-c", WITHOUT_LEADER]

@@ -28,7 +28,7 @@ ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each para
     ParameterRow("blocks.1.weight", (7, 6), 4, True, "blocks.1", 8, 4),
     ParameterRow("frozen", (3,), 2, False),
 )
-PASS = PassMemory(batch=5, kept=1000, peak=1200, blocks=(BlockMemory(400, 50), BlockMemory(400, 50)))
+PASS = PassMemory(batch=5, activations=1000, peak=1200, blocks=(BlockMemory(400, 50), BlockMemory(400, 50)))
 MODEL = ModelMemory(ROWS, buffers=16, passed=PASS, copies_weights=True, accumulates=False)
 VALUES = 60 + 42 + 42
 
@@ -156,9 +156,9 @@ def test_plan_total_has_activations_or_copies_of_the_optimizer() -> None:
 
 def test_plan_with_checkpointing_keeps_inputs_of_blocks_and_recomputes_one() -> None:
     found = PASS.with_less(checkpointing=1.0, offload=False)
-    assert (found.kept, found.peak) == (1000 - 2 * 350, 1000 - 2 * 350 + 200 + 350)
+    assert (found.activations, found.peak) == (1000 - 2 * 350, 1000 - 2 * 350 + 200 + 350)
     half = PASS.with_less(checkpointing=0.5, offload=False)
-    assert (half.kept, half.peak) == (1000 - 350, 1000 - 350 + 200 + 350)
+    assert (half.activations, half.peak) == (1000 - 350, 1000 - 350 + 200 + 350)
     casts = replace(PASS, casts=900).with_less(checkpointing=1.0, offload=False)
     assert casts.peak == 300 + 900  # autocast's copies of the weights outlive the blocks
     assert PASS.with_less(checkpointing=0.0, offload=False) == PASS

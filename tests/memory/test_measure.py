@@ -65,8 +65,8 @@ def test_measured_memory_equals_that_of_real_tensors() -> None:
     real = measure._pass(planner.model, blocks, training, parts.loss_fn)
     assert model.problems == ()
     assert model.passed == real
-    assert real.kept > 2 * 16 * 4 * WIDTH * 4
-    assert all(block.kept >= 16 * 4 * WIDTH * 4 and block.input == 16 * WIDTH * 4 for block in real.blocks)
+    assert real.activations > 2 * 16 * 4 * WIDTH * 4
+    assert all(block.activations >= 16 * 4 * WIDTH * 4 and block.input == 16 * WIDTH * 4 for block in real.blocks)
     assert real.batch == 16 * 4 * 4
     found = {row.name: (row.shape, row.unit, row.state_per_value, row.constant_state_bytes) for row in model.rows}
     assert found["2.inner.weight"] == ((4 * WIDTH, WIDTH), "2", 8, 4)
@@ -167,7 +167,7 @@ def test_plan_measures_autocast_and_two_byte_weights() -> None:
     whole, half, cast = (of(trainer(precision=name), data()) for name in ("fp32", "bf16-true", "bf16"))
     assert {row.itemsize for row in half.rows} == {2}
     assert {row.state_per_value for row in half.rows} == {4}
-    assert half.passed.kept < whole.passed.kept
+    assert half.passed.activations < whole.passed.activations
     assert cast.passed.casts == 2 * 2 * 4 * WIDTH * WIDTH * 2
     assert whole.passed.casts == 0
 
@@ -179,8 +179,8 @@ def test_estimate_of_checkpointing_equals_the_measurement(precision: str) -> Non
         trainer(precision=precision, global_batch_size=256, memory={"activation_checkpointing": "blocks"}), data(256)
     ).passed
     estimated = plain.with_less(checkpointing=1.0, offload=False)
-    assert less.kept < 0.6 * plain.kept
-    assert estimated.kept == pytest.approx(less.kept, rel=0.01)
+    assert less.activations < 0.6 * plain.activations
+    assert estimated.activations == pytest.approx(less.activations, rel=0.01)
     assert estimated.peak == pytest.approx(less.peak, rel=0.01)
 
 

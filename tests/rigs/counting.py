@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ddp_kit.checkpoint.process import System
+from ddp_kit.checkpoint.writer import System
 
 OPERATIONS = ("mkdir", "create", "write", "fsync", "rename", "exchange", "remove")
 MOST = 60

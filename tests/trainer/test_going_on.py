@@ -31,8 +31,8 @@ from ddp_kit import (
 )
 from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
 from ddp_kit.checkpoint.lock import NAME
-from ddp_kit.checkpoint.process import LOCK, System
 from ddp_kit.checkpoint.state import CallbacksPart, as_text, load_callbacks
+from ddp_kit.checkpoint.writer import LOCK, System
 
 
 def data() -> TensorDataset:

@@ -219,9 +219,9 @@ def test_flop_count_calls_the_loss_function_once_more_without_work_per_step() ->
     fetches: list[Any] = []
 
     class Noted(OptimizerStep):
-        def run(self, share: Any, batch: Callable[[], Any], interval: Any, *, measure_norm: bool) -> None:
+        def run(self, share: Any, batch: Callable[[], Any], recorder: Any, *, measure_norm: bool) -> None:
             fetches.append(getattr(batch, "__func__", batch))
-            super().run(share, batch, interval, measure_norm=measure_norm)
+            super().run(share, batch, recorder, measure_norm=measure_norm)
 
     trainer = Trainer(
         nn.Linear(WIDTH, 1),

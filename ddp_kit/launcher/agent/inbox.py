@@ -41,8 +41,8 @@ class WorkerSignal:
 
 
 @dataclass(frozen=True)
-class StartRound:
-    """The job starts a round in which this node has a rank assignment."""
+class StartWorkers:
+    """Order to this node to start its workers, from the job's `StartRound`."""
 
     assignment: RankAssignment
     why: str = ""
@@ -58,7 +58,7 @@ class Disconnected:
 _MAX_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
 _WAKE_UPS = 4096  # bytes to read at once; each wake-up writes one byte, and one is enough to wake the reader
 
-Item = Order | StartRound | StopSignal | WorkerSignal | Disconnected
+Item = Order | StartWorkers | StopSignal | WorkerSignal | Disconnected
 
 
 class StoppedError(Exception):

@@ -24,7 +24,7 @@ from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher.agent.inbox import (
     Disconnected,
     Inbox,
-    StartRound,
+    StartWorkers,
     StopSignal,
     WorkerSignal,
     allow_connections,
@@ -183,12 +183,12 @@ class Agent:
 
     join the job
     loop:
-        StartRound  start a new store (first node) and the workers with this rank assignment
-        Stop        stop the workers; report STOPPED
-        Pause       print why the next round starts later
-        workers     all succeeded: report DONE; one failed: stop the others, report FAILED
-        signal      report LEFT, forward it to the workers, wait for the shutdown timeout
-        End         keep the outcome, which is the same on every node
+        StartWorkers  start a new store (first node) and the workers with this rank assignment
+        Stop          stop the workers; report STOPPED
+        Pause         print why the next round starts later
+        workers       all succeeded: report DONE; one failed: stop the others, report FAILED
+        signal        report LEFT, forward it to the workers, wait for the shutdown timeout
+        End           keep the outcome, which is the same on every node
     """
 
     def __init__(
@@ -236,8 +236,8 @@ class Agent:
 
     def _act(self) -> None:
         item = self._inbox.take()
-        if isinstance(item, StartRound):
-            self._start_round(item)
+        if isinstance(item, StartWorkers):
+            self._start_workers(item)
         elif isinstance(item, Stop):
             self._on_stop(item)
         elif isinstance(item, Pause):
@@ -270,7 +270,7 @@ class Agent:
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
-    def _start_round(self, order: StartRound) -> None:
+    def _start_workers(self, order: StartWorkers) -> None:
         if order.why:
             self._print_reason(order.why)
         assignment = order.assignment

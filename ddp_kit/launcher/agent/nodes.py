@@ -20,7 +20,7 @@ from ddp_kit.launcher.agent.inbox import (
     Disconnected,
     Inbox,
     Reminder,
-    StartRound,
+    StartWorkers,
     StoppedError,
     allow_connections,
     is_local,
@@ -35,7 +35,6 @@ from ddp_kit.launcher.agent.inbox import (
 )
 from ddp_kit.launcher.job import (
     End,
-    Go,
     Job,
     Limits,
     Node,
@@ -44,6 +43,7 @@ from ddp_kit.launcher.job import (
     RankAssignment,
     Refuse,
     Report,
+    StartRound,
     State,
     Steps,
     Stop,
@@ -106,7 +106,10 @@ class SingleNodeLink:
 
     def _enqueue(self, orders: list[Order]) -> None:
         for order in orders:
-            self._inbox.put(StartRound(order.assignments[self.number], order.why) if isinstance(order, Go) else order)
+            if isinstance(order, StartRound):
+                self._inbox.put(StartWorkers(order.assignments[self.number], order.why))
+            else:
+                self._inbox.put(order)
 
 
 # --- Coordinator of several nodes -------------------------------------------------------------------------------------
@@ -224,11 +227,11 @@ class Coordinator:
     def _publish(self, orders: list[Order]) -> None:
         """Write orders to the store. The caller must hold the lock."""
         for order in orders:
-            if isinstance(order, Go):
+            if isinstance(order, StartRound):
                 number = next(iter(order.assignments.values())).round
                 keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
                 self._store.multi_set(keys, [json.dumps(self._assigned(order, node)) for node in range(self._known)])
-                self._write({"go": number, "nodes": self._known, "why": order.why})
+                self._write({"start": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
             elif isinstance(order, Refuse):
@@ -239,7 +242,7 @@ class Coordinator:
                 lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
                 self._write({"end": asdict(order.outcome), "lost": lost})
 
-    def _assigned(self, order: Go, node: int) -> Any:
+    def _assigned(self, order: StartRound, node: int) -> Any:
         if node in order.assignments:
             return asdict(order.assignments[node])
         return None if node in self._job.alive else LOST
@@ -558,7 +561,7 @@ class MultiNodeLink:
         while True:
             order = json.loads(self._orders.get(ORDER.format(number=number)))
             number += 1
-            self._has_started = self._has_started or "go" in order
+            self._has_started = self._has_started or "start" in order
             if "end" in order:
                 self._is_over = True
                 removed = self.number in order["lost"]
@@ -574,10 +577,10 @@ class MultiNodeLink:
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
             elif self.number in range(order["nodes"]):
-                assignment = json.loads(self._orders.get(ASSIGNMENT.format(round=order["go"], node=self.number)))
+                assignment = json.loads(self._orders.get(ASSIGNMENT.format(round=order["start"], node=self.number)))
                 if assignment == LOST:
                     self._is_over = True
                     self._inbox.put(Disconnected(_REMOVED))
                     return
                 if assignment is not None:
-                    self._inbox.put(StartRound(RankAssignment(**assignment), order["why"]))
+                    self._inbox.put(StartWorkers(RankAssignment(**assignment), order["why"]))

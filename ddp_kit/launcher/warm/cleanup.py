@@ -1,4 +1,4 @@
-"""End all processes of a job when the job ends, and remove the files that they leave behind."""
+"""Clean-up by the warm server when a job ends: ends all processes of the job, and removes the files that they left."""
 
 import ctypes
 import os

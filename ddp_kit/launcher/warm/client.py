@@ -56,18 +56,18 @@ class WarmServer:
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        warm: bool = True,
+        forks: bool = True,
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
     ) -> None:
         """Start the server.
 
         `argv`: the launcher's arguments. They make the server's command line long enough: a worker, which is a fork,
-        overwrites it with its own, so that `ps` shows the worker's command. `warm`: whether the server imports torch.
-        `print_message`: a function that is called with a message if a signal stops the server. `preload`: modules to
-        import in addition to torch.
+        overwrites it with its own, so that `ps` shows the worker's command. `forks`: whether the server imports torch
+        and forks the workers; if not, it starts new interpreters. `print_message`: a function that is called with a
+        message if a signal stops the server. `preload`: modules to import in addition to torch.
         """
-        self._argv, self._env, self._warm, self._preload = argv, env, warm, preload
+        self._argv, self._env, self._forks, self._preload = argv, env, forks, preload
         adopt_orphans()  # if the server is killed, its children become children of this process
         self._folder: str | None = None  # the answer to `MakeFolder`
         self._open()
@@ -84,16 +84,15 @@ class WarmServer:
 
     def _open(self) -> None:
         """Start the process."""
-        env, warm = self._env, self._warm
         ours, theirs = socket.socketpair()
-        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
+        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if self._forks and name not in self._env}
         package = str(Path(__file__).parents[3])
-        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if warm else "cold", ",".join(hidden)]
+        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold", ",".join(hidden)]
         how += [",".join(self._preload), self._folder or ""]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _CODE, *how, *self._argv],
-                env={**env, **hidden},
+                env={**self._env, **hidden},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

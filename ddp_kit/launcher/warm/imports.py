@@ -254,11 +254,11 @@ def _place_of(program: Program, own_modules: _OwnModules) -> Iterator[None]:
         sys.modules["__main__"].__file__ = str(Path.cwd() / program.name)
     if not sys.flags.safe_path:
         sys.path.insert(0, str(folder_of(program)))
-    sys.meta_path.insert(0, own_modules)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, own_modules)
     try:
         yield
     finally:
-        sys.meta_path.remove(own_modules)  # type: ignore[arg-type]
+        sys.meta_path.remove(own_modules)
         sys.argv[:], sys.modules["__main__"], sys.path[:] = argv, main, path
 
 

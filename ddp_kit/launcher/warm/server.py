@@ -123,15 +123,15 @@ _OWN_FAULTS = {
 
 
 def main(
-    descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], preload: tuple[str, ...], folder: str
+    descriptor: int, launcher: int, forks: bool, hidden: tuple[str, ...], preload: tuple[str, ...], folder: str
 ) -> None:
     """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
     Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does.
 
-    `launcher`: the launcher's process id. `warm`: whether to import torch. `hidden`: environment variables that are set
-    only for this server. `preload`: modules to import in addition to torch. `folder`: the launcher's temporary folder,
-    if an earlier server has created it; else empty.
+    `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
+    variables that are set only for this server. `preload`: modules to import in addition to torch. `folder`: the
+    launcher's temporary folder, if an earlier server has created it; else empty.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
@@ -145,10 +145,10 @@ def main(
     signal.set_wakeup_fd(wake_pipe[1], warn_on_full_buffer=False)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    broken = _preload(_PRELOADED) if warm else ""
-    if warm and not broken:
+    broken = _preload(_PRELOADED) if forks else ""
+    if forks and not broken:
         _preload_further(preload)
-    server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], warm, broken, hidden, folder)
+    server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder)
     outlive_parent()
     if os.getppid() == launcher:
         program, warnings = server.serve()
@@ -199,7 +199,7 @@ class _Server:
         inherited: worker.Inherited,
         parent_signals: ParentSignals,
         wake: int,
-        warm: bool,
+        forks: bool,
         broken: str,
         hidden: tuple[str, ...],
         folder: str,
@@ -209,7 +209,7 @@ class _Server:
         self._inherited = inherited
         self._parent_signals = parent_signals
         self._wake = wake  # readable when a child has ended
-        self._warm = warm
+        self._forks = forks
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
         self._hidden = {name: os.environ[name] for name in hidden}
@@ -282,10 +282,10 @@ class _Server:
     def _start(self, start: Start) -> Program | None:
         """Start a worker. In a forked worker, return the program to run; in the server, None."""
         streams = self._channel.take_descriptors(2) if start.streams else []
-        cold, warm = "", None
-        if start.program is not None and self._warm:
+        cold, forked_program = "", None
+        if start.program is not None and self._forks:
             cold = self._reason_for_cold_start(start.program, start.env)
-            warm = None if cold else start.program
+            forked_program = None if cold else start.program
         parent = os.getpid()
         errors, write_errors = os.pipe2(os.O_CLOEXEC)
         try:
@@ -299,16 +299,16 @@ class _Server:
                 os.setsid()
                 self._channel.close()
                 os.close(errors)
-                if warm is None:
+                if forked_program is None:
                     worker.execute(start, streams, self._inherited, write_errors)
                 os.close(write_errors)
                 worker.set_up(start, streams, self._launcher)
                 self._imported.repeat()
-                return warm
+                return forked_program
         for descriptor in (write_errors, *streams):
             os.close(descriptor)
         with os.fdopen(errors, "rb") as pipe:  # execve in the worker closes the other end
-            error_text = pipe.read().decode() if pid and warm is None else ""
+            error_text = pipe.read().decode() if pid and forked_program is None else ""
         if pid:
             self._running[pid] = start.number
             self._send(Started(start.number, pid, cold, error_text))

@@ -81,19 +81,19 @@ def count_collectives(every: float) -> None:
 
 def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType") -> None:
     with suppress(BaseException):  # an error here must not appear in the script's output
-        main_thread = _MainThread()
+        probe = _MainThreadProbe()
         while True:
             time.sleep(every)
             with counting:
                 _note(memory)
                 now = time.monotonic_ns()
                 memory[HeartbeatField.COUNTED_AT] = now
-                if main_thread.has_executed_python():
+                if probe.has_executed_python():
                     memory[HeartbeatField.PYTHON_AT] = now
     memory[HeartbeatField.PYTHON_AT] = 0  # the main thread is no longer observed
 
 
-class _MainThread:
+class _MainThreadProbe:
     """Detects whether the main thread executes Python code, without running any Python code there.
 
     The interpreter executes pending calls (a feature of its C API) in the main thread, between two instructions of

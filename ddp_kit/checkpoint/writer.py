@@ -1,4 +1,7 @@
-"""Writes checkpoints from host memory to disk, usually in a separate process. Does not import torch or numpy."""
+"""The program of the writer process: writes checkpoints from host memory to disk. Does not import torch or numpy.
+
+`main` runs in the process that `saver.WriterProcess` starts. For `save="blocking"`, the rank itself calls `write`.
+"""
 
 import ctypes
 import errno
