@@ -25,6 +25,8 @@ from ddp_kit.launcher.warm.messages import (
     ClosedError,
     Ended,
     FolderMade,
+    Import,
+    ImportDone,
     Kill,
     MakeFolder,
     Message,
@@ -44,6 +46,9 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
     [
         Start(1, ("python", "train.py"), {"A": "1", "ODD": "\udcff"}, a_program("train.py", "--lr", "0.1"), (0, 2)),
         Start(1, ("bash",), {}),
+        Import(a_program("train.py"), {"A": "1"}, ("RANK",)),
+        Import(a_program("train.py"), {}, (), ("numpy", "scipy"), ("lightning",)),
+        ImportDone("lightning", "it reads RANK"),
         Kill(7),
         Clear(succeeded=True),
         MakeFolder("/tmp", "ddpkit-"),
@@ -288,6 +293,9 @@ def test_warm_worker_has_the_imports_that_its_script_mentions(
         f"# {text}\nimport sys\n"
         "sys.exit(('torch._dynamo' in sys.modules) + 2 * ('ddp_kit.trainer.trainer' in sys.modules))"
     )
+    server.import_for(Import(a_program(main), clean_environment(), ()), lambda *_: None)
+    while server.imports:
+        server.pump(timeout=None)
     assert forked(server, a_program(main)).wait(seconds(60)) == there
 
 
