@@ -49,8 +49,8 @@ LAUNCHES = {
     "one root cause": (
         "end_to_end/test_faults.py::test_traceback_of_one_of_eight_ranks_is_shown_once_and_last",
         "end_to_end/test_faults.py::test_verdict_is_written_as_json_to_the_log_folder",
-        "end_to_end/test_faults.py::test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank[os.kill]",
-        "end_to_end/test_faults.py::test_every_node_ends_with_the_same_verdict[sys.exit]",
+        "end_to_end/test_faults.py::test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank[dies]",
+        "end_to_end/test_faults.py::test_every_node_ends_with_the_same_verdict[7]",
         "end_to_end/test_hangs.py::test_hung_rank_in_a_trainer_is_named_with_its_stack[stop]",
         "end_to_end/test_mistakes.py::test_configuration_with_five_mistakes_lists_them_once[ddpkit-3]",
         "end_to_end/test_mistakes.py::test_ranks_that_diverge_are_reported[other-]",

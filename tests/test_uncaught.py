@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import clean_environment, seconds
+from launching import PROGRAMS, clean_environment, seconds
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -194,25 +194,13 @@ def test_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert (message, fields[NOTE_SECONDARY], fields["py_callstack"]) == ("ConfigError: no", True, "the stack")
 
 
-TRAINS_AND_SAVES = """
-import sys, torch
-from ddp_kit import Trainer, TrainerConfig
-model = torch.nn.Linear(1, 1)
-config = TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={"dir": sys.argv[1], "every_steps": 2})
-optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-Trainer(model, optimizer, lambda model, batch: model(batch).square().mean(), config).fit([torch.ones(1)] * 16)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", [[], ["-m", "ddp_kit", "launch", "--nproc-per-node", "2"]], ids=["python", "launch"]
 )
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_closed_standard_streams_do_not_affect_training(closed: str, launcher: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAINS_AND_SAVES)
-    command = [sys.executable, *launcher, str(script), str(tmp_path / "run")]
+    command = [sys.executable, *launcher, PROGRAMS / "trains_and_saves.py", tmp_path / "run"]
     subprocess.run(
         ["sh", "-c", f'exec "$0" "$@" {closed}', *command],
         check=True,
@@ -223,19 +211,8 @@ def test_closed_standard_streams_do_not_affect_training(closed: str, launcher: l
     assert [found.step for found in checkpoints(tmp_path / "run", hashes=True) if found.whole] == [4, 2]
 
 
-NOTES_EXITING = """
-import os, subprocess, sys
-from ddp_kit.heartbeat import note_exiting, read_heartbeat
-code = "from ddp_kit.heartbeat import note_exiting; note_exiting()"
-subprocess.run([sys.executable, "-c", code], check=True)
-started = read_heartbeat(os.environ["TORCHELASTIC_ERROR_FILE"]).phase.name
-note_exiting()
-sys.exit(f"{started} {read_heartbeat(os.environ['TORCHELASTIC_ERROR_FILE']).phase.name}")
-"""
-
-
 def test_exit_of_a_process_that_the_worker_has_started_is_not_recorded(tmp_path: Path) -> None:
     env = clean_environment({ERROR_FILE: str(tmp_path / "error.json")})
-    command = [sys.executable, "-c", NOTES_EXITING]
+    command = [sys.executable, PROGRAMS / "exits_after_its_child.py"]
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
     assert said(worker) == "OUTSIDE EXITING\n"

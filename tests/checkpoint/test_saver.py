@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 from job_processes import has_ended
-from launching import run, seconds, started, wait_until
+from launching import PROGRAMS, run, seconds, started, wait_until
 
 from ddp_kit.checkpoint import saver as background_module
 from ddp_kit.checkpoint import saver as saver_module
@@ -31,6 +31,7 @@ from ddp_kit.checkpoint.writer import LOCK
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 
+SAVES = PROGRAMS / "saves_and_ends.py"
 Same = Callable[[Any, Any], bool]
 
 
@@ -516,30 +517,10 @@ def test_saver_with_a_thousand_open_files_saves(tmp_path: Path, writers: Writers
     assert writers() == []
 
 
-SAVES = f"""
-import os, signal, sys, torch
-from ddp_kit.checkpoint.saver import Saver
-saver = Saver(sys.argv[1], keep_last=2)
-saver.save(1, {{"model": torch.ones(10)}})
-saver.wait()
-say("writer", saver._writer.pid)
-saver.save(2, {{"model": torch.ones(20_000_000)}})
-say("begun")
-
-def stay():  # of a forked child: nothing of it is left, whatever ends the test
-    os.close(1); os.close(2); signal.alarm({round(seconds(50))}); signal.pause()
-
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ending", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit(0)", "raise OSError"]
-)
-def test_writer_process_finishes_however_its_parent_ends(
-    ending: str, script: Callable[[str], Path], tmp_path: Path
-) -> None:
-    done = run(sys.executable, script(SAVES + ending), tmp_path / "runs")
+@pytest.mark.parametrize("ending", ["killed", "_exit", "exit", "error"])
+def test_writer_process_finishes_however_its_parent_ends(ending: str, tmp_path: Path) -> None:
+    done = run(sys.executable, SAVES, tmp_path / "runs", ending)
     writer = int(done.stdout.split()[1])
     wait_until(lambda: has_ended(writer), "the end of the writer")
     assert steps(tmp_path / "runs") == [2, 1]
@@ -547,26 +528,15 @@ def test_writer_process_finishes_however_its_parent_ends(
 
 
 @pytest.mark.slow
-def test_writer_process_ignores_signals_to_the_whole_job(script: Callable[[str], Path], tmp_path: Path) -> None:
-    text = SAVES.replace("saver = Saver", "os.setsid(); saver = Saver") + (
-        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
-        "    signal.signal(number, lambda *_: None)\n"
-        "    os.killpg(0, number); os.kill(saver._writer.pid, number)\n"
-        "saver.close(); say('closed')\n"
-    )
-    done = run(sys.executable, script(text), tmp_path / "runs")
+def test_writer_process_ignores_signals_to_the_whole_job(tmp_path: Path) -> None:
+    done = run(sys.executable, SAVES, tmp_path / "runs", "signals")
     assert done.stdout.endswith("closed\n"), done.stderr
     assert steps(tmp_path / "runs") == [2, 1]
 
 
 @pytest.mark.slow
-def test_writer_process_ends_despite_a_forked_child_of_its_parent(
-    script: Callable[[str], Path], tmp_path: Path
-) -> None:
-    text = SAVES + (
-        "child = os.fork()\nif child == 0:\n    stay()\nsay('child', child)\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = run(sys.executable, script(text), tmp_path / "runs")
+def test_writer_process_ends_despite_a_forked_child_of_its_parent(tmp_path: Path) -> None:
+    done = run(sys.executable, SAVES, tmp_path / "runs", "forks, killed")
     writer, child = (int(line.split()[1]) for line in done.stdout.splitlines() if " " in line)
     try:
         wait_until(lambda: has_ended(writer), "the end of the writer", within=40)
@@ -577,14 +547,8 @@ def test_writer_process_ends_despite_a_forked_child_of_its_parent(
 
 
 @pytest.mark.slow
-def test_close_does_not_wait_for_forked_children(script: Callable[[str], Path], tmp_path: Path) -> None:
-    text = SAVES + (
-        "child = os.fork()\n"
-        "if child == 0:\n    stay()\n"
-        "saver.close(); os.kill(child, 0); say('closed')\n"
-        "os.kill(child, signal.SIGKILL)\n"
-    )
-    done = run(sys.executable, script(text), tmp_path / "runs")
+def test_close_does_not_wait_for_forked_children(tmp_path: Path) -> None:
+    done = run(sys.executable, SAVES, tmp_path / "runs", "forks, closes")
     assert done.stdout.endswith("closed\n"), done.stderr
     assert steps(tmp_path / "runs") == [2, 1]
 

@@ -19,44 +19,13 @@ import pytest
 import torch
 from job_processes import JobProcesses
 from labels import unlabelled
-from launching import DDPKIT, free_port, launch, seconds, wait_until
+from launching import DDPKIT, PROGRAMS, free_port, launch, seconds, wait_until
 
 pytestmark = pytest.mark.slow
 
 Script = Callable[[str], Path]
-MEETS = """\
-import os, signal, sys, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank, total = dist.get_rank(), torch.ones(1)
-dist.all_reduce(total)
-"""
-# Data loader workers and the rank itself ignore SIGTERM; a grandchild has left its session, another its parent too.
-STUBBORN = """\
-import multiprocessing, signal, subprocess, sys, torch
-from multiprocessing import shared_memory
-from torch.utils.data import DataLoader, Dataset
-
-class Endless(Dataset):
-    def __len__(self):
-        return 10**8
-    def __getitem__(self, index):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return torch.ones(1000)
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    memory = shared_memory.SharedMemory(create=True, size=1000)
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    subprocess.run("setsid sleep 1000 & exit", shell=True)
-    batches = iter(DataLoader(Endless(), num_workers=2, batch_size=4))
-    for _ in range(8):
-        next(batches)
-    with open(sys.argv[1], "w") as ready:
-        ready.write(f"{os.getpid()}\\n")
-    for _ in batches:
-        pass
-"""
+REDUCES, IGNORES_SIGTERM = PROGRAMS / "reduces.py", PROGRAMS / "ignores_sigterm.py"
+ENDS_ON_SIGTERM = PROGRAMS / "ends_on_sigterm.py"
 
 
 def pipe_at(path: Path) -> Iterator[Path]:
@@ -153,7 +122,6 @@ def it_is_interrupted_twice(launcher: "subprocess.Popen[str]", rank: int) -> Non
     ],
 )
 def test_fault_leaves_no_process_or_file(
-    script: Script,
     ready: Path,
     tmp_path_factory: pytest.TempPathFactory,
     flags: Sequence[str],
@@ -161,9 +129,8 @@ def test_fault_leaves_no_process_or_file(
 ) -> None:
     job, temporary = JobProcesses(), tmp_path_factory.getbasetemp().parent / uuid.uuid4().hex[:8]
     temporary.mkdir()  # in a short path: that of a socket for passing tensors on has at most 108 bytes
-    main = script(f"import os\n{STUBBORN}")
     grace = 0 if fault is a_rank_is_killed else 3000
-    words = [*flags, "--shutdown-timeout", grace, "--nproc-per-node", 2, main, ready]
+    words = [*flags, "--shutdown-timeout", grace, "--nproc-per-node", 2, IGNORES_SIGTERM, ready]
     with started(*words, job=job, TMPDIR=str(temporary)) as launcher:
         rank = int(wait_for(ready, 2)[0])
         there = job.alive()
@@ -180,47 +147,13 @@ def test_fault_leaves_no_process_or_file(
     assert not [path for path in shared if path.exists()]
 
 
-# Ranks whose threads or memory take longer to end than the rank's first thread does.
-BUSY_THREADS = """\
-import subprocess, sys, threading, time
-import torch
-
-def busy():
-    matrix = torch.ones(300, 300)
-    while True:
-        matrix @ matrix
-
-for _ in range(4):
-    threading.Thread(target=busy, daemon=True).start()
-for _ in range(2):
-    subprocess.Popen(["sleep", "1000"])
-with open(sys.argv[1], "w") as ready:
-    ready.write("started\\n")
-time.sleep(1000)
-"""
-MANY_TENSORS = """\
-import sys, time
-import torch
-from torch.utils.data import DataLoader
-
-if __name__ == "__main__":
-    tensors = [torch.ones(4) for _ in range(200_000)]
-    batches = iter(DataLoader(range(10**8), num_workers=2))
-    next(batches)
-    with open(sys.argv[1], "w") as ready:
-        ready.write("started\\n")
-    for _ in batches:
-        time.sleep(0.001)
-"""
-
-
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, the_server_is_killed])
-@pytest.mark.parametrize("text", [BUSY_THREADS, MANY_TENSORS], ids=["threads", "tensors"])
+@pytest.mark.parametrize("program", ["busy_threads.py", "many_tensors.py"])
 def test_fault_leaves_no_process_of_ranks_that_exit_slowly(
-    script: Script, ready: Path, text: str, fault: Callable[..., None]
+    ready: Path, program: str, fault: Callable[..., None]
 ) -> None:
     job = JobProcesses()
-    with started("--nproc-per-node", 2, script(text), ready, job=job) as launcher:
+    with started("--nproc-per-node", 2, PROGRAMS / program, ready, job=job) as launcher:
         wait_for(ready, 2)
         # Linux shows the environment of a process, by which it is found, a little after Popen returns.
         launching.wait_until(lambda: len(job.alive()) >= 2 + 2 * (1 + 2), job.alive)
@@ -232,15 +165,11 @@ def test_fault_leaves_no_process_of_ranks_that_exit_slowly(
 
 
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, a_rank_is_killed])
-def test_fault_leaves_no_batches_in_named_shared_memory(
-    script: Script, ready: Path, fault: Callable[..., None]
-) -> None:
+def test_fault_leaves_no_batches_in_named_shared_memory(ready: Path, fault: Callable[..., None]) -> None:
     """Their names are known to torch_shm_manager alone, which would remove them two seconds later."""
     job = JobProcesses()
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: the manager's socket is in it
-    by_name = "import os, torch.multiprocessing\ntorch.multiprocessing.set_sharing_strategy('file_system')\n"
-    main = script(by_name + STUBBORN)
-    words = ["--shutdown-timeout", 0, "--nproc-per-node", 2, main, ready]
+    words = ["--shutdown-timeout", 0, "--nproc-per-node", 2, IGNORES_SIGTERM, ready, "file_system"]
     with started(*words, job=job, TMPDIR=str(temporary)) as launcher:
         rank = int(wait_for(ready, 2)[0])
         assert list(temporary.glob("torch-shm-dir-*"))
@@ -272,14 +201,8 @@ def test_process_that_is_not_the_jobs_is_left_running(script: Script) -> None:
 # The verdict -----------------------------------------------------------------------------------------------------
 
 
-def test_traceback_of_one_of_eight_ranks_is_shown_once_and_last(script: Script) -> None:
-    main = script(f"""{MEETS}
-for step in range(10):
-    if step == 5 and rank == 3:
-        raise ValueError("no luck")
-    dist.all_reduce(total)
-""")
-    assert_shown_once(launch("--nproc-per-node", 8, main, labels=True), rank=3)
+def test_traceback_of_one_of_eight_ranks_is_shown_once_and_last() -> None:
+    assert_shown_once(launch("--nproc-per-node", 8, REDUCES, 3, "error", labels=True), rank=3)
 
 
 def test_traceback_of_a_cold_worker_is_shown_once_and_last(script: Script) -> None:
@@ -288,29 +211,12 @@ def test_traceback_of_a_cold_worker_is_shown_once_and_last(script: Script) -> No
     assert_shown_once(launch("--cold", "--nproc-per-node", 3, main, labels=True), rank=1)
 
 
-def test_traceback_of_ranks_that_exit_slowly_is_shown_once(script: Script) -> None:
+def test_traceback_of_ranks_that_exit_slowly_is_shown_once(tmp_path: Path) -> None:
     """And each that failed alike is counted, though it is terminated while it ends.
 
     Rank 0 exits a second after all ranks have printed their tracebacks; the others wait to be terminated.
     """
-    main = script(f"""{MEETS}
-import atexit, os, pathlib, time
-
-folder = pathlib.Path(__file__).parent
-
-def end():
-    folder.joinpath(f"printed.{{rank}}").touch()
-    while rank > 0 or len([*folder.glob("printed.*")]) < 3:
-        time.sleep(0.01)
-    time.sleep(1)
-    os._exit(1)
-
-print("before")
-dist.barrier()
-atexit.register(end)
-raise ValueError("no luck")
-""")
-    run = launch("--cold", "--nproc-per-node", 3, main)
+    run = launch("--cold", "--nproc-per-node", 3, PROGRAMS / "fails_and_exits_slowly.py", cwd=tmp_path)
     assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
     assert re.search(r"ddpkit: rank \d failed first: exit code 1 .*: ValueError: no luck", run.stderr), run.stderr
     assert re.search(r"^  ranks \d, \d then failed with the same error$", run.stderr, re.MULTILINE), run.stderr
@@ -327,23 +233,14 @@ def assert_shown_once(run: "subprocess.CompletedProcess[str]", rank: int) -> Non
     assert lines[start + 4].endswith("): ValueError: no luck")
 
 
-def test_tracebacks_that_are_the_same_on_all_ranks_are_shown_once(script: Script) -> None:
-    run = launch("--nproc-per-node", 3, script(f"{MEETS}\ndist.barrier()\nraise ValueError('the same everywhere')"))
+def test_tracebacks_that_are_the_same_on_all_ranks_are_shown_once() -> None:
+    run = launch("--nproc-per-node", 3, REDUCES, "all", "error")
     assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
-    assert re.search(r"ddpkit: rank \d failed first: exit code 1 .*: ValueError: the same everywhere", run.stderr)
+    assert re.search(r"ddpkit: rank \d failed first: exit code 1 .*: ValueError: no luck", run.stderr)
 
 
-def test_traceback_that_the_script_has_caught_stays_in_its_place(script: Script) -> None:
-    main = script("""
-import logging, sys
-logging.basicConfig(format="%(message)s")
-try:
-    1 / 0
-except ZeroDivisionError:
-    logging.exception("caught")
-print("continues", file=sys.stderr)
-""")
-    run = launch("--nproc-per-node", 2, "--local-ranks-filter", "1", main)
+def test_traceback_that_the_script_has_caught_stays_in_its_place() -> None:
+    run = launch("--nproc-per-node", 2, "--local-ranks-filter", "1", PROGRAMS / "logs_exception.py")
     assert run.returncode == 0
     lines = run.stderr.splitlines()
     start = lines.index("caught")
@@ -357,27 +254,14 @@ def test_script_that_is_its_own_job_prints_its_traceback_itself(script: Script) 
     assert run.stderr.count("Traceback") == 1
 
 
-def test_verdict_on_a_killed_trainer_names_its_step(script: Script) -> None:
-    main = script("""
-import os, signal, torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-model = nn.Linear(2, 1)
-config = TrainerConfig(global_batch_size=4, epochs=100)
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
-for step in trainer.steps(torch.ones(80, 2)):
-    if step.number == 7 and trainer.world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-""")
-    run = launch("--nproc-per-node", 2, main)
+def test_verdict_on_a_killed_trainer_names_its_step() -> None:
+    run = launch("--nproc-per-node", 2, PROGRAMS / "killed_in_training.py")
     assert run.returncode == 137
     assert re.search(r"rank 1 failed first: killed by SIGKILL \(local rank 1, pid \d+, after step 7\)", run.stderr)
 
 
-def test_verdict_names_a_rank_that_exits_early(script: Script) -> None:
-    run = launch(
-        "--nproc-per-node", 3, script(f"import os\n{MEETS}\nif rank == 1: os._exit(0)\ndist.all_reduce(total)")
-    )
+def test_verdict_names_a_rank_that_exits_early() -> None:
+    run = launch("--nproc-per-node", 3, REDUCES, 1, "exit")
     assert run.returncode == 1
     assert "ddpkit: rank 1 ended early, with exit code 0, while other ranks still needed it; then rank" in run.stderr
 
@@ -413,18 +297,10 @@ def little_memory() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_rank_killed_for_memory_is_reported_and_not_restarted_forever(script: Script, little_memory: Path) -> None:
-    main = script("""
-import os, signal
-if os.environ["RANK"] == "1":
-    hoard = []
-    while True:
-        hoard.append(bytearray(b"x") * (64 << 20))
-signal.pause()
-""")
+def test_rank_killed_for_memory_is_reported_and_not_restarted_forever(little_memory: Path) -> None:
     join = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
-    command = ["bash", "-c", join, "-", DDPKIT, "launch", "--nproc-per-node", 2, "--max-restarts", 100, main]
-    run = launching.run(*command)
+    command = ["bash", "-c", join, "-", DDPKIT, "launch", "--nproc-per-node", 2, "--max-restarts", 100]
+    run = launching.run(*command, PROGRAMS / "fills_memory.py")
     assert run.returncode == 137, run.stderr
     assert "rank 1 failed first: out of memory, killed by SIGKILL" in run.stderr
     assert "not restarted again: the same failure occurred 6 times in a row" in run.stderr
@@ -434,64 +310,22 @@ signal.pause()
 @pytest.mark.parametrize(
     ("fault", "named", "timeout"),
     [
-        ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|DataLoader worker 1", seconds(200)),
-        ("time.sleep(1000)", "sent no batch within the timeout", seconds(4)),
+        ("dies", r"DataLoader worker \(pid|DataLoader worker 1", seconds(200)),
+        ("hangs", "sent no batch within the timeout", seconds(4)),
     ],
 )
-def test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank(
-    script: Script, fault: str, named: str, timeout: float
-) -> None:
-    """In its second batch: by then the workers of both ranks have started."""
-    main = script(f"""
-import os, time, torch
-from torch import nn
-from torch.utils.data import Dataset, get_worker_info
-from ddp_kit import Trainer, TrainerConfig
-
-class Data(Dataset):
-    drawn = 0
-    def __len__(self):
-        return 400
-    def __getitem__(self, index):
-        self.drawn += 1
-        if os.environ["RANK"] == "1" and self.drawn > 4 and get_worker_info().id == 1:
-            {fault}
-        return torch.ones(2)
-
-model = nn.Linear(2, 1)
-config = TrainerConfig(global_batch_size=8, data={{"num_workers": 2, "timeout": {timeout}}})
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
-trainer.fit(Data())
-""")
-    run = launch("--nproc-per-node", 2, main)
+def test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank(fault: str, named: str, timeout: float) -> None:
+    run = launch("--nproc-per-node", 2, PROGRAMS / "dataloader_worker_fails.py", fault, timeout)
     assert run.returncode == 1
     assert re.search(rf"rank 1 failed first: .*({named})", run.stderr), run.stderr
 
 
 # Signals ---------------------------------------------------------------------------------------------------------
 
-LISTENS = """\
-import os, signal, sys
-def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-def end(number, frame):
-    say("told", os.environ["RANK"], signal.Signals(number).name)
-    sys.exit(int(os.environ.get("CODE", "0")))
-if os.environ["RANK"] != os.environ.get("DEAF"):
-    signal.signal(signal.SIGUSR1, lambda number, frame: say("warned", os.environ["RANK"]))
-signal.signal(signal.SIGTERM, end)
-wakes, wake = os.pipe()
-os.set_blocking(wake, False)
-signal.set_wakeup_fd(wake)
-with open(sys.argv[1], "w") as ready:
-    ready.write("ready\\n")
-while True:
-    os.read(wakes, 1)  # not signal.pause(), which a signal just before it would not end
-"""
 
-
-def test_warning_signal_reaches_ranks_with_a_handler_and_ends_no_rank(script: Script, ready: Path) -> None:
+def test_warning_signal_reaches_ranks_with_a_handler_and_ends_no_rank(ready: Path) -> None:
     job = JobProcesses()
-    with started("--nproc-per-node", 2, script(LISTENS), ready, job=job, DEAF="0") as launcher:
+    with started("--nproc-per-node", 2, ENDS_ON_SIGTERM, ready, job=job, DEAF="0") as launcher:
         wait_for(ready, 2)
         launcher.send_signal(signal.SIGUSR1)
         assert launcher.stdout is not None
@@ -516,32 +350,18 @@ def let_go(go: Path, ranks: int) -> None:
 
 
 GOES_ON = """
-import os, signal, sys, time
+import os, sys
 with open(sys.argv[1], "w") as ready:
     ready.write("ready\\n")
 os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
 """
-STOPS_ITS_PARENT = """
-import os, signal, sys, time
-def tell_parent():
-    for _ in range(20 * (os.environ["RANK"] != "2")):
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(0.02)
-def end(number, frame):
-    os.write(1, b"told to stop\\n")
-    tell_parent()  # a second signal to the launcher would end the ranks here
-    sys.exit(75)
-signal.signal(signal.SIGTERM, end)
-"""
 
 
 @pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
-def test_ranks_that_signal_their_parent_stop_the_launcher(
-    flags: Sequence[str], script: Script, ready: Path, go: Path
-) -> None:
+def test_ranks_that_signal_their_parent_stop_the_launcher(flags: Sequence[str], ready: Path, go: Path) -> None:
     """Two of three do so, again and again, as preemption handlers do: all are told once, and end in order."""
-    main = script(f"{STOPS_ITS_PARENT}{GOES_ON}tell_parent()\nsignal.pause()")
-    with started(*flags, "--shutdown-timeout", 3000, "--nproc-per-node", 3, main, ready, go, job=JobProcesses()) as job:
+    words = [*flags, "--shutdown-timeout", 3000, "--nproc-per-node", 3, PROGRAMS / "stops_its_parent.py", ready, go]
+    with started(*words, job=JobProcesses()) as job:
         wait_for(ready, 3)
         let_go(go, 3)
         output, errors = job.communicate()
@@ -560,9 +380,9 @@ def test_job_whose_warm_server_is_stopped_ends(script: Script, ready: Path, go: 
         assert job.alive() == {}
 
 
-def test_launcher_whose_ranks_have_saved_exits_with_the_code_for_a_restart(script: Script, ready: Path) -> None:
+def test_launcher_whose_ranks_have_saved_exits_with_the_code_for_a_restart(ready: Path) -> None:
     job = JobProcesses()
-    with started("--nproc-per-node", 2, script(LISTENS), ready, job=job, CODE="75") as launcher:
+    with started("--nproc-per-node", 2, ENDS_ON_SIGTERM, ready, job=job, CODE="75") as launcher:
         wait_for(ready, 2)
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate()
@@ -570,25 +390,13 @@ def test_launcher_whose_ranks_have_saved_exits_with_the_code_for_a_restart(scrip
         assert "the job saved a checkpoint; start it again to continue (exit code 75)" in said
 
 
-def test_rank_that_has_saved_waits_for_the_others_and_is_not_restarted(script: Script) -> None:
-    main = script("""
-import os, sys, time
-from pathlib import Path
-here = Path(f"{__file__}.{os.environ['RANK']}")
-here.write_text(f"/proc/{os.getpid()}\\n")
-if os.environ["RANK"] == "1":  # it is still saving when the other one has ended, and its parent knows
-    other = here.with_suffix(".0")
-    while not other.exists() or not other.read_text().endswith("\\n") or Path(other.read_text().strip()).exists():
-        time.sleep(0.01)
-    time.sleep(0.5)  # for the launcher, which must not end it
-sys.exit(75)
-""")
-    run = launch("--nproc-per-node", 2, "--max-restarts", 3, main)
+def test_rank_that_has_saved_waits_for_the_others_and_is_not_restarted(tmp_path: Path) -> None:
+    run = launch("--nproc-per-node", 2, "--max-restarts", 3, PROGRAMS / "ends_after_rank_0.py", cwd=tmp_path)
     assert run.returncode == 75
     assert "restart" not in run.stderr
 
 
-def test_launcher_killed_at_its_start_leaves_no_folder(script: Script, tmp_path: Path) -> None:
+def test_launcher_killed_at_its_start_leaves_no_folder(tmp_path: Path) -> None:
     """The server is stopped, as if it were slow to import torch, until the launcher has come to its folder."""
     temporary, job = tmp_path / "temporary", JobProcesses()
     temporary.mkdir()
@@ -599,7 +407,7 @@ def test_launcher_killed_at_its_start_leaves_no_folder(script: Script, tmp_path:
     def needs_folder() -> bool:
         return any(temporary.glob("ddpkit-*")) or any("make_folder" in line for line in launching.stacks(launcher.pid))
 
-    with started(script(MEETS), job=job, TMPDIR=str(temporary)) as launcher:
+    with started(REDUCES, job=job, TMPDIR=str(temporary)) as launcher:
         wait_until(server, "a server")
         (stopped,) = server()
         suspend(stopped)
@@ -614,14 +422,13 @@ def test_launcher_killed_at_its_start_leaves_no_folder(script: Script, tmp_path:
 # Several nodes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "code"), [("raise ValueError('far away')", 1), ("sys.exit(7)", 7)])
-def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code: int) -> None:
-    main = script(f"{MEETS}\nif rank == 3:\n    {fault}\ndist.all_reduce(total)")
+@pytest.mark.parametrize(("fault", "code"), [("error", 1), ("7", 7)])
+def test_every_node_ends_with_the_same_verdict(fault: str, code: int) -> None:
     meet = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = JobProcesses()
     with (
-        started(*meet, "--node-rank", 0, main, job=job) as first,
-        started(*meet, "--node-rank", 1, main, job=job) as second,
+        started(*meet, "--node-rank", 0, REDUCES, 3, fault, job=job) as first,
+        started(*meet, "--node-rank", 1, REDUCES, 3, fault, job=job) as second,
     ):
         ends = [launcher.communicate()[1] for launcher in (first, second)]
         assert (first.returncode, second.returncode) == (code, code), ends
@@ -631,31 +438,17 @@ def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code:
         assert job.alive() == {}
 
 
-def test_nodes_with_different_numbers_of_nodes_end_with_a_usage_error(script: Script) -> None:
-    main, meet = script(MEETS), ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+def test_nodes_with_different_numbers_of_nodes_end_with_a_usage_error() -> None:
+    meet = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = JobProcesses()
     with (
-        started(*meet, "--nnodes", 2, "--node-rank", 0, main, job=job) as first,
-        started(*meet, "--nnodes", 3, "--node-rank", 1, main, job=job) as second,
+        started(*meet, "--nnodes", 2, "--node-rank", 0, REDUCES, job=job) as first,
+        started(*meet, "--nnodes", 3, "--node-rank", 1, REDUCES, job=job) as second,
     ):
         for launcher in (first, second):
             _, errors = launcher.communicate()
             assert launcher.returncode == 2, errors
             assert re.search(r"was started with --nnodes 2, .* with --nnodes 3\n  hint: use the same --nnodes", errors)
-
-
-MEETS_UNTIL_TOLD = f"""\
-{MEETS}
-from pathlib import Path
-with open(sys.argv[1], "w") as ready:
-    ready.write(f"{{os.getpid()}}\\n")
-while True:
-    total[0] = Path(sys.argv[2]).exists()
-    dist.all_reduce(total)
-    if total[0] > 0:
-        break
-dist.destroy_process_group()
-"""
 
 
 def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout: float) -> None:
@@ -668,8 +461,8 @@ def suspended_twice_as_long_as_a_lost_node(job: JobProcesses, heartbeat_timeout:
         process.resume()
 
 
-def test_job_of_two_nodes_that_was_suspended_continues(script: Script, ready: Path, tmp_path: Path) -> None:
-    main, told = script(MEETS_UNTIL_TOLD), tmp_path / "told"
+def test_job_of_two_nodes_that_was_suspended_continues(ready: Path, tmp_path: Path) -> None:
+    main, told = PROGRAMS / "reduces_until_stopped.py", tmp_path / "told"
     interval = seconds(0.5)
     flags = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
     flags += ["--rdzv-conf", f"keep_alive_interval={interval},keep_alive_max_attempt=3", "--node-rank"]
@@ -695,30 +488,6 @@ def test_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) 
     assert "space" not in done.stderr
 
 
-EXIT_BLOCKS = f"""{MEETS}
-import atexit, ctypes
-from datetime import timedelta
-from torch.distributed.elastic.multiprocessing.errors import record
-from ddp_kit.uncaught import show_without_traceback
-
-@record
-def fail(message):
-    raise ValueError(message)
-
-show_without_traceback(rank)  # as a Trainer does
-group = dist.new_group(timeout=timedelta(seconds=float(sys.argv[1])))
-if rank == 1:
-    atexit.register(ctypes.PyDLL(None).pause)  # blocks in C with the interpreter lock held, as a clean-up of NCCL may
-    fail("no luck")
-if "catches" in sys.argv:
-    try:
-        fail("caught")
-    except ValueError:
-        pass
-dist.barrier(group=group)
-"""
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -729,11 +498,9 @@ dist.barrier(group=group)
     ],
     ids=["warm", "cold", "hang-timeout", "collective-times-out"],
 )
-def test_rank_whose_exit_blocks_fails_with_its_exception(
-    script: Script, flags: Sequence[object], words: Sequence[object]
-) -> None:
+def test_rank_whose_exit_blocks_fails_with_its_exception(flags: Sequence[object], words: Sequence[object]) -> None:
     """But not a rank that has caught an exception, though @record has written an error file for that."""
-    run = launch(*flags, "--nproc-per-node", 2, script(EXIT_BLOCKS), *words)
+    run = launch(*flags, "--nproc-per-node", 2, PROGRAMS / "exit_blocks.py", *words)
     assert run.returncode == 1
     assert re.search(r"rank 1 failed first: exit code 1 \(.*\): ValueError: no luck", run.stderr), run.stderr
     assert "hung" not in run.stderr

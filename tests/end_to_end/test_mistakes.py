@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mistakes
 import pytest
-from launching import seconds
+from launching import PROGRAMS, seconds
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
@@ -15,35 +15,6 @@ Script = Callable[[str], Path]
 FIVE_MISTAKES = """
 from ddp_kit import TrainerConfig
 TrainerConfig(global_batch_sz=64, precision="bf15", log_every_steps=0, num_workers=2, max_steps=-5)
-"""
-
-ONE_RANK_FAILS = """
-import torch
-from torch import nn
-from ddp_kit import Loss, Trainer, TrainerConfig
-
-def loss_fn(model, batch):
-    loss = model(batch).mean()
-    return "nothing" if trainer.world.rank == 1 and trainer.step == 2 else loss
-
-torch.manual_seed(0)
-model = nn.Linear(2, 1)
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, TrainerConfig(global_batch_size=4))
-trainer.fit(torch.randn(40, 2))
-"""
-
-
-BATCH_NORM = """
-import torch
-from torch import nn
-from ddp_kit import Trainer, TrainerConfig
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-trainer = Trainer(model, optimizer, lambda model, batch: model(batch).mean(), TrainerConfig(global_batch_size=8))
-data = torch.randn(40, 2)
-result = trainer.fit(data, data)
-say(trainer.world.rank, result.metrics["loss"], model.eval()(data).mean().item())
 """
 
 
@@ -65,8 +36,8 @@ def test_each_mistake_gives_both_ranks_the_message_of_the_table(start: Start) ->
 
 
 @pytest.mark.slow
-def test_evaluation_uses_one_model_including_its_batch_norm_statistics(start: Start, script: Script) -> None:
-    run = start("ddpkit", 2, script(BATCH_NORM))
+def test_evaluation_uses_one_model_including_its_batch_norm_statistics(start: Start) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "batch_norm.py")
     assert run.returncode == 0, run.stderr
     ranks = [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
     assert ranks[0][1] == ranks[1][1]
@@ -95,33 +66,19 @@ def test_configuration_with_five_mistakes_lists_them_once(
 
 
 @pytest.mark.slow
-def test_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start, script: Script) -> None:
-    run = start("ddpkit", 3, script(ONE_RANK_FAILS))
+def test_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start) -> None:
+    run = start("ddpkit", 3, PROGRAMS / "loss_of_a_wrong_type.py")
     assert run.returncode == 1
     assert run.stderr.count("the loss function returned a str") == 1
-    assert "ddpkit: error (rank 1) at script.py:" in run.stderr
+    assert "ddpkit: error (rank 1) at loss_of_a_wrong_type.py:" in run.stderr
     assert "rank 1 failed first" in run.stderr.splitlines()[-1]
 
 
-PRINTS_FIRST = """
-import atexit, os, time
-from pathlib import Path
-from ddp_kit import TrainerConfig
-
-printed = Path(f"{__file__}.printed")
-if os.environ["RANK"] == "1":
-    atexit.register(lambda: (printed.touch(), time.sleep(600)))
-while os.environ["RANK"] == "0" and not printed.exists():
-    time.sleep(0.01)
-TrainerConfig(log_every_steps=0)
-"""
-
-
 @pytest.mark.slow
-def test_verdict_names_the_rank_that_printed_the_mistake(start: Start, script: Script) -> None:
-    run = start("ddpkit", 2, script(PRINTS_FIRST))
+def test_verdict_names_the_rank_that_printed_the_mistake(start: Start) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "mistake_printed_by_rank_1.py")
     assert run.returncode == 1
-    assert run.stderr.count("ddpkit: error at script.py:") == 1, run.stderr
+    assert run.stderr.count("ddpkit: error at mistake_printed_by_rank_1.py:") == 1, run.stderr
     assert "ddpkit: rank 1 failed first: exit code 1" in run.stderr
     assert "rank 0 then failed" in run.stderr
 
@@ -223,46 +180,9 @@ def test_rank_with_the_cause_is_named_whichever_rank_ends_first(
     assert "ddpkit: rank 2 failed first: exit code 1" in run.stderr
 
 
-APART = f"""
-import torch
-from torch import nn
-from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.distributed import barrier
-
-class Stop(Callback):
-    def on_step(self, trainer):
-        if trainer.step == 3 and "on_step" == PLACE and trainer.world.rank == 1:
-            trainer.stop()
-    def on_evaluate(self, trainer, metrics):
-        if "on_evaluate" == PLACE and trainer.world.rank == 1:
-            trainer.stop()
-
-PLACE = sys.argv[1]
-barrier.ANSWER_SECONDS, barrier.SILENT_SECONDS = {seconds(0.1)}, {seconds(1)}
-torch.manual_seed(0)
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-config = TrainerConfig(global_batch_size=4, epochs=2)
-trainer = Trainer(model, optimizer, lambda model, batch: model(batch).mean(), config, callbacks=[Stop()])
-data = torch.randn(40, 2)
-if PLACE == "left":
-    for step in trainer.steps(data):
-        if step.number == 3 and trainer.world.rank == 1:
-            break
-    trainer.evaluate(data)
-elif PLACE == "saves":
-    for step in trainer.steps(data):
-        if trainer.world.is_main:
-            trainer.save()
-elif PLACE == "fit":
-    trainer.fit(data) if trainer.world.is_main else say("ends")
-elif PLACE == "made":
-    Trainer(model, optimizer, trainer._context.loss_fn, config) if trainer.world.is_main else say("ends")
-elif PLACE == "other":
-    trainer.evaluate(data) if trainer.world.is_main else trainer.fit(data)
-else:
-    trainer.fit(data, data)
-"""
+APART = PROGRAMS / "ranks_apart.py"
+TIMES = str(seconds(0.1)), str(seconds(1))
+"""Seconds that the barrier waits for answers, and seconds before it says that it waits."""
 
 
 @pytest.mark.slow
@@ -284,8 +204,8 @@ else:
         ("other", "rank 0 at trainer.evaluate() after step 0, rank 1 at trainer.fit() after step 0"),
     ],
 )
-def test_ranks_that_diverge_are_reported(start: Start, script: Script, place: str, said: str) -> None:
-    run = start("ddpkit", 2, script(APART), place)
+def test_ranks_that_diverge_are_reported(start: Start, place: str, said: str) -> None:
+    run = start("ddpkit", 2, APART, place, *TIMES)
     assert run.returncode == 1
     assert said in run.stderr
 
@@ -299,50 +219,27 @@ def test_ranks_that_diverge_are_reported(start: Start, script: Script, place: st
         ("ddpkit", "made", "Trainer(...)"),
     ],
 )
-def test_barrier_names_a_rank_that_exited_before_it(
-    start: Start, script: Script, launcher: str, place: str, said: str
-) -> None:
-    run = start(launcher, 2, script(APART), place)
+def test_barrier_names_a_rank_that_exited_before_it(start: Start, launcher: str, place: str, said: str) -> None:
+    run = start(launcher, 2, APART, place, *TIMES)
     assert run.returncode == 1
     assert f"rank 0 is waiting at {said}, but other ranks did not arrive: rank 1 (its process ha" in run.stderr
 
 
-ALONE = """
-import os
-import time
-import torch
-from pathlib import Path
-from loguru import logger
-from ddp_kit import Trainer
-from ddp_kit.distributed import barrier
-
-barrier.SILENT_SECONDS = 0.01
-said = Path("said")
-if os.environ["RANK"] == WAITS:
-    logger.add(lambda line: said.touch())
-else:
-    while not said.exists():
-        time.sleep(0.01)
-torch.manual_seed(0)
-model = torch.nn.Linear(1, 1)
-Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean())
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_barrier_reports_that_other_ranks_have_not_made_their_trainer(start: Start, script: Script, rank: int) -> None:
-    run = start("ddpkit", 2, script(ALONE.replace("WAITS", repr(str(rank)))))
+def test_barrier_reports_that_other_ranks_have_not_made_their_trainer(start: Start, rank: int) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "makes_trainer_late.py", str(rank))
     assert run.returncode == 0, run.stderr
     assert f"rank {rank} is waiting at Trainer(...): not all of the 2 processes have reached this call" in run.stderr
 
 
 @pytest.mark.slow
-def test_incomplete_launcher_environment_is_refused_without_a_traceback(start: Start, script: Script) -> None:
+def test_incomplete_launcher_environment_is_refused_without_a_traceback(start: Start) -> None:
     run = start(
         "python",
         1,
-        script(ALONE.replace("WAITS", "'0'")),
+        PROGRAMS / "makes_trainer_late.py",
+        "0",
         env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""},
     )
     assert run.returncode == 1
@@ -350,41 +247,7 @@ def test_incomplete_launcher_environment_is_refused_without_a_traceback(start: S
     assert "MASTER_ADDR" in run.stderr
 
 
-LEFT_OUT = """
-import torch
-from torch import nn
-from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.distributed import barrier
-from ddp_kit.parallel import fsdp
-
-strategy, who, since = sys.argv[1], sys.argv[2], int(sys.argv[3])
-barrier.SILENT_SECONDS, fsdp.TIMEOUT_SECONDS = map(float, sys.argv[4:])
-rank, passes = int(os.environ["RANK"]), 0
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
-    def forward(self, x):
-        global passes
-        passes += self.training
-        left_out = {"each": 1 + rank, "one": 2 if rank else None, "all": 1}[who] if passes > since else None
-        for number, block in enumerate(self.blocks):
-            x = x if number == left_out else block(x)
-        return x.mean()
-
-class Say(Callback):
-    def on_step(self, trainer):
-        say(f"step {trainer.step}")
-
-torch.manual_seed(0)
-parallel = {"strategy": strategy} | ({"bucket_mb": 1e-5} if strategy == "ddp" else {})
-config = TrainerConfig(global_batch_size=8, accumulation_steps=2, max_steps=2, parallel=parallel)
-trainer = Trainer(Net(), lambda own: torch.optim.SGD(own, lr=0.1), lambda model, x: model(x), config, callbacks=[Say()])
-trainer.fit(torch.randn(40, 2))
-"""
-
-
+OMITS = PROGRAMS / "omits_module.py"
 # Seconds that a rank waits for others: until a line says so, and until that is an error. No rank waits before the
 # module is left out: from then on SHORT is for waits in vain, and LONG for those that end.
 SHORT = str(seconds(0.5)), str(seconds(2))
@@ -414,9 +277,9 @@ LONG = str(seconds(100)), str(seconds(200))
     ],
 )
 def test_module_that_some_ranks_omit_is_named_without_a_hang(
-    start: Start, script: Script, strategy: str, who: str, since: int, said: str
+    start: Start, strategy: str, who: str, since: int, said: str
 ) -> None:
-    run = start("ddpkit", 2, script(LEFT_OUT), strategy, who, str(since), *SHORT)
+    run = start("ddpkit", 2, OMITS, strategy, who, str(since), *SHORT)
     assert run.returncode == 1
     assert said in run.stderr
     assert run.stderr.count("ddpkit: error") == 1, run.stderr
@@ -426,8 +289,8 @@ def test_module_that_some_ranks_omit_is_named_without_a_hang(
 
 
 @pytest.mark.slow
-def test_module_that_all_ranks_omit_in_a_pass_is_accepted(start: Start, script: Script) -> None:
-    run = start("ddpkit", 2, script(LEFT_OUT), "fsdp", "all", "3", *LONG)
+def test_module_that_all_ranks_omit_in_a_pass_is_accepted(start: Start) -> None:
+    run = start("ddpkit", 2, OMITS, "fsdp", "all", "3", *LONG)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step 2") == 2
     assert "did not reach" not in run.stderr

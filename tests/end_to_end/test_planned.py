@@ -10,31 +10,12 @@ from typing import Any
 
 import pytest
 from fake_cuda import with_visible_gpus
-from launching import DDPKIT, ROOT, started
+from launching import DDPKIT, PROGRAMS, ROOT, started
 
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory.estimate import MemoryPlan
 
 SCRIPT = Path(__file__).with_name("planned.py")
-GPT = """\
-import sys
-sys.path.insert(0, {examples!r})
-import torch
-from torch.utils.data import TensorDataset
-from gpt import Gpt, loss_fn
-from ddp_kit import Trainer, TrainerConfig
-
-tokens = torch.randint(0, 32000, (64, 2049))
-model = Gpt(32000, 2048, width=4096, heads=32, layers=32).to("cpu")
-trainer = Trainer(
-    model,
-    torch.optim.AdamW(model.parameters(), lr=3e-4),
-    loss_fn,
-    TrainerConfig(max_steps=10, micro_batch_size=1, global_batch_size=64, precision="bf16"),
-)
-trainer.fit(TensorDataset(tokens[:, :-1], tokens[:, 1:]))
-print("trained")
-"""
 
 
 @pytest.mark.slow
@@ -98,10 +79,10 @@ def made(parallel: str) -> Any:
 
 
 @pytest.mark.slow
-def test_plan_of_a_7_billion_parameter_gpt_needs_little_memory(script: Any, root: Path) -> None:
-    path = script(GPT.format(examples=str(root / "examples")))
-    words = ["--gpus", 8, "--memory", "80GiB", path]
-    with started(DDPKIT, "plan", *words, stderr=subprocess.STDOUT) as process:
+def test_plan_of_a_7_billion_parameter_gpt_needs_little_memory(root: Path) -> None:
+    words = ["--gpus", 8, "--memory", "80GiB", PROGRAMS / "large_gpt.py"]
+    env = {"PYTHONPATH": str(root / "examples")}
+    with started(DDPKIT, "plan", *words, env=env, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         told = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)

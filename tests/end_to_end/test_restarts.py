@@ -10,38 +10,19 @@ from pathlib import Path
 
 import pytest
 from labels import unlabelled
-from launching import DDPKIT, launch, seconds, started
+from launching import DDPKIT, PROGRAMS, launch, seconds, started
 
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
 
-MEETS = """\
-import signal, sys, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
-total = torch.ones(1)
-dist.all_reduce(total)
-"""
-
 
 @pytest.mark.parametrize(("flags", "ranks"), [((), 2), ((), 4), (("--cold",), 2)])
-def test_restart_after_every_kill_starts_all_ranks(
-    script: Script, ranks: int, flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_restart_after_every_kill_starts_all_ranks(ranks: int, flags: tuple[str, ...], tmp_path: Path) -> None:
     kills = 3 if flags else 10
-    main = script(f"""{MEETS}
-say("there", attempt, int(total.item()))
-if attempt < {kills}:
-    if rank == attempt % {ranks}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
-dist.barrier()
-dist.destroy_process_group()  # else a thread of gloo's that lets go of its last work may abort a cold one's end
-""")
-    run = launch(*flags, "--nproc-per-node", ranks, "--max-restarts", kills, main, cwd=tmp_path)
+    words = ["--nproc-per-node", ranks, "--max-restarts", kills, PROGRAMS / "killed_in_each_attempt.py", kills]
+    run = launch(*flags, *words, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     there = re.findall(r"there (\d+) (\d+)", run.stdout)
     assert {total for _, total in there} == {str(ranks)}

@@ -82,14 +82,7 @@ def test_names_that_are_not_utf8_can_be_trained_reported_and_submitted(tmp_path:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     folder.mkdir()
     script = folder / "train.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from ddp_kit import Trainer, TrainerConfig\n"
-        "config = TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={'dir': sys.argv[1]})\n"
-        "optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)\n"
-        "loss = lambda model, batch: model(batch).square().mean()\n"
-        "Trainer(torch.nn.Linear(1, 1), optimizer, loss, config).fit([torch.ones(1)] * 16)\n"
-    )
+    script.write_text((PROGRAMS / "trains_and_saves.py").read_text())
     run, page = folder / "run", folder / "report.html"
     commands: list[list[object]] = [
         ["launch", "--nproc-per-node", "2", script, run],

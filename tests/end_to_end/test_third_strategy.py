@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import test_exact
 import test_resume
-from launching import ROOT
+from launching import PROGRAMS, ROOT
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-Script = Callable[[str], Path]
 STRATEGIES = ROOT / "tests" / "strategies"
 
 
@@ -19,19 +18,9 @@ def _flat_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STRATEGIES))
 
 
-NAMED = """
-import torch
-from ddp_kit import Trainer
-torch.manual_seed(0)
-model = torch.nn.Linear(1, 1)
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean())
-say(type(trainer._context.strategy).__name__)
-"""
-
-
 @pytest.mark.slow
-def test_third_strategy_is_used(start: Start, script: Script) -> None:
-    run = start("ddpkit", 2, script(NAMED))
+def test_third_strategy_is_used(start: Start) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "prints_strategy.py")
     assert run.stdout.split() == ["FlatAllReduce"] * 2, run.stderr
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from labels import unlabelled
-from launching import DDPKIT, run, seconds, started
+from launching import DDPKIT, PROGRAMS, run, seconds, started
 
 from ddp_kit.launcher import spec
 
@@ -243,25 +243,8 @@ def test_launch_on_one_node_ignores_an_unresolvable_host_name(ddpkit: Command, s
     assert "127.0.0.1" in ddpkit("launch", script("import os; print(os.environ['MASTER_ADDR'])")).stdout
 
 
-STOPPED_TWICE = """\
-import os, signal, sys
-from ddp_kit.launcher import cli
-
-class Interrupts:
-    def write(self, text):
-        os.write(2, text.encode())
-        os.kill(os.getpid(), signal.SIGINT)
-    def flush(self):
-        pass
-
-cli.COMMANDS["devices"] = lambda argv: os.kill(os.getpid(), signal.SIGTERM)
-sys.stderr = Interrupts()
-cli.entry(["devices"])
-"""
-
-
 def test_second_signal_during_the_report_exits_with_the_code_of_the_first() -> None:
-    done = run(sys.executable, "-c", STOPPED_TWICE)
+    done = run(sys.executable, PROGRAMS / "stopped_twice.py")
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "ddpkit: stopped by SIGTERM\n")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from labels import unlabelled
-from launching import BIN, DDPKIT, clean_environment, free_port, seconds, started, wait_until
+from launching import BIN, DDPKIT, PROGRAMS, clean_environment, free_port, seconds, started, wait_until
 from torch.distributed import argparse_util
 from torch.distributed import run as torchrun
 
@@ -33,40 +33,8 @@ FLAGS = {flag for action in torchrun.get_args_parser()._actions for flag in acti
 # Earlier versions of torchrun meet at port 29500; later ones at a free port, where all is on one node.
 AT_A_FIXED_PORT = inspect.getsource(torchrun.run).count("uuid4") == 1
 
-# Each worker says on both streams who it is, and leaves its environment in the folder it was started in.
-WORKER = """\
-import json, os, sys
-rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-with open(f"environment.{rank}.{attempt}", "w") as file:
-    json.dump(dict(os.environ), file)
-os.write(1, f"out {rank} of {__name__} {sys.argv[1:]}\\napple, {rank}\\n".encode())
-os.write(2, f"err {rank}\\nkiwi {rank}\\n".encode())
-"""
-WAITS = f"""\
-{WORKER}
-import signal
-def stop(number, frame):
-    os.write(1, f"got {{signal.Signals(number).name}} {{rank}}\\n".encode())
-    sys.exit(0)
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, stop)
-os.write(1, b"waits\\n")
-signal.alarm({LONG})
-while True:
-    signal.pause()
-"""
-RECORDED = f"""\
-{WORKER}
-import signal
-from torch.distributed.elastic.multiprocessing.errors import record
-@record
-def main():
-    if rank == "1":
-        raise ValueError("the root cause")
-    signal.alarm({LONG})
-    signal.pause()
-main()
-"""
+WORKER = (PROGRAMS / "says_who_it_is.py").read_text()
+ENDS = str(PROGRAMS / "worker_endings.py")
 
 
 @dataclass
@@ -173,37 +141,7 @@ def plugins(tmp_path: Path) -> dict[str, str]:
     (site / "plugins-1.0.dist-info" / "entry_points.txt").write_text(
         "[torchrun.logs_specs]\nflat = plugins:Flat\n[torchrun.handlers]\nmeeting = plugins:meeting\n"
     )
-    (site / "plugins.py").write_text("""\
-import logging
-from torch.distributed import HashStore
-from torch.distributed.elastic.events import handlers
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-
-class Flat(DefaultLogsSpecs):
-    def reify(self, envs):
-        places = super().reify(envs)
-        places.stdouts = {rank: f"logs/{env['ROLE_NAME']}-{rank}.txt" for rank, env in envs.items()}
-        return places
-
-class MultiNodeLink(RendezvousHandler):
-    use_agent_store = property(lambda self: False)
-
-    def __init__(self, parameters):
-        self.run_id = f"{parameters.run_id} at {parameters.endpoint}, {parameters.get('colour')}"
-
-    get_backend = lambda self: "meeting"
-    get_run_id = lambda self: self.run_id
-    next_rendezvous = lambda self: RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 1))
-    is_closed = lambda self: False
-    set_closed = lambda self: None
-    num_nodes_waiting = lambda self: 0
-    shutdown = lambda self: True
-
-def meeting():
-    handlers._log_handlers["listed"] = logging.FileHandler("events.txt", delay=True)
-    return MultiNodeLink
-""")
+    (site / "plugins.py").write_text((PROGRAMS / "torchrun_plugins.py").read_text())
     return {"PYTHONPATH": str(site)}
 
 
@@ -413,23 +351,16 @@ def test_events_are_recorded_as_by_torchrun(worker: str, tmp_path: Path, ends: s
     assert len(ours) >= 5
 
 
-EXPIRES = f"""\
-{WORKER}
-import signal
-from torch.distributed.elastic import timer
-timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
-with timer.expires(after={seconds(0.1)}):
-    signal.alarm({LONG})
-    signal.pause()
-"""
-
-
-def test_file_timers_of_workers_are_served_if_a_variable_enables_them(worker: str, tmp_path: Path) -> None:
+def test_file_timers_of_workers_are_served_if_a_variable_enables_them(tmp_path: Path) -> None:
     """When one expires, torch kills the worker, and then the launcher itself."""
-    Path(worker).write_text(EXPIRES)
     for name in COMMANDS:
         env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / f"{name}.timers")}
-        seen = _run(name, ["--nproc-per-node=1", "--event-log-handler=console", worker], tmp_path / name, env)
+        seen = _run(
+            name,
+            ["--nproc-per-node=1", "--event-log-handler=console", ENDS, "expires", str(LONG)],
+            tmp_path / name,
+            env,
+        )
         assert seen.code == -signal.SIGKILL, seen.errors
         for event in ("watchdog started", "timer expired", "kill worker process"):
             assert f'{{"name": "{event}", "source": "AGENT"' in seen.errors
@@ -489,12 +420,11 @@ def test_failed_group_is_restarted_until_it_succeeds(same: Same, worker: str) ->
     assert set(seen.logs) == {f"logs/job_<random>/attempt_{attempt}/0/stdout.log" for attempt in range(3)}
 
 
-def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path, worker: str) -> None:
-    Path(worker).write_text(RECORDED)
+def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path) -> None:
     handed_on = []
     for launcher in COMMANDS:
         own = tmp_path / f"{launcher}.json"
-        words = ["--nproc-per-node=2", worker]
+        words = ["--nproc-per-node=2", ENDS, "records", str(LONG)]
         seen = _run(launcher, words, tmp_path / launcher, {"TORCHELASTIC_ERROR_FILE": str(own)})
         assert seen.failed
         error: dict[str, Any] = json.loads(own.read_text())["message"]
@@ -509,26 +439,14 @@ def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path, w
     assert handed_on[0]["message"] == "ValueError: the root cause"
 
 
-WRITES_ITS_ERROR_FILE = f"""\
-{WORKER}
-import pathlib, signal, time
-error_file = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-if rank == "1":
-    while not pathlib.Path("written").exists():
-        time.sleep(0.01)
-    error_file.write_text('{{"message": "what my program says", "timestamp": 10}}')
-    sys.exit(7)
-error_file.write_text('{{"message": {{"message": "without a time"}}}}')  # which torch cannot read
-pathlib.Path("written").touch()
-signal.alarm({LONG})
-signal.pause()
-"""
-
-
-def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: Path, worker: str) -> None:
-    Path(worker).write_text(WRITES_ITS_ERROR_FILE)
+def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
-    seen = _run("ddpkit", ["--nproc-per-node=2", worker], tmp_path / "run", {"TORCHELASTIC_ERROR_FILE": str(own)})
+    seen = _run(
+        "ddpkit",
+        ["--nproc-per-node=2", ENDS, "own file", str(LONG)],
+        tmp_path / "run",
+        {"TORCHELASTIC_ERROR_FILE": str(own)},
+    )
     assert seen.code == 7
     assert "rank 1 failed first: exit code 7" in seen.errors
     assert seen.errors.rstrip().endswith(": what my program says")
@@ -541,13 +459,10 @@ def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: P
     [(signal.SIGTERM, None), (signal.SIGUSR1, "SIGTERM,SIGUSR1")],
     ids=["default", "named"],
 )
-def test_signal_to_the_launcher_reaches_every_worker(
-    worker: str, tmp_path: Path, number: signal.Signals, named: str | None
-) -> None:
-    Path(worker).write_text(WAITS)
+def test_signal_to_the_launcher_reaches_every_worker(tmp_path: Path, number: signal.Signals, named: str | None) -> None:
     seen = {}
     for launcher in COMMANDS:
-        words = ["--nproc-per-node=2", *(["--signals-to-handle", named] if named else []), worker]
+        words = ["--nproc-per-node=2", *(["--signals-to-handle", named] if named else []), ENDS, "waits", str(LONG)]
         agent = _start(launcher, words, tmp_path / launcher, {})
         assert agent.stdout is not None
         before: list[str] = []
@@ -567,25 +482,9 @@ def test_signal_that_the_system_lacks_is_ignored(same: Same, worker: str) -> Non
     assert not same("--nproc-per-node=2", "--signals-to-handle", "SIGTERM,SIGNONE", worker).failed
 
 
-STUBBORN = f"""\
-{WORKER}
-import pathlib, signal, time
-signal.alarm({LONG})
-if rank == "1":
-    while not pathlib.Path("ready").exists():
-        time.sleep(0.01)
-    sys.exit(7)
-signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("asked").touch())
-pathlib.Path("ready").touch()
-while True:
-    signal.pause()
-"""
-
-
-def test_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(worker: str, tmp_path: Path) -> None:
+def test_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(tmp_path: Path) -> None:
     """In torch it is killed 30 seconds after it was asked to end, whatever the flag says: this test ends before."""
-    Path(worker).write_text(STUBBORN)
-    words = ["--nproc-per-node=2", f"--shutdown-timeout={seconds(1):.0f}", worker]
+    words = ["--nproc-per-node=2", f"--shutdown-timeout={seconds(1):.0f}", ENDS, "ignores", str(LONG)]
     agent = _start("ddpkit", words, tmp_path, {})
     try:
         wait_until((tmp_path / "asked").exists, "asked to end", within=120)

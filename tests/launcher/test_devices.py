@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, ROOT, run, seconds, started
+from launching import DDPKIT, PROGRAMS, ROOT, run, seconds, started
 
 pytestmark = pytest.mark.slow
 
@@ -122,17 +122,7 @@ def test_gpu_choice_and_core_binding_follow_nvml(machine_of: Machine, count: int
     for number in range(count):
         cores = "ffffffff" if number < count // 2 else "ffffffff00000000"
         lines += gpu(str(number), 0, f"cpus {cores}" + f"\nprocess {NOT_A_PROCESS} 1" * (number % 2))
-    code = """
-from ddp_kit.launcher import agent, plan, spec
-from ddp_kit.launcher.devices import gpus as devices
-from ddp_kit.launcher.devices.cpus import Cpus
-
-asked = spec.parse(["--gpus", str(len(devices.gpus()) // 2), "train.py"], {})
-made = plan.make(asked, devices.gpus(), {}, "id", Cpus({cpu: cpu for cpu in range(64)}), {})
-print(made.env["CUDA_VISIBLE_DEVICES"], made.env["OMP_NUM_THREADS"])
-print([(worker.cpus[0], worker.cpus[-1]) for worker in made.workers])
-"""
-    done = run(sys.executable, "-c", code, env=machine_of(lines))
+    done = run(sys.executable, PROGRAMS / "chooses_gpus.py", env=machine_of(lines))
     assert done.returncode == 0, done.stderr
     half = count // 4
     assert done.stdout.splitlines() == [

@@ -10,21 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from labels import unlabelled
-from launching import DDPKIT, free_port, seconds, started
+from launching import DDPKIT, PROGRAMS, free_port, seconds, started
 from torch.distributed import run as torchrun
 
 pytestmark = pytest.mark.slow
 
-TRAINS = """\
-import os, sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-dist.monitored_barrier()
-os.write(1, f"{dist.get_rank()} of {dist.get_world_size()}: {int(total)} {sys.argv[1:]}\\n".encode())
-dist.destroy_process_group()
-"""
 
 OF_TUTORIALS = [
     # Elastic quickstart
@@ -96,7 +86,7 @@ def test_documented_torchrun_command_line_runs_unchanged(line: str, tmp_path: Pa
         pytest.skip("binding to NUMA nodes needs GPUs and numactl")
     if "=gpu" in line and not torch.cuda.is_available():
         pytest.skip("one process per GPU needs a GPU")
-    (tmp_path / "train.py").write_text(TRAINS)
+    (tmp_path / "train.py").write_text((PROGRAMS / "reduces_and_prints.py").read_text())
     words, nodes, workers = written(line, free_port())
     environment = {"OMP_NUM_THREADS": None}
     if any(word.endswith("1:2") for word in words):  # the first node waits no longer than that for the other one

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import BIN, free_port, run
+from launching import BIN, PROGRAMS, free_port, run
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import cli, dry_run, plan, spec
@@ -326,16 +326,6 @@ def test_may_fork_is_false_only_for_flags_before_the_script_or_variables() -> No
 
 
 SECRETS = {"HF_TOKEN": "hf_abcdefgh", "DATABASE": "postgres://me:pg_abcdefgh@db/x", "WANDB_API_KEY": "wb_abcdefgh"}
-RECORDS = """\
-import os
-from torch.distributed.elastic.multiprocessing.errors import record
-
-@record
-def main():
-    raise ValueError(os.environ["HF_TOKEN"])
-
-main()
-"""
 ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_abcdefgh@store", "login=hf_abcdefgh"]
 
 
@@ -359,7 +349,7 @@ ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_a
 )
 def test_launcher_prints_no_secrets(ddpkit: Command, tmp_path: Path, words: list[str], code: int) -> None:
     (tmp_path / "fails.py").write_text("import os, sys\nraise ValueError(f'no login with {sys.argv} {os.environ}')")
-    (tmp_path / "records.py").write_text(RECORDS)
+    (tmp_path / "records.py").write_text((PROGRAMS / "raises_secret.py").read_text())
     run = ddpkit("launch", *words, env=THREADS_UNSET | SECRETS | {"FAKE_NVML": ""})
     assert run.returncode == code, run.stderr
     assert "abcdefgh" not in run.stdout + run.stderr

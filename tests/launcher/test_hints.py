@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import clean_environment, free_port, seconds, started
+from launching import PROGRAMS, clean_environment, free_port, seconds, started
 
 from ddp_kit.launcher.diagnosis import CAUSES, hint, is_secondary
 
@@ -181,19 +181,7 @@ for _ in range(2): model(torch.ones(1, 1)).sum().backward()
 
 @pytest.mark.slow
 def test_lost_store_is_a_secondary_failure(tmp_path: Path) -> None:
-    code = """
-import subprocess, sys, torch.distributed as dist
-if len(sys.argv) > 1:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    print(store.port, flush=True)
-    store.wait(["never"])
-server = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
-store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), None, False)
-server.kill()
-server.wait()
-store.get("anything")
-"""
-    text, exit_code = failed(code, tmp_path)
+    text, exit_code = failed((PROGRAMS / "loses_its_store.py").read_text(), tmp_path)
     assert is_secondary(text), text
     assert ANOTHER in hint(text, exit_code)
 

@@ -6,26 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import seconds, started
+from launching import PROGRAMS, seconds, started
 
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.agent import stacks
 
-BUSY = """\
-import re, sys
-from ddp_kit.launcher.warm.worker import write_stacks_on_signal
-write_stacks_on_signal(sys.argv[1])
-def work():
-    print("there", flush=True); re.match(r"(a+)+$", "a" * 40 + "b")
-work()
-"""
-
 
 @contextmanager
 def busy(account: Path) -> Iterator[int]:
-    script = account.with_name("train.py")
-    script.write_text(BUSY)
-    with started(sys.executable, script, account) as process:
+    with started(sys.executable, PROGRAMS / "holds_interpreter_lock.py", account) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         yield process.pid
@@ -42,7 +31,7 @@ def test_stack_of_a_process_that_holds_the_interpreter_lock_is_read(
         if py_spy and not stacks.can_be_inspected(pid):
             pytest.skip("this system lets nobody look into other processes")
         (stack,) = stacks.read_stacks({3: pid}, seconds(60), {3: str(account)}, lambda: False).values()
-    assert stack.doing(Phase.FORWARD) == "in the forward pass (train.py:5 in work)"
+    assert stack.doing(Phase.FORWARD) == "in the forward pass (holds_interpreter_lock.py:11 in work)"
     assert stack.holds_lock == py_spy
     assert stack.as_trace().startswith('  File "')
     assert bool(account.read_text()) != py_spy

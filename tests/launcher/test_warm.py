@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from launching import clean_environment, launch, seconds, wait_until
+from launching import PROGRAMS, clean_environment, launch, seconds, wait_until
 from launching import started as running
 
 from ddp_kit.launcher.warm import client, scan
@@ -427,21 +427,11 @@ def test_server_that_is_stopped_ends_with_its_children() -> None:
     gone(worker.pid)
 
 
-# The leader of this process ends as it does when a killed process has other threads that take longer to end: it stays
-# a zombie, and what the process has started stays its child.
-WITHOUT_LEADER = """
-import ctypes, platform, subprocess, threading, time
-threading.Thread(target=time.sleep, args=[1000]).start()
-print(subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL).pid, flush=True)
-ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
-"""
-
-
 def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children() -> None:
     server = WarmServer([], clean_environment(), forks=False)
     reading, writing = os.pipe()
     with os.fdopen(reading) as out:
-        command = [sys.executable, "-c", WITHOUT_LEADER]
+        command = [sys.executable, str(PROGRAMS / "loses_its_leader.py")]
         worker = started(server, server.start(command, clean_environment(), streams=(writing, 2)))
         os.close(writing)
         has_started = int(out.readline())
@@ -451,18 +441,8 @@ def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children()
     assert not psutil.pid_exists(has_started)
 
 
-NO_WORDS = """
-import ctypes, signal
-fields = open("/proc/self/stat").read().rpartition(") ")[2].split()
-start, end = int(fields[45]), int(fields[46])  # where the command line is
-ctypes.memset(start, 0, end - start)
-print("ready", flush=True)
-signal.pause()
-"""
-
-
 def test_child_without_a_command_line_has_a_name_and_an_ended_one_has_none() -> None:
-    with running(sys.executable, "-c", NO_WORDS) as process:
+    with running(sys.executable, PROGRAMS / "erases_command_line.py") as process:
         assert process.stdout is not None
         process.stdout.readline()
         child = Child(process.pid, 0)

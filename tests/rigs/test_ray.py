@@ -8,7 +8,7 @@ from pathlib import Path
 import cluster_training
 import pytest
 from hosts import WITH_OWN_RUN, Host, Tree, missing, network, user_environment
-from launching import BIN, DDPKIT, seconds, wait_until
+from launching import BIN, DDPKIT, PROGRAMS, seconds, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,25 +17,7 @@ pytestmark = [
 
 SECONDS = 270.0
 PORT, DASHBOARD = 6379, 8265  # of the host's own network
-RAY_COMMAND = f"""
-import sys, time
-from ray._private import services
-from ray.scripts.scripts import main
-
-def get_node(*arguments):
-    while True:
-        try:
-            return look(*arguments)
-        except RuntimeError:  # not yet
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-look, deadline = services.get_node, time.monotonic() + {seconds(120)}
-services.get_node = get_node
-sys.exit(main())
-"""
-"""The command `ray` with a node that may take long to start: Ray itself gives up after 30 s, whatever is set."""
+RAY = (sys.executable, PROGRAMS / "ray_that_waits.py", seconds(120))
 STAYING = ("sh", "-c", '"$@" && exec sleep infinity', "sh")
 """In front of `ray start`, in place of its --block, which ends a node together with any of its processes: one that
 nobody needs here, the server of Ray Client, gives up 30 s after its start, too."""
@@ -54,7 +36,7 @@ class Cluster:
         # The folder of its sessions goes with the node; and a short name, as the path of a socket has 107 letters.
         flags = ("--node-ip-address", host.address, "--temp-dir", "/run/ray")
         more = ("--disable-usage-stats", "--object-store-memory", "100000000")
-        command = (*WITH_OWN_RUN, *STAYING, sys.executable, "-c", RAY_COMMAND, "start", *words, *flags, *more)
+        command = (*WITH_OWN_RUN, *STAYING, *RAY, "start", *words, *flags, *more)
         self.nodes[host.name] = host.start(*command, env=self.env)
 
     def start_node(self, host: Host) -> None:

@@ -1,0 +1,10 @@
+"""Print which GPUs, threads and CPU cores a launch with half of the GPUs gets on a machine with 64 cores."""
+
+from ddp_kit.launcher import plan, spec
+from ddp_kit.launcher.devices import gpus as devices
+from ddp_kit.launcher.devices.cpus import Cpus
+
+asked = spec.parse(["--gpus", str(len(devices.gpus()) // 2), "train.py"], {})
+made = plan.make(asked, devices.gpus(), {}, "id", Cpus({cpu: cpu for cpu in range(64)}), {})
+print(made.env["CUDA_VISIBLE_DEVICES"], made.env["OMP_NUM_THREADS"])
+print([(worker.cpus[0], worker.cpus[-1]) for worker in made.workers])
