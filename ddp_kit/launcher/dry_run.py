@@ -116,15 +116,17 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _imports(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Rows with the packages that are imported once for all processes, and with the package at which this ends."""
+    """A row with the packages that are imported once for all processes, and with the package at which this ends."""
     unfit = imports.unfit(env)
     request = plan.imports(env, unfit)
     if request is None:
         return []
     packages = [each.package for each in imports.statements(request)]
-    rows = [("imported once", ", ".join(dict.fromkeys(packages)) or "torch only")]
+    text = f"once per node: {', '.join(dict.fromkeys(['torch', *packages]))}"
     rest = imports.statements(replace(request, unfit=()))[len(packages) :]
-    return [*rows, *((each.package, f"imported in each process: {unfit[each.package]}") for each in rest[:1])]
+    if rest:
+        text += f"; in each process: {rest[0].package} ({unfit[rest[0].package]})"
+    return [("imports", text)]
 
 
 def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:

@@ -106,7 +106,7 @@ def request(program: Program, env: Mapping[str, str] | None = None) -> Import:
         ("import os; os.environ.get('RANK')", "it reads RANK when it is imported"),
         ("import os; os.getenv('MASTER_PORT')", "it reads MASTER_PORT"),
         ("import os\ntry: os.environ['LOCAL_RANK']\nexcept: pass", "it reads LOCAL_RANK"),
-        ("import os; dict(os.environ)", "it reads RANK"),
+        ("import os; dict(os.environ)", "it reads "),
         ("import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()", "a thread"),
         ("import subprocess; subprocess.Popen(['sleep', '9'])", "a process"),
         ("file = open('/dev/null')", "leaves a file or connection open"),
@@ -212,8 +212,7 @@ def test_imports_are_made_once_and_an_unfit_package_in_each_process(packages: Pa
     done = launch("--nproc-per-node", "2", "--preload", "off", program.name, env=env)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True True"] * 2
     done = launch("--nproc-per-node", "2", "--dry-run", program.name, env=env)
-    assert "alpha" in done.stdout
-    assert "it reads RANK when it is imported" in done.stdout
+    assert "once per node: torch, alpha; in each process: beta (it reads RANK" in done.stdout
 
 
 @pytest.mark.slow

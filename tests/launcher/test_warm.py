@@ -255,6 +255,12 @@ def forked(
     return started(server, server.start(program.command_line, clean_environment(extra), program, streams))
 
 
+def make_imports(server: WarmServer, program: Program) -> None:
+    server.import_for(Import(program, clean_environment(), ()), lambda *_: None)
+    while server.imports:
+        server.pump(timeout=None)
+
+
 def started(server: WarmServer, worker: Process) -> Process:
     while not worker.answered:
         server.pump(timeout=None)
@@ -293,9 +299,7 @@ def test_warm_worker_has_the_imports_that_its_script_mentions(
         f"# {text}\nimport sys\n"
         "sys.exit(('torch._dynamo' in sys.modules) + 2 * ('ddp_kit.trainer.trainer' in sys.modules))"
     )
-    server.import_for(Import(a_program(main), clean_environment(), ()), lambda *_: None)
-    while server.imports:
-        server.pump(timeout=None)
+    make_imports(server, a_program(main))
     assert forked(server, a_program(main)).wait(seconds(60)) == there
 
 
@@ -321,6 +325,7 @@ def test_warm_worker_with_a_trainer_has_the_default_log_handler(server: WarmServ
         "import sys\nbefore = {'ddp_kit.trainer', 'loguru'} <= set(sys.modules)\nfrom ddp_kit import Trainer\n"
         "from loguru import logger\nlogger.info('hello')\nlogger.remove(0)\nlogger.info('not heard')\nprint(before)\n"
     )
+    make_imports(server, a_program(main))
     with out.open("w") as output, err.open("w") as errors:
         worker = forked(server, a_program(main), streams=(output.fileno(), errors.fileno()))
     assert (worker.wait(seconds(60)), out.read_text()) == (0, "True\n")
