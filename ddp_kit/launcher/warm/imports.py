@@ -99,7 +99,7 @@ Fail = Callable[[str, str], NoReturn]
 """A function that is called with an unfit package and the reason, and ends the process."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Imported:
     """What the imports read, and what they did that each worker has to repeat."""
 
@@ -134,7 +134,9 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
 
     `hidden`: variables that are set only during the imports, and whose values make no difference to what is imported.
     """
-    program, result, current = request.program, Imported(), ""
+    program, current = request.program, ""
+    read: dict[str, str | None] = {}
+    changed: dict[str, str | None] = {}
 
     def fail_now(reason: str) -> NoReturn:
         fail(current, reason)
@@ -142,12 +144,12 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
     def note_read(name: str, value: str | None) -> None:
         if name.startswith(request.differing):
             fail_now(f"it reads {name} when it is imported, which differs between the processes")
-        if name not in hidden and name not in result.changed:
-            result.read.setdefault(name, value)
+        if name not in hidden and name not in changed:
+            read.setdefault(name, value)
 
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     with (
-        _environment({**request.env, **hidden}, note_read, result.changed),
+        _environment({**request.env, **hidden}, note_read, changed),
         _place_of(program, _OwnModules(program, fail_now)),
         _captured_output() as output,
     ):
@@ -160,9 +162,8 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
                 fail_now(f"its import fails ({type(error).__name__})")
             if (trace := _new_trace(before, _traces())) is not None:
                 fail_now(f"its import {trace}")
-        result.output = output()
-    result.warnings = names.get("__warningregistry__", {})
-    return result
+        written = output()
+    return Imported(read, changed, written, names.get("__warningregistry__", {}))
 
 
 # Modules that copy all variables when they are imported, but use only those with this prefix.
