@@ -84,10 +84,12 @@ READ_BY_TORCH = (
     ALLOCATOR, *ALLOCATOR_OLDER,
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
-# Prefixes of variables that the launcher or a cluster sets, and that differ between any two runs.
-VARIABLES_OF_ONE_RUN = (
-    "DDPKIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PET_", "MASTER_", RANK, LOCAL_RANK, WORLD_SIZE,
+# Prefixes of variables that the launcher sets for each worker, or for each round of a job.
+VARIABLES_OF_ONE_WORKER = (
+    "DDPKIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE,
 )  # fmt: skip
+# Prefixes of variables that the launcher or a cluster sets, and that differ between any two runs.
+VARIABLES_OF_ONE_RUN = (*VARIABLES_OF_ONE_WORKER, "SLURM_", "PET_")
 # Prefixes of variables that change how ddpkit, torch and their libraries behave: `ddpkit env` lists these.
 REPORTED_VARIABLES = (
     *VARIABLES_OF_ONE_RUN, "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "NVIDIA_", "OMP_",

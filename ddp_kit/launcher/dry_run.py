@@ -3,6 +3,7 @@
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddp_kit.env import (
@@ -27,6 +28,7 @@ from ddp_kit.env import (
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
+from ddp_kit.launcher.warm import imports
 from ddp_kit.masking import masked, masked_env, masked_words
 
 AT_THE_START = "chosen when the job starts"
@@ -52,7 +54,7 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
         [
             f"Nothing was started. This would run on {host}:",
             _table(_processes(plan, env, host)),
-            _table([*([name, masked(text, env)] for name, text in _settings(plan)), *_memory(plan, env)]),
+            _table([*([name, masked(text, env)] for name, text in _settings(plan, env)), *_memory(plan, env)]),
             *_environment(plan, env),
             f"The equivalent torchrun command{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
         ]
@@ -87,7 +89,7 @@ def _ranges(cpus: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _settings(plan: Plan) -> list[tuple[str, str]]:
+def _settings(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
     most = plan.rendezvous.limits.max_restarts
     started = (
         "forked from the warm server where possible" if plan.program(0) else "each started cold, in a new interpreter"
@@ -99,6 +101,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         hangs = f"a process that makes no progress for {seconds:g} s or more is killed"
     return [
         ("processes", f"{len(plan.workers)}, {started}"),
+        *_imports(plan, env),
         *_recognised(plan.rendezvous),
         ("nodes", _nodes(plan.rendezvous)),
         ("rendezvous", _endpoint(plan.rendezvous)),
@@ -110,6 +113,20 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         ("logs", _logs(plan.logs)),
         *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
     ]
+
+
+def _imports(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """A row with the packages that are imported once for all processes, and with the package at which this ends."""
+    unfit = imports.unfit(env)
+    request = plan.imports(env, unfit)
+    if request is None:
+        return []
+    packages = [each.package for each in imports.statements(request)]
+    text = f"once per node: {', '.join(dict.fromkeys(['torch', *packages]))}"
+    rest = imports.statements(replace(request, unfit=()))[len(packages) :]
+    if rest:
+        text += f"; in each process: {rest[0].package} ({unfit[rest[0].package]})"
+    return [("imports", text)]
 
 
 def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ from ddp_kit.env import (
     THREADS,
     UNINTERRUPTIBLE_TIMEOUT,
     USE_AGENT_STORE,
+    VARIABLES_OF_ONE_WORKER,
     VISIBLE_GPUS,
     WORLD_SIZE,
     agent_serves_store,
@@ -49,7 +50,7 @@ from ddp_kit.launcher.devices.gpus import Gpu, visible
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import LaunchSpec
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.warm.messages import Import, Program
 
 GRACE_SECONDS = 25
 """Seconds from SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; 5 s remain for the verdict and cleanup."""
@@ -219,12 +220,29 @@ class Plan:
         name, *arguments = _fill_local_rank(local_rank, (self.script, *self.script_arguments))
         return Program(self.python, name, tuple(arguments), self.torchrun["module"])
 
+    def shared_environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The part of the workers' environment that is the same in all of them. `env`: the launcher's environment."""
+        return {NCCL_ERROR_HANDLING: "1", **env, **self.env}
+
+    def imports(self, env: Mapping[str, str], unfit: Collection[str]) -> Import | None:
+        """What the warm server imports before the workers are forked, or None if the workers cannot be forked.
+
+        `env`: the launcher's environment. `unfit`: packages that the workers have to import themselves.
+        """
+        program = self.program(0)
+        if program is None:
+            return None
+        preload = self.spec.preload
+        packages = {"auto": None, "off": ()}.get(preload, tuple(filter(None, preload.split(","))))
+        differing = (*VARIABLES_OF_ONE_WORKER, *([VISIBLE_GPUS] if self.virtual_local_rank else []))
+        return Import(program, self.shared_environment(env), differing, packages, tuple(unfit))
+
     def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """A worker's environment, without the variable for its error file. `env`: the launcher's environment.
 
         Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
         """
-        inherited = {NCCL_ERROR_HANDLING: "1", **env, **self.env}
+        inherited = self.shared_environment(env)
         virtual = {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(inherited, local_rank)} if self.virtual_local_rank else {}
         contract = {
             RANK: assignment.first_rank + local_rank,

@@ -68,6 +68,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _modules(text: str) -> str:
+    if not all(name.isidentifier() for name in text.replace(",", ".").split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off, or names of modules separated by commas")
+    return text
+
+
 def _words(text: str) -> list[str]:
     """The words of a comma-separated list, in which `,,` is a comma that belongs to a word."""
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
@@ -274,6 +280,15 @@ OWN_FLAGS = (
     ),
     Flag("--cold", "", "start every process with a new interpreter instead of forking it", has_variable=False),
     Flag(
+        "--preload",
+        "auto|off|MODULE,...",
+        "modules to import once per node, before the processes are forked. auto: the installed packages that the script"
+        " imports before it does anything else, where the processes cannot tell the difference. Default: auto",
+        "auto",
+        type=_modules,
+        has_variable=False,
+    ),
+    Flag(
         "--hang-timeout",
         "SECONDS",
         "kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
@@ -304,6 +319,8 @@ class LaunchSpec:
     """The value of --nproc-per-node or PET_NPROC_PER_NODE; None: neither was given."""
     cold: bool
     """Whether --cold was given: start every worker with a new interpreter."""
+    preload: str
+    """The value of --preload: "auto", "off", or names of modules separated by commas."""
     dry_run: bool
     """Whether --dry-run was given: print what would run and start nothing."""
     torchrun: Mapping[str, Any]

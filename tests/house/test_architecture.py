@@ -32,8 +32,8 @@ LAUNCHER_LAYER = {  # of a folder or module of launcher/
     "spec": 2,
     "rendezvous": 3,
     "plan": 4,
-    "devices.reservations": 5, "dry_run": 5, "record": 5, "warm": 5,
-    "agent": 6,
+    "devices.reservations": 5, "record": 5, "warm": 5,
+    "agent": 6, "dry_run": 6,
     "doctor": 7, "report": 7, "readings": 7,
     "commands": 8,
     "cli": 9,
@@ -225,7 +225,7 @@ def test_agent_uses_private_members_of_torch_in_one_module() -> None:
 
 
 def test_warm_worker_uses_private_members_of_torch_in_one_module() -> None:
-    python = {"_run_module_as_main", "_set_native_id"}  # of CPython
+    python = {"_run_module_as_main", "_set_native_id", "_getframe"}  # of CPython
     found = {
         name_of(path): [use for use in private_uses(path) if use.rpartition(".")[2] not in python]
         for path in (PACKAGE / "launcher" / "warm").glob("*.py")

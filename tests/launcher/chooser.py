@@ -48,7 +48,9 @@ SETTINGS = {
 }
 
 reservations._TIMEOUT_SECONDS = float(os.environ["CHOOSING_SECONDS"])
-asked = spec.LaunchSpec(sys.argv[1], None, cold=False, dry_run=False, torchrun=MappingProxyType(SETTINGS))
+asked = spec.LaunchSpec(
+    sys.argv[1], None, cold=False, preload="auto", dry_run=False, torchrun=MappingProxyType(SETTINGS)
+)
 make = partial(plan.make, asked, gpus.gpus(), os.environ, "id", cpus.here())
 sys.stdin.read()
 try:

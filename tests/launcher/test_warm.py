@@ -25,6 +25,8 @@ from ddp_kit.launcher.warm.messages import (
     ClosedError,
     Ended,
     FolderMade,
+    Import,
+    ImportDone,
     Kill,
     MakeFolder,
     Message,
@@ -44,6 +46,9 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
     [
         Start(1, ("python", "train.py"), {"A": "1", "ODD": "\udcff"}, a_program("train.py", "--lr", "0.1"), (0, 2)),
         Start(1, ("bash",), {}),
+        Import(a_program("train.py"), {"A": "1"}, ("RANK",)),
+        Import(a_program("train.py"), {}, (), ("numpy", "scipy"), ("lightning",)),
+        ImportDone("lightning", "it reads RANK"),
         Kill(7),
         Clear(succeeded=True),
         MakeFolder("/tmp", "ddpkit-"),
@@ -250,6 +255,12 @@ def forked(
     return started(server, server.start(program.command_line, clean_environment(extra), program, streams))
 
 
+def make_imports(server: WarmServer, program: Program) -> None:
+    server.import_for(Import(program, clean_environment(), ()), lambda *_: None)
+    while server.imports:
+        server.pump(timeout=None)
+
+
 def started(server: WarmServer, worker: Process) -> Process:
     while not worker.answered:
         server.pump(timeout=None)
@@ -288,6 +299,7 @@ def test_warm_worker_has_the_imports_that_its_script_mentions(
         f"# {text}\nimport sys\n"
         "sys.exit(('torch._dynamo' in sys.modules) + 2 * ('ddp_kit.trainer.trainer' in sys.modules))"
     )
+    make_imports(server, a_program(main))
     assert forked(server, a_program(main)).wait(seconds(60)) == there
 
 
@@ -313,6 +325,7 @@ def test_warm_worker_with_a_trainer_has_the_default_log_handler(server: WarmServ
         "import sys\nbefore = {'ddp_kit.trainer', 'loguru'} <= set(sys.modules)\nfrom ddp_kit import Trainer\n"
         "from loguru import logger\nlogger.info('hello')\nlogger.remove(0)\nlogger.info('not heard')\nprint(before)\n"
     )
+    make_imports(server, a_program(main))
     with out.open("w") as output, err.open("w") as errors:
         worker = forked(server, a_program(main), streams=(output.fileno(), errors.fileno()))
     assert (worker.wait(seconds(60)), out.read_text()) == (0, "True\n")

@@ -35,6 +35,7 @@ from ddp_kit.launcher.output import open_log, private_files
 from ddp_kit.launcher.plan import Logs, Plan
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.warm import imports
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.masking import masked
 from ddp_kit.uncaught import read_error_file
@@ -89,6 +90,8 @@ def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> Run
 def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
     specs, inbox = torchrun.logs_specs(plan.logs, folder), Inbox()
     _handle_signals(plan.signals_to_handle, inbox, print_message)
+    if warm is not None:
+        _import_once(plan, warm, print_message)
     try:
         link = _link(plan, inbox, print_message)
     except StoppedError as error:
@@ -100,6 +103,18 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
         link.close()
     _hand_on_error_file(agent.recorded_failures())
     return result
+
+
+def _import_once(plan: Plan, warm: WarmServer, print_message: PrintMessage) -> None:
+    """Let the warm server import what the workers will import, while this process connects to the job."""
+
+    def note_unfit(package: str, reason: str) -> None:
+        print_message(f"{package} is imported in each process, not once before the fork: {reason}")
+        imports.remember(package, reason, os.environ)
+
+    request = plan.imports(os.environ, imports.unfit(os.environ))
+    if request is not None:
+        warm.import_for(request, note_unfit)
 
 
 def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:

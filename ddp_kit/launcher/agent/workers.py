@@ -156,6 +156,11 @@ class Workers:
 
     def _start_warm(self, warm: WarmServer) -> None:
         """Let the warm server start the workers. A stop signal may end the wait for it; there are then no workers."""
+        while warm.imports:
+            wait_readable([warm], _SIGNAL_CHECK_SECONDS)
+            warm.pump()
+            if self._inbox.signals:
+                return
         processes = {
             rank: warm.start(
                 self._plan.command_line(rank),

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS
@@ -20,6 +21,8 @@ from ddp_kit.launcher.warm.messages import (
     ClosedError,
     Ended,
     FolderMade,
+    Import,
+    ImportDone,
     Kill,
     MakeFolder,
     Message,
@@ -36,7 +39,7 @@ sys.path.insert(0, sys.argv[1])
 from ddp_kit.launcher.warm import server
 sys.path[:] = path
 hidden, preload = (tuple(filter(None, names.split(","))) for names in sys.argv[5:7])
-server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload)
+server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload, sys.argv[7])
 """
 _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for unfinished saves and for helpers
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
@@ -64,29 +67,36 @@ class WarmServer:
         and forks the workers; if not, it starts new interpreters. `print_message`: a function that is called with a
         message if a signal stops the server. `preload`: modules to import in addition to torch.
         """
-        ours, theirs = socket.socketpair()
-        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if forks else {}
-        package = str(Path(__file__).parents[3])
-        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if forks else "cold", ",".join(hidden)]
-        how.append(",".join(preload))
+        self._argv, self._env, self._forks, self._preload = argv, env, forks, preload
         adopt_orphans()  # if the server is killed, its children become children of this process
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _CODE, *how, *argv],
-                env={**env, **hidden},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._channel = Channel(ours)
+        self._folder: str | None = None  # the answer to `MakeFolder`
+        self._open()
         self._workers: dict[int, Process] = {}
         self._count = 0
-        self._folder: str | None = None  # the answer to `MakeFolder`
+        self._import: Import | None = None  # the request that has not been answered yet
+        self._on_unfit: Callable[[str, str], None] = lambda *_: None
         self._has_started = False
         self._print_message = print_message
         self._last_check = time.monotonic()
         self._was_stopped = False
         self._was_continued = False
         self.gone = False
+
+    def _open(self) -> None:
+        """Start the process."""
+        ours, theirs = socket.socketpair()
+        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if self._forks and name not in self._env}
+        package = str(Path(__file__).parents[3])
+        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold", ",".join(hidden)]
+        how += [",".join(self._preload), self._folder or ""]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _CODE, *how, *self._argv],
+                env={**self._env, **hidden},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._channel = Channel(ours)
 
     @property
     def pid(self) -> int:
@@ -96,6 +106,19 @@ class WarmServer:
     def fileno(self) -> int:
         """The descriptor for `select`: readable when a worker may have ended."""
         return self._channel.fileno()
+
+    @property
+    def imports(self) -> bool:
+        """Whether the server is still importing what the workers need. No worker can be started until then."""
+        return self._import is not None
+
+    def import_for(self, request: Import, on_unfit: Callable[[str, str], None]) -> None:
+        """Ask the server to import what the workers will import. The caller must then call `pump` while it `imports`.
+
+        `on_unfit`: a function that is called with a package that cannot be imported this way, and the reason.
+        """
+        self._import, self._on_unfit = request, on_unfit
+        self._send(request)
 
     def start(
         self,
@@ -155,6 +178,8 @@ class WarmServer:
                     worker = self._workers[message.number]
                     worker.pid, worker.cold, worker.error = message.pid, message.cold, message.error
                     worker.answered = self._has_started = True
+                elif isinstance(message, ImportDone):
+                    self._end_import(message)
                 elif isinstance(message, FolderMade):
                     self._folder = message.path
                 elif isinstance(message, Ended):
@@ -208,8 +233,27 @@ class WarmServer:
         except ClosedError:
             self._lose()
 
+    def _end_import(self, done: ImportDone) -> None:
+        request, self._import = self._import, None
+        if done.unfit and request is not None:
+            self._on_unfit(done.unfit, done.reason)
+            self._reopen(replace(request, unfit=(*request.unfit, done.unfit)))
+
+    def _reopen(self, request: Import) -> None:
+        """Start the process again, after an import that it must not have made, and ask it for the imports before."""
+        self._channel.close()
+        self._process.wait()
+        _end_leftovers()
+        self._open()
+        self._import = request
+        self._send(request)
+
     def _lose(self) -> None:
         """Handle the death of the server and all workers. Their child processes are now children of this process."""
+        request, self._import = self._import, None
+        if request is not None and request.packages != ():  # an import may have crashed: the workers will show it
+            self._reopen(replace(request, packages=()))
+            return
         self.gone = True
         self._process.wait()
         _end_leftovers()

@@ -36,6 +36,29 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Import:
+    """Launcher to server, before the first `Start`: import what the workers will import."""
+
+    program: Program
+    env: Mapping[str, str]
+    """The variables that all workers have."""
+    differing: tuple[str, ...]
+    """Prefixes of the variables that differ between workers, or between the rounds of a job."""
+    packages: tuple[str, ...] | None = None
+    """The packages to import; None: those that the script imports first (see imports.py)."""
+    unfit: tuple[str, ...] = ()
+    """The packages that must not be imported. The imports end before the first of them."""
+
+
+@dataclass(frozen=True)
+class ImportDone:
+    """Server to launcher: the imports are made; or a package is unfit, and the server ends."""
+
+    unfit: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Start:
     """Launcher to server: start one worker."""
 
@@ -112,9 +135,9 @@ class Ended:
     """The worker's exit code; -N if signal N killed the worker."""
 
 
-Message = Start | Kill | Clear | MakeFolder | FolderMade | Started | Ended
+Message = Import | ImportDone | Start | Kill | Clear | MakeFolder | FolderMade | Started | Ended
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Start, Kill, Clear, MakeFolder, FolderMade, Started, Ended)
+    kind.__name__: kind for kind in (Import, ImportDone, Start, Kill, Clear, MakeFolder, FolderMade, Started, Ended)
 }
 
 
@@ -184,10 +207,12 @@ class Channel:
 
 
 def _read(name: str, fields: dict[str, Any]) -> Message:
-    if name == Start.__name__:
-        program = fields["program"]
-        if program is not None:
-            program = Program(**{**program, "arguments": tuple(program["arguments"])})
-        fields |= {"program": program, "command": tuple(fields["command"]), "cpus": tuple(fields["cpus"])}
+    fields = _with_tuples(fields)
+    if fields.get("program") is not None:
+        fields["program"] = Program(**_with_tuples(fields["program"]))
     message: Message = _KINDS[name](**fields)
     return message
+
+
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -25,7 +25,9 @@ _NAME_AND_LITERAL = re.compile(r"(\w+)(?:(?:'\] = |': |', |=)'([^'\\]*)'(?=[,)}]
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
 # Prefixes of the variables that the modules of `later_imports` read.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
-_INSTALLED = (os.path.dirname(os.__file__), "site-packages", "dist-packages")  # noqa: PTH120  # parts of paths
+INSTALLED = "site-packages", "dist-packages"
+"""Parts of the paths of installed packages."""
+_NOT_USERS = (os.path.dirname(os.__file__), *INSTALLED)  # noqa: PTH120
 _RUNS_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -50,8 +52,8 @@ class _Scan:
     """Scan of a program and of the modules that it imports from its own folder or from PYTHONPATH."""
 
     def __init__(self, program: Program) -> None:
-        folder = Path.cwd() if program.module else Path(program.name).resolve().parent
-        user_paths = [path for path in sys.path if path and not any(part in path for part in _INSTALLED)]
+        folder = folder_of(program)
+        user_paths = [path for path in sys.path if path and not any(part in path for part in _NOT_USERS)]
         self._folders = list(dict.fromkeys([folder, *map(Path, user_paths)]))
         self._seen = {"ddp_kit"}
         self.settings: list[_Setting] = []
@@ -148,7 +150,7 @@ def _modules(statement: ast.stmt, package: str) -> Iterator[str]:
 
 def later_imports(program: Program) -> tuple[str, ...]:
     """The modules, in addition to torch, that a program will import because it uses an optimizer or a Trainer."""
-    return _later_imports(_text(program))
+    return _later_imports(source(program))
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> _Setting | None:
@@ -157,7 +159,7 @@ def variable_set_too_late(program: Program, env: Mapping[str, str]) -> _Setting 
     Setting a variable to its current value does not count as a change. The variable for torch's allocator has
     older names, which count as the same variable. `env`: the script's initial environment.
     """
-    return next((setting for setting in _settings(program, _text(program)) if setting.changes(env)), None)
+    return next((setting for setting in _settings(program, source(program)) if setting.changes(env)), None)
 
 
 @lru_cache(maxsize=1)
@@ -165,7 +167,12 @@ def _settings(program: Program, _text: str) -> list[_Setting]:
     return _Scan(program).settings
 
 
-def _text(program: Program) -> str:
+def folder_of(program: Program) -> Path:
+    """The folder that is first in the program's sys.path."""
+    return Path.cwd() if program.module else Path(program.name).resolve().parent
+
+
+def source(program: Program) -> str:
     """The source of the program's main file; empty if the file cannot be found or read."""
     path = Path(program.name)
     if program.module:
@@ -197,7 +204,7 @@ def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: f
     setting = variable_set_too_late(program, env)
     if setting is not None:
         return f"{setting.file} sets {setting.name}, which torch reads when it is imported"
-    folder = Path.cwd() if program.module else Path(program.name).resolve().parent
+    folder = folder_of(program)
     if sys.flags.safe_path:
         return ""
     try:

@@ -11,13 +11,14 @@ import socket
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
-from ddp_kit.launcher.warm import worker
+from ddp_kit.launcher.warm import imports, worker
 from ddp_kit.launcher.warm.cleanup import (
     Child,
     adopt_orphans,
@@ -35,6 +36,8 @@ from ddp_kit.launcher.warm.messages import (
     ClosedError,
     Ended,
     FolderMade,
+    Import,
+    ImportDone,
     Kill,
     MakeFolder,
     Message,
@@ -93,6 +96,7 @@ def _is_descendant(pid: int) -> bool:
 # --- Server -----------------------------------------------------------------------------------------------------------
 #     import torch                     (not with --cold: the server then only starts and watches workers, and cleans up)
 #     loop:
+#         Import        import what the script imports first
 #         Start         fork a worker, or execute it if a fork would differ from a new interpreter
 #         Kill, Clear   kill a worker and the processes it started; end what the workers of a round left behind
 #         a child ends  report it to the launcher
@@ -118,13 +122,16 @@ _OWN_FAULTS = {
 }
 
 
-def main(descriptor: int, launcher: int, forks: bool, hidden: tuple[str, ...], preload: tuple[str, ...] = ()) -> None:
+def main(
+    descriptor: int, launcher: int, forks: bool, hidden: tuple[str, ...], preload: tuple[str, ...], folder: str
+) -> None:
     """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
     Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does.
 
     `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
-    variables that are set only for this server. `preload`: modules to import in addition to torch.
+    variables that are set only for this server. `preload`: modules to import in addition to torch. `folder`: the
+    launcher's temporary folder, if an earlier server has created it; else empty.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
@@ -141,14 +148,14 @@ def main(descriptor: int, launcher: int, forks: bool, hidden: tuple[str, ...], p
     broken = _preload(_PRELOADED) if forks else ""
     if forks and not broken:
         _preload_further(preload)
-    server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden)
+    server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder)
     outlive_parent()
     if os.getppid() == launcher:
-        program = server.serve()
+        program, warnings = server.serve()
         inherited.restore()
         del server, channel, inherited, parent_signals  # so that the script starts without objects of the server
         try:
-            worker.run_as_main(program)
+            worker.run_as_main(program, warnings)
         finally:
             # triton has contained nanobind since version 3.9 (torch 2.15). At interpreter exit, nanobind prints all
             # objects that were not garbage-collected. It would also print those that the server froze with `gc.freeze`,
@@ -195,6 +202,7 @@ class _Server:
         forks: bool,
         broken: str,
         hidden: tuple[str, ...],
+        folder: str,
     ) -> None:
         self._launcher = launcher
         self._channel = channel
@@ -204,26 +212,33 @@ class _Server:
         self._forks = forks
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._hidden = {name: os.environ[name] for name in hidden}
         self._modules = _top_level_modules()
-        self._preloaded: tuple[str, ...] = ()  # in addition to _PRELOADED
+        self._imported = imports.Imported()
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._leftovers: set[Path] = set()
         self._left_saving: set[int] = set()  # pids of the checkpoint writers that the latest `Clear` did not end
-        self._folders: list[str] = []
+        self._folders = [folder] if folder else []
 
-    def serve(self) -> Program:
-        """Start workers, and report when they end. Returns only in a forked worker, with the program to run."""
+    def serve(self) -> tuple[Program, dict[Any, Any]]:
+        """Start workers, and report when they end.
+
+        Returns only in a forked worker, with the program to run and the registry of the warnings that its imports have
+        already caused.
+        """
         watched = [self._channel.fileno(), self._wake, self._parent_signals.fileno()]
         while True:
             select.select(watched, [], [])
             self._receive()
             while self._waiting:
                 message = self._waiting.popleft()
-                if isinstance(message, Start):
+                if isinstance(message, Import):
+                    self._import(message)
+                elif isinstance(message, Start):
                     program = self._start(message)
                     if program is not None:
-                        return program
+                        return program, self._imported.warnings
                 elif isinstance(message, Clear):
                     self._clear(message.succeeded)
                 elif isinstance(message, MakeFolder):
@@ -249,18 +264,27 @@ class _Server:
 
     # Starting ---------------------------------------------------------------------------------------------------------
 
+    def _import(self, request: Import) -> None:
+        """Import what the script needs, if the workers can be forked. Ends this process if a package is unfit."""
+
+        def fail(package: str, reason: str) -> NoReturn:
+            self._send(ImportDone(package, reason))
+            os._exit(0)
+
+        if not self._reason_for_cold_start(request.program, request.env):
+            _preload_further(later_imports(request.program))
+            self._imported = imports.run(request, self._hidden | _WITHOUT_LOG, fail)
+            gc.collect()
+            gc.freeze()
+            self._modules = _top_level_modules()
+        self._send(ImportDone())
+
     def _start(self, start: Start) -> Program | None:
         """Start a worker. In a forked worker, return the program to run; in the server, None."""
         streams = self._channel.take_descriptors(2) if start.streams else []
         cold, forked_program = "", None
         if start.program is not None and self._forks:
-            cold = self._reason_for_cold_start(start)
-            modules = later_imports(start.program)
-            if not cold and modules != self._preloaded:  # at the first start, before any worker runs
-                self._preloaded = modules
-                _preload_further(modules)
-                self._modules = _top_level_modules()
-                cold = self._reason_for_cold_start(start)  # check again, because of the new imports
+            cold = self._reason_for_cold_start(start.program, start.env)
             forked_program = None if cold else start.program
         parent = os.getpid()
         errors, write_errors = os.pipe2(os.O_CLOEXEC)
@@ -279,6 +303,7 @@ class _Server:
                     worker.execute(start, streams, self._inherited, write_errors)
                 os.close(write_errors)
                 worker.set_up(start, streams, self._launcher)
+                self._imported.repeat()
                 return forked_program
         for descriptor in (write_errors, *streams):
             os.close(descriptor)
@@ -289,9 +314,8 @@ class _Server:
             self._send(Started(start.number, pid, cold, error_text))
         return None
 
-    def _reason_for_cold_start(self, start: Start) -> str:
+    def _reason_for_cold_start(self, program: Program, env: Mapping[str, str]) -> str:
         """Why a fork would now behave differently from a new interpreter, or an empty string if it would not."""
-        assert start.program is not None
         if self._broken:
             return self._broken
         if len(list(Path("/proc/self/task").iterdir())) != 1:
@@ -300,14 +324,17 @@ class _Server:
             return "an import has initialised CUDA"
         if any(_points_to(link, "/dev/nvidia") for link in Path("/proc/self/fd").iterdir()):
             return "an import has opened a GPU device file"
-        for name in {*start.env, *self._env}:
+        for name in {*env, *self._env}:
             if (
                 name.startswith(IMPORT_TIME_VARIABLES + START_TIME_VARIABLES)
                 and name != THREADS
-                and start.env.get(name) != self._env.get(name)
+                and env.get(name) != self._env.get(name)
             ):
                 return f"the worker's {name} differs from the launcher's, and imports read this variable"
-        return reason_for_cold_start(start.program, start.env, self._modules)
+        differing = self._imported.variable_that_differs(env)
+        if differing is not None:
+            return f"the worker's {differing} is not that of the job, and an import has read this variable"
+        return reason_for_cold_start(program, env, self._modules)
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

@@ -269,8 +269,8 @@ _BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __f
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
-def run_as_main(program: Program) -> None:
-    """Run `program` as the main program of this process.
+def run_as_main(program: Program, warnings: dict[Any, Any]) -> None:
+    """Run `program` as the main program of this process. `warnings`: its registry of warnings that were already shown.
 
     Returns or raises as the program does. The caller must not catch exceptions, so that the interpreter prints them,
     finalises, and sets the exit code as for `python program`.
@@ -280,6 +280,8 @@ def run_as_main(program: Program) -> None:
     try:
         main = ModuleType("__main__")
         vars(main).update(__builtins__=builtins, __annotations__={})
+        if warnings:
+            vars(main)["__warningregistry__"] = warnings
         # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
