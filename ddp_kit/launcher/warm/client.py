@@ -117,8 +117,9 @@ class WarmServer:
 
         `on_unfit`: a function that is called with a package that cannot be imported this way, and the reason.
         """
-        self._import, self._on_unfit = request, on_unfit
-        self._send(request)
+        if not self.gone:
+            self._import, self._on_unfit = request, on_unfit
+            self._send(request)
 
     def start(
         self,
