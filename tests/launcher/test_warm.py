@@ -312,6 +312,7 @@ def test_warm_server_that_was_lost_is_asked_for_no_imports(tmp_path: Path) -> No
     assert not server.imports
     worker = server.start(["true"], {})
     assert (worker.answered, worker.lost) == (True, True)
+    server.close()
 
 
 @pytest.mark.slow
