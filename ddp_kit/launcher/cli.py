@@ -114,7 +114,11 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
         return _report(error, ExitCode.LAUNCH_FAILED)
 
 
-def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> NoReturn:
+def entry(
+    argv: Sequence[str] | None = None,
+    warm: "WarmServer | None" = None,
+    at_exit: Callable[[int], None] = lambda _: None,
+) -> NoReturn:
     """Run the command like `main`, then flush all output and exit with `os._exit`.
 
     A normal interpreter shutdown would wait for torch's threads, and could abort if one of them woke up meanwhile.
@@ -126,6 +130,7 @@ def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    at_exit(code)
     os._exit(code)
 
 
@@ -138,6 +143,14 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         if launch_spec.torchrun["print_completion"] is not None:
             return completion([f"{_COMPLETION}={launch_spec.torchrun['print_completion']}"])
         spec.check_script(launch_spec, os.environ)
+        keeps_warm = launch_spec.keep_warm is not None and warm is None and sys.platform == "linux"
+        keeps_warm = keeps_warm and launch_spec.may_fork(os.environ) and not launch_spec.dry_run
+        if keeps_warm:
+            from ddp_kit.launcher.warm import handover
+
+            code = handover.hand_over(argv, launch_spec.program(), launch_spec.preloaded(), _print_message)
+            if code is not None:
+                return code
         defaults = allocator_defaults(os.environ)
         # The server is started before this process imports torch, so that both import it at the same time.
         if warm is None and sys.platform == "linux" and not launch_spec.dry_run:
@@ -166,6 +179,8 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 agent.check(job_plan)  # last, because torch may add variables to the environment described above
                 _print_text(description)
                 return ExitCode.OK
+            if keeps_warm and launch_spec.keep_warm is not None:
+                handover.keep_process(job_plan.imports(os.environ, ()), launch_spec.keep_warm, _print_message)
             result = agent.run(job_plan, warm, _print_message)
     finally:
         if warm is not None:
