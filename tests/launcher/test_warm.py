@@ -303,6 +303,18 @@ def test_warm_worker_has_the_imports_that_its_script_mentions(
     assert forked(server, a_program(main)).wait(seconds(60)) == there
 
 
+def test_warm_server_that_was_lost_is_asked_for_no_imports(tmp_path: Path) -> None:
+    server = WarmServer(["x"], clean_environment(), forks=False)
+    os.kill(server.pid, signal.SIGKILL)
+    assert server.make_folder("ddpkit-") == ""
+    assert server.gone
+    server.import_for(Import(a_program(tmp_path / "train.py"), {}, ()), lambda *_: None)
+    assert not server.imports
+    worker = server.start(["true"], {})
+    assert (worker.answered, worker.lost) == (True, True)
+    server.close()
+
+
 @pytest.mark.slow
 def test_warm_server_that_still_imports_is_not_waited_for(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
