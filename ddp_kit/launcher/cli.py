@@ -43,6 +43,7 @@ commands:
   export        write the weights of a checkpoint to safetensors files
   doctor        check whether this machine can train, and print how to fix what is wrong
   env           print versions, hardware and environment variables for a bug report
+  warm          list the processes that `ddpkit launch --keep-warm` keeps for the next launches, or end them
   schema        print the JSON schema of TrainerConfig, for editors that check YAML files
 
 examples:
@@ -61,10 +62,13 @@ examples:
 _COMPLETION = "--print-completion"
 
 
-def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, warm: "WarmServer | None" = None, blocked: Sequence[int] | None = None
+) -> int:
     """Run the command in `argv` (default: `sys.argv[1:]`) and return its exit code; for --help, argparse exits.
 
-    `warm`: a running warm server for `launch` to use; None: `launch` starts one.
+    `warm`: a running warm server for `launch` to use; None: `launch` starts one. `blocked`: the signals to block, once
+    the others are handled; None: those that are blocked now.
     """
     open_standard_streams()
     parser = Parser(
@@ -91,6 +95,8 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
     try:
         try:
             _StoppedError.may_be_raised = True
+            if blocked is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if argv and argv[0].partition("=")[0] == _COMPLETION:
                 return completion(argv)
             command = parser.parse_args(argv[:1]).command  # the command parses the rest
@@ -117,13 +123,14 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
 def entry(
     argv: Sequence[str] | None = None,
     warm: "WarmServer | None" = None,
+    blocked: Sequence[int] | None = None,
     at_exit: Callable[[int], None] = lambda _: None,
 ) -> NoReturn:
     """Run the command like `main`, then flush all output and exit with `os._exit`.
 
     A normal interpreter shutdown would wait for torch's threads, and could abort if one of them woke up meanwhile.
     """
-    code = main(argv, warm)
+    code = main(argv, warm, blocked)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.shutdown()
@@ -265,6 +272,13 @@ def environment(argv: Sequence[str]) -> int:
     return run(argv, os.environ, _print_text)
 
 
+def warm(argv: Sequence[str]) -> int:
+    """`ddpkit warm`: list and stop the kept processes."""
+    from ddp_kit.launcher.commands.warm import run
+
+    return run(argv, _print_text)
+
+
 def schema(argv: Sequence[str]) -> int:
     """`ddpkit schema`: print the JSON schema of TrainerConfig."""
     from ddp_kit.launcher.commands.completion import run_schema
@@ -337,6 +351,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "doctor": doctor,
     "env": environment,
+    "warm": warm,
     "schema": schema,
 }
 

@@ -74,12 +74,14 @@ def _count(text: str) -> int:
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
-def _duration(text: str) -> float:
-    """The seconds of a time such as `90`, `90s`, `10m` or `2h`."""
+def _duration(text: str) -> float | None:
+    """The seconds of a time such as `90`, `90s`, `10m` or `2h`; None for `off` and an empty variable."""
+    if text in ("", "off"):
+        return None
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     seconds = float(number) * _UNITS[unit] if re.fullmatch(r"\d{1,9}(\.\d+)?", number) else 0.0
     if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m or 2h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m, 2h or off")
     return seconds
 
 

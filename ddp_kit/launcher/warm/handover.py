@@ -106,7 +106,7 @@ def peer(connection: socket.socket) -> int:
 # --- The client -------------------------------------------------------------------------------------------------------
 
 
-_FORWARDED = (
+FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -115,6 +115,7 @@ _FORWARDED = (
     signal.SIGUSR2,
     signal.SIGWINCH,
 )
+"""The signals that the client passes on to the launcher."""
 _CODE = """\
 import sys
 path = sys.path[0 if sys.flags.safe_path else 1:]
@@ -153,13 +154,12 @@ def hand_over(
         return None  # in the second case, the launcher would need a descriptor of this process
     request = {
         "argv": [*argv],
-        "import": asdict(Import(program, {}, (), packages)),
         "folder": os.getcwd(),  # noqa: PTH109
         "env": dict(os.environ),
         "umask": _umask(),
         "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-        "facts": facts_here(),
+        **_conditions(program, packages),
     }
     with socket.socket(socket.AF_UNIX) as connection:
         answer = ask(connection, address, "launch", request)
@@ -171,12 +171,29 @@ def hand_over(
     return None
 
 
+def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
+    """Whether a launch would use a kept process, as text."""
+    address = address_of(program, packages)
+    answer = None
+    if address is not None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = ask(connection, address, "question", _conditions(program, packages))
+    if answer is None:
+        return "none yet"
+    return f"pid {answer['pid']}, " + (f"which would be replaced: {answer['refused']}" if answer["refused"] else "used")
+
+
+def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str, Any]:
+    """The part of a request that says whether a kept process can serve it."""
+    return {"import": asdict(Import(program, {}, (), packages)), "facts": facts_here()}
+
+
 def ask(
     connection: socket.socket, address: Path, what: str, request: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any] | None:
     """Send a request to a kept process, with stdin, stdout and stderr, and return its answer; None: there is none.
 
-    `what`: "launch", "description" or "stop".
+    `what`: "launch", "question" (would it be served?), "description" or "stop".
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -228,7 +245,7 @@ def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | Non
     place = folder()
     name = program.name if program.module else str(Path(program.name).resolve())
     content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
-    return None if place is None else place / hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    return None if place is None else place / f"{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}.kept"
 
 
 def _attend(connection: socket.socket, launcher: int) -> int:
@@ -243,9 +260,11 @@ def _attend(connection: socket.socket, launcher: int) -> int:
         os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
         forward(signal.SIGCONT, None)
 
-    for number in _FORWARDED:
-        signal.signal(number, forward)
-    signal.signal(signal.SIGTSTP, suspend)
+    for number in FORWARDED:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, suspend)
     try:
         ended, _ = receive(connection)
         return int(ended["code"])

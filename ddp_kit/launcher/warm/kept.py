@@ -83,6 +83,7 @@ class _Kept:
         request, descriptors = handover.receive(connection, 3)
         try:
             if request["for"] == "stop":
+                handover.send(connection, self._description())
                 return None, False
             reason = self._reason_to_refuse(request)
             pid = os.fork() if request["for"] == "launch" and not reason else -1
@@ -92,7 +93,7 @@ class _Kept:
                 return launch, True
             self._launches += pid > 0
             handover.send(connection, {"launcher": pid} if pid > 0 else self._description() | {"refused": reason})
-            return None, not reason or request["for"] == "description"
+            return None, not reason or request["for"] != "launch"
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -177,6 +178,7 @@ def main(address: str, seconds: float, added: list[str], pipe: int) -> None:
         os.environ.pop(name, None)
     kept = _Kept(Path(address), seconds, _import_of({"import": json.loads(request)}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers need not be waited for
+    signal.pthread_sigmask(signal.SIG_BLOCK, handover.FORWARDED)  # until the launcher handles them
     launch = kept.serve()
     if launch is None:
         return
@@ -189,6 +191,7 @@ def main(address: str, seconds: float, added: list[str], pipe: int) -> None:
     pid = os.fork()
     if pid == 0:
         os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
         ours.close()
         connection.close()
         defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
@@ -198,7 +201,7 @@ def main(address: str, seconds: float, added: list[str], pipe: int) -> None:
         server.main(theirs.detach(), launcher, True, hidden, (), "", imported)
         return
     theirs.close()
-    _launch(asked["argv"], pid, ours, connection)
+    _launch(asked, pid, ours, connection)
 
 
 def _become_launcher(asked: Mapping[str, Any], descriptors: list[int]) -> None:
@@ -215,19 +218,18 @@ def _become_launcher(asked: Mapping[str, Any], descriptors: list[int]) -> None:
     for number in asked["ignored"]:
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
 
 
-def _launch(argv: list[str], server_pid: int, channel: socket.socket, connection: socket.socket) -> NoReturn:
+def _launch(asked: Mapping[str, Any], server_pid: int, channel: socket.socket, connection: socket.socket) -> NoReturn:
     """Run `ddpkit launch`, and send its exit code to the client. `channel`: to the warm server."""
     from ddp_kit.launcher import cli
     from ddp_kit.launcher.warm.client import ForkedProcess, WarmServer
 
     connection.settimeout(None)
     threading.Thread(target=_end_with_client, args=[connection], daemon=True).start()
-    sys.argv[:] = ["ddpkit", "launch", *argv]
-    warm = WarmServer(argv, os.environ, forked=(ForkedProcess(server_pid), channel))
-    cli.entry(["launch", *argv], warm, at_exit=lambda code: handover.send(connection, {"code": int(code)}))
+    sys.argv[:] = ["ddpkit", "launch", *asked["argv"]]
+    warm = WarmServer(asked["argv"], os.environ, forked=(ForkedProcess(server_pid), channel))
+    cli.entry(sys.argv[1:], warm, asked["blocked"], at_exit=lambda code: handover.send(connection, {"code": int(code)}))
 
 
 def _end_with_client(connection: socket.socket) -> None:
