@@ -5,6 +5,7 @@ The exception is launcher/warm/worker.py, which must run before this module is i
 Written against the sources of torch 2.10, 2.13 and 2.15. Where these versions differ, a comment describes how.
 """
 
+import re
 import sys
 import weakref
 from collections import Counter
@@ -234,14 +235,24 @@ class DdpReducer:
         context: AbstractContextManager[object] = self._wrapper._inside_ddp_forward()
         return context
 
-    def finish_iteration(self) -> None:
+    def finish_iteration(self) -> list[Tensor]:
         """Rebuild DDP's buckets in the order of the first reduction, as DDP does at the start of its next forward pass.
 
         Must be called while gradients are None, because buckets may be rebuilt. Takes a microsecond.
+
+        Returns the parameters whose reduction is incomplete, because the last backward pass did not reach them.
         """
-        if self._wrapper.reducer._rebuild_buckets():
+        try:
+            rebuilt = self._wrapper.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            numbers = " ".join(re.findall(r"did not receive grad for rank \d+:([ \d]+)", str(error)))
+            return [self._parameters[int(number)] for number in numbers.split()] or self._parameters
+        if rebuilt:
             self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
             self._wrapper.logger.set_runtime_stats_and_log()  # with the new order; DDP does it in the next forward pass
+        return []
 
     def settled_order(self) -> list[int] | None:
         """The numbers of the parameters in the order in which they are reduced; None before the buckets are rebuilt."""

@@ -5,7 +5,7 @@ DDP usually prepares the reduction of gradients in the forward of its wrapper, w
 parts of it. The backward pass of any other loss accumulates gradients on this rank, without a reduction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -106,21 +106,11 @@ class DdpStrategy(Strategy):
         super().backward(self._reducer.reduced(loss) if self._reduces else loss)
 
     def finish_reduction(self) -> None:
-        """Complete the reduction, and check that all parameters have gradients.
-
-        DDP itself would raise an error only in the next step or not at all, and would not name the parameters.
-        """
+        """Complete the reduction, and check that all parameters have gradients. DDP does not check the last step."""
         if not self._reduces:
             self._reducer.reduce_zeros()
-        if self.config.find_unused_parameters or all(parameter.grad is not None for parameter in self.parameters):
-            return
-        missing = {parameter for parameter in self.parameters if parameter.grad is None}
-        names = [name for name, parameter in self.model.named_parameters() if parameter in missing]
-        raise LossError(
-            f"{some(names)} got no gradient in a step, but DDP waits for the gradients of all parameters",
-            "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
-            'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
-        )
+        if not self.config.find_unused_parameters:
+            self._check_reached([parameter for parameter in self.parameters if parameter.grad is None])
 
     def abandon_step(self) -> None:
         for reduction in self._reductions:
@@ -138,7 +128,20 @@ class DdpStrategy(Strategy):
         return self._reductions[bucket.index()]
 
     def end_step(self) -> None:
-        self._reducer.finish_iteration()
+        # After accumulation, a parameter that only the last pass did not reach has a gradient, but not a reduced one.
+        self._check_reached(self._reducer.finish_iteration())
+
+    def _check_reached(self, missing: Collection[Tensor]) -> None:
+        """Raise `LossError` if there are parameters that no backward pass, or not the last one, has reached."""
+        if missing:
+            names = [
+                name for name, parameter in self.model.named_parameters() if any(parameter is one for one in missing)
+            ]
+            raise LossError(
+                f"{some(names)} got no gradient in a step, but DDP waits for the gradients of all parameters",
+                "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
+                'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
+            )
 
     def _sparse_weights(self) -> set[Tensor]:
         """The weights whose gradients DDP reduces as sparse tensors."""
