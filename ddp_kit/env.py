@@ -34,6 +34,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 KEEP_WARM = "DDPKIT_KEEP_WARM"  # the default of --keep-warm
+RUNTIME_FOLDER = "XDG_RUNTIME_DIR"  # for sockets of this user; see the XDG Base Directory Specification
+CACHE_FOLDER = "XDG_CACHE_HOME"
 PYTHON = "PYTHON_EXEC"  # the workers' interpreter, in place of the launcher's interpreter
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"

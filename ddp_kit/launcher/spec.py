@@ -81,7 +81,9 @@ def _duration(text: str) -> float | None:
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     seconds = float(number) * _UNITS[unit] if re.fullmatch(r"\d{1,9}(\.\d+)?", number) else 0.0
     if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m, 2h or off")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m, 2h or off"
+        )
     return seconds
 
 

@@ -86,7 +86,12 @@ def imported(request: Import) -> Any:
 
         try:
             done = imports.run(request, {"HIDDEN": "1"}, fail)
-            content = {**vars(done), "output": [text.decode() for text in done.output], "warnings": len(done.warnings)}
+            content = {
+                **vars(done),
+                "names": sorted(done.names),
+                "output": [text.decode() for text in done.output],
+                "warnings": len(done.warnings),
+            }
             os.write(write, json.dumps(content).encode())
         finally:
             os._exit(0)

@@ -166,6 +166,8 @@ print(json.dumps([os.getcwd(), os.umask(0o022), sys.argv[1:], os.environ.get("MI
 print("to stderr", file=sys.stderr)
 while os.path.exists(os.environ.get("WAITS", "")):
     time.sleep(0.02)
+if "ERROR" in os.environ:
+    raise ValueError(os.environ["ERROR"])
 sys.exit(int(os.environ.get("CODE", "0")))
 """
 
@@ -243,6 +245,17 @@ def test_launch_from_a_kept_process_is_as_without_one(folder: Folder) -> None:
     assert kept.returncode == alone.returncode == 3
     assert sorted(kept.stdout.splitlines()) == sorted(alone.stdout.splitlines())
     assert kept.stderr.count("to stderr") == alone.stderr.count("to stderr") == 2
+
+
+@pytest.mark.slow
+def test_error_in_a_launch_from_a_kept_process_has_the_same_traceback(folder: Folder) -> None:
+    folder.prepare()
+    alone = folder.launch(ERROR="seven", DDPKIT_KEEP_WARM="off")
+    kept = folder.launch(ERROR="seven")
+    assert kept.returncode == alone.returncode == 1
+    lines = [[line for line in done.stderr.splitlines() if "pid" not in line] for done in (alone, kept)]
+    assert sorted(lines[0]) == sorted(lines[1])
+    assert any("ValueError: seven" in line for line in lines[0])
 
 
 @pytest.mark.slow

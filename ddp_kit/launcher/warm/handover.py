@@ -20,7 +20,13 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 from ddp_kit import __version__
-from ddp_kit.env import HIDDEN_FROM_WORKERS, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, allocator_defaults
+from ddp_kit.env import (
+    HIDDEN_FROM_WORKERS,
+    IMPORT_TIME_VARIABLES,
+    RUNTIME_FOLDER,
+    START_TIME_VARIABLES,
+    allocator_defaults,
+)
 from ddp_kit.launcher.warm.messages import Import, Program
 
 # --- The facts that must be equal -------------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
 
 def folder() -> Path | None:
     """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = os.environ.get(RUNTIME_FOLDER, "")
     path = Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
     if base.startswith("/") and os.access(base, os.W_OK):
         path = Path(base, "ddpkit")

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ddp_kit.env import RANK
+from ddp_kit.env import CACHE_FOLDER, RANK
 from ddp_kit.launcher.warm.messages import Import, Program
 from ddp_kit.launcher.warm.scan import INSTALLED, folder_of, source
 
@@ -365,7 +365,7 @@ def remember(package: str, reason: str, env: Mapping[str, str]) -> None:
 
 
 def _file(env: Mapping[str, str]) -> Path:
-    cache = env.get("XDG_CACHE_HOME", "")
+    cache = env.get(CACHE_FOLDER, "")
     return Path(cache if cache.startswith("/") else Path.home() / ".cache") / "ddpkit" / "imports.json"
 
 
