@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ from ddp_kit.launcher.warm import handover
 from ddp_kit.launcher.warm.messages import Program
 
 # --- Facts and messages -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short path: the path of a socket has at most 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="kept-"))
+    yield path
+    shutil.rmtree(path)
 
 
 def test_facts_that_differ_are_named() -> None:
@@ -88,35 +96,44 @@ def test_message_that_is_damaged_is_refused(content: bytes, error: type[Exceptio
             handover.receive(other)
 
 
-def test_folder_that_others_can_use_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_folder_that_others_can_use_is_not_used(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     folder = handover.folder()
-    assert folder == tmp_path / "ddpkit"
+    assert folder == short_path / "ddpkit"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
     assert handover.folder() is None
     folder.rmdir()
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    folder.symlink_to(tmp_path / "elsewhere")
+    (short_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(short_path / "elsewhere")
     assert handover.folder() is None
     folder.unlink()
     folder.touch(mode=0o600)
     assert handover.folder() is None
 
 
+def test_folder_with_a_long_path_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    assert handover.folder() is None
+
+
 def test_folder_without_a_runtime_folder_is_in_the_temporary_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert handover.folder() == tmp_path / f"ddpkit-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    assert handover.folder() == short_path / f"ddpkit-{os.getuid()}"
 
 
-def test_address_depends_on_the_script_and_on_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def test_address_depends_on_the_script_and_on_what_is_imported(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    monkeypatch.chdir(short_path)
     program = Program(sys.executable, "train.py", ("--lr", "1"))
-    same = Program(sys.executable, str(tmp_path / "train.py"), ())
+    same = Program(sys.executable, str(short_path / "train.py"), ())
     other = Program(sys.executable, "other.py", ())
     module = Program(sys.executable, "train.py", (), module=True)
     addresses = {handover.address_of(each, None) for each in (program, other, module)}
@@ -228,12 +245,10 @@ class Folder:
 
 
 @pytest.fixture
-def folder() -> Iterator[Folder]:
-    path = Path(tempfile.mkdtemp(prefix="kept-"))  # short: the name of a socket has at most 107 bytes
-    here = Folder(path)
+def folder(short_path: Path) -> Iterator[Folder]:
+    here = Folder(short_path)
     yield here
     run(DDPKIT, "warm", "stop", env=here.env)
-    shutil.rmtree(path)
 
 
 @pytest.mark.slow
@@ -245,6 +260,28 @@ def test_launch_from_a_kept_process_is_as_without_one(folder: Folder) -> None:
     assert kept.returncode == alone.returncode == 3
     assert sorted(kept.stdout.splitlines()) == sorted(alone.stdout.splitlines())
     assert kept.stderr.count("to stderr") == alone.stderr.count("to stderr") == 2
+
+
+@pytest.mark.slow
+def test_launch_from_another_folder_is_in_that_folder(folder: Folder) -> None:
+    folder.prepare()
+    inside = folder.path / "inside"
+    inside.mkdir()
+    done = launch("--nproc-per-node", "1", "../train.py", env=folder.env, cwd=inside)
+    assert json.loads(done.stdout)[0] == str(inside)
+    assert folder.kept()["launches"] == 1
+
+
+@pytest.mark.slow
+def test_ten_launches_at_the_same_time_use_one_kept_process(folder: Folder) -> None:
+    folder.prepare()
+    pid = folder.kept()["pid"]
+    with ExitStack() as stack:
+        command = [DDPKIT, "launch", "--nproc-per-node", "1", folder.script]
+        how = {"env": folder.env, "cwd": folder.path, "stdin": subprocess.DEVNULL}
+        clients = [stack.enter_context(started(*command, **how)) for _ in range(10)]
+        assert [client.wait(seconds(60)) for client in clients] == [0] * 10
+    assert (folder.kept()["pid"], folder.kept()["launches"]) == (pid, 10)
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ sys.path[:] = path
 kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]))
 """
 _ROOM = "-" * 4096  # for the command lines of launchers and workers, see `WarmServer`
+_LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
 _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
 
 
@@ -140,6 +141,8 @@ def folder() -> Path | None:
     path = Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
     if base.startswith("/") and os.access(base, os.W_OK):
         path = Path(base, "ddpkit")
+    if len(os.fsencode(path)) > _LONGEST_FOLDER:
+        return None
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
         state = path.lstat()
@@ -160,7 +163,6 @@ def hand_over(
         return None  # in the second case, the launcher would need a descriptor of this process
     request = {
         "argv": [*argv],
-        "folder": os.getcwd(),  # noqa: PTH109
         "env": dict(os.environ),
         "umask": _umask(),
         "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
@@ -191,7 +193,11 @@ def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
 
 def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str, Any]:
     """The part of a request that says whether a kept process can serve it."""
-    return {"import": asdict(Import(program, {}, (), packages)), "facts": facts_here()}
+    return {
+        "folder": os.getcwd(),  # noqa: PTH109
+        "import": asdict(Import(program, {}, (), packages)),
+        "facts": facts_here(),
+    }
 
 
 def ask(
@@ -226,7 +232,10 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
         return
     address = address_of(request.program, request.packages)
     if address is None:
-        print_message(f"no process is kept: there is no folder in {tempfile.gettempdir()} that only you can access")
+        print_message(
+            f"no process is kept: {tempfile.gettempdir()} has no folder for it that only you can access, or its path is "
+            "too long"
+        )
         return
     defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
     added = {name: value for name, value in defaults.items() if name not in os.environ}

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import chdir, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -117,11 +117,11 @@ class _Kept:
         if reason:
             return f"{reason}: not as when the process was started"
         asked = _import_of(request)
-        own = imports.modules_in(folder_of(asked.program)) & self.imported.names
-        own -= sys.modules.keys()
-        if own:
-            return f"the script's folder has {min(own)}, for which an import has looked"
-        return "" if _texts(asked) == self._statements else "the imports of the script have changed"
+        with chdir(request["folder"]):
+            own = imports.modules_in(folder_of(asked.program)) & self.imported.names - sys.modules.keys()
+            if own:
+                return f"the script's folder has {min(own)}, for which an import has looked"
+            return "" if _texts(asked) == self._statements else "the imports of the script have changed"
 
 
 def _import_of(request: Mapping[str, Any]) -> Import:
