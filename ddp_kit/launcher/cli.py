@@ -43,6 +43,7 @@ commands:
   export        write the weights of a checkpoint to safetensors files
   doctor        check whether this machine can train, and print how to fix what is wrong
   env           print versions, hardware and environment variables for a bug report
+  warm          list the processes that `ddpkit launch --keep-warm` keeps for the next launches, or end them
   schema        print the JSON schema of TrainerConfig, for editors that check YAML files
 
 examples:
@@ -61,10 +62,13 @@ examples:
 _COMPLETION = "--print-completion"
 
 
-def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, warm: "WarmServer | None" = None, blocked: Sequence[int] | None = None
+) -> int:
     """Run the command in `argv` (default: `sys.argv[1:]`) and return its exit code; for --help, argparse exits.
 
-    `warm`: a running warm server for `launch` to use; None: `launch` starts one.
+    `warm`: a running warm server for `launch` to use; None: `launch` starts one. `blocked`: the signals to block, once
+    the others are handled; None: those that are blocked now.
     """
     open_standard_streams()
     parser = Parser(
@@ -91,6 +95,8 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
     try:
         try:
             _StoppedError.may_be_raised = True
+            if blocked is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if argv and argv[0].partition("=")[0] == _COMPLETION:
                 return completion(argv)
             command = parser.parse_args(argv[:1]).command  # the command parses the rest
@@ -114,18 +120,24 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
         return _report(error, ExitCode.LAUNCH_FAILED)
 
 
-def entry(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) -> NoReturn:
+def entry(
+    argv: Sequence[str] | None = None,
+    warm: "WarmServer | None" = None,
+    blocked: Sequence[int] | None = None,
+    at_exit: Callable[[int], None] = lambda _: None,
+) -> NoReturn:
     """Run the command like `main`, then flush all output and exit with `os._exit`.
 
     A normal interpreter shutdown would wait for torch's threads, and could abort if one of them woke up meanwhile.
     """
-    code = main(argv, warm)
+    code = main(argv, warm, blocked)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    at_exit(code)
     os._exit(code)
 
 
@@ -138,6 +150,14 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         if launch_spec.torchrun["print_completion"] is not None:
             return completion([f"{_COMPLETION}={launch_spec.torchrun['print_completion']}"])
         spec.check_script(launch_spec, os.environ)
+        keeps_warm = launch_spec.keep_warm is not None and warm is None and sys.platform == "linux"
+        keeps_warm = keeps_warm and launch_spec.may_fork(os.environ) and not launch_spec.dry_run
+        if keeps_warm:
+            from ddp_kit.launcher.warm import handover
+
+            code = handover.hand_over(argv, launch_spec.program(), launch_spec.preloaded(), _print_message)
+            if code is not None:
+                return code
         defaults = allocator_defaults(os.environ)
         # The server is started before this process imports torch, so that both import it at the same time.
         if warm is None and sys.platform == "linux" and not launch_spec.dry_run:
@@ -166,6 +186,8 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 agent.check(job_plan)  # last, because torch may add variables to the environment described above
                 _print_text(description)
                 return ExitCode.OK
+            if keeps_warm and launch_spec.keep_warm is not None:
+                handover.keep_process(job_plan.imports(os.environ, ()), launch_spec.keep_warm, _print_message)
             result = agent.run(job_plan, warm, _print_message)
     finally:
         if warm is not None:
@@ -250,6 +272,13 @@ def environment(argv: Sequence[str]) -> int:
     return run(argv, os.environ, _print_text)
 
 
+def warm(argv: Sequence[str]) -> int:
+    """`ddpkit warm`: list and stop the kept processes."""
+    from ddp_kit.launcher.commands.warm import run
+
+    return run(argv, _print_text)
+
+
 def schema(argv: Sequence[str]) -> int:
     """`ddpkit schema`: print the JSON schema of TrainerConfig."""
     from ddp_kit.launcher.commands.completion import run_schema
@@ -322,6 +351,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "doctor": doctor,
     "env": environment,
+    "warm": warm,
     "schema": schema,
 }
 

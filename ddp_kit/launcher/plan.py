@@ -232,10 +232,8 @@ class Plan:
         program = self.program(0)
         if program is None:
             return None
-        preload = self.spec.preload
-        packages = {"auto": None, "off": ()}.get(preload, tuple(filter(None, preload.split(","))))
         differing = (*VARIABLES_OF_ONE_WORKER, *([VISIBLE_GPUS] if self.virtual_local_rank else []))
-        return Import(program, self.shared_environment(env), differing, packages, tuple(unfit))
+        return Import(program, self.shared_environment(env), differing, self.spec.preloaded(), tuple(unfit))
 
     def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """A worker's environment, without the variable for its error file. `env`: the launcher's environment.

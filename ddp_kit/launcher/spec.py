@@ -5,8 +5,10 @@ Nothing here imports torch, so a command line is parsed in milliseconds, and a m
 
 import argparse
 import math
+import re
 import shlex
 import shutil
+import sys
 import traceback
 import warnings
 from collections import deque
@@ -16,11 +18,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, LINE_PREFIX_DEFAULT, PYTHON
+from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.warm.messages import Program
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
@@ -68,6 +71,22 @@ def _count(text: str) -> int:
     return int(text)
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _duration(text: str) -> float | None:
+    """The seconds of a time such as `90`, `90s`, `10m` or `2h`; None for `off` and an empty variable."""
+    if text in ("", "off"):
+        return None
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    seconds = float(number) * _UNITS[unit] if re.fullmatch(r"\d{1,9}(\.\d+)?", number) else 0.0
+    if not seconds:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m, 2h or off"
+        )
+    return seconds
+
+
 def _modules(text: str) -> str:
     if not all(name.isidentifier() for name in text.replace(",", ".").split(".")):
         raise argparse.ArgumentTypeError(f"{text!r} is not auto, off, or names of modules separated by commas")
@@ -96,6 +115,10 @@ class Flag:
     """The short spelling, such as `-m`."""
     has_variable: bool = True
     """Whether an environment variable sets the default: PET_LOG_DIR for `--log-dir`."""
+    variable: str = ""
+    """The name of that variable, if it is another one."""
+    without_value: str | None = None
+    """The value of the flag if it is given without one; None: it needs a value, as in `--log-dir FOLDER`."""
 
     @property
     def dest(self) -> str:
@@ -106,11 +129,13 @@ class Flag:
         """Add the flag to a parser or a group. Raises `UsageError` if the flag's variable is not a number."""
         spellings = [spelling for spelling in (self.short, self.name) if spelling]
         variable = FLAG_DEFAULT.format(name=self.dest.upper())
-        value = env.get(variable) if self.has_variable else None
+        value = env.get(self.variable or variable) if self.has_variable else None
         if self.metavar:
             group.add_argument(
                 *spellings,
                 metavar=self.metavar,
+                nargs=None if self.without_value is None else "?",
+                const=self.without_value,
                 type=self.type,
                 choices=self.choices,
                 default=self.default if value is None else value,
@@ -278,6 +303,16 @@ OWN_FLAGS = (
         type=_count,
         has_variable=False,
     ),
+    Flag(
+        "--keep-warm",
+        "TIME",
+        "keep a process that has imported torch and what the script imports, so that the next launches of the script"
+        " start at once. It ends when none has come for TIME, such as 90s or 2h. `ddpkit warm` lists and stops such"
+        " processes. Without TIME: 10m",
+        type=_duration,
+        variable=KEEP_WARM,
+        without_value="10m",
+    ),
     Flag("--cold", "", "start every process with a new interpreter instead of forking it", has_variable=False),
     Flag(
         "--preload",
@@ -317,6 +352,8 @@ class LaunchSpec:
     """The value of --gpus; None: not given."""
     processes: str | None
     """The value of --nproc-per-node or PET_NPROC_PER_NODE; None: neither was given."""
+    keep_warm: float | None
+    """The value of --keep-warm in seconds; None: not given."""
     cold: bool
     """Whether --cold was given: start every worker with a new interpreter."""
     preload: str
@@ -354,6 +391,15 @@ class LaunchSpec:
     def script_as_typed(self) -> str:
         """The script as it was typed, with `...` in place of its arguments."""
         return shlex.quote(self.script) + " ..." * bool(self.torchrun.get("training_script_args"))
+
+    def program(self) -> Program:
+        """The script, for an interpreter that is forked."""
+        arguments = tuple(self.torchrun["training_script_args"])
+        return Program(sys.executable, self.script, arguments, self.torchrun["module"])
+
+    def preloaded(self) -> tuple[str, ...] | None:
+        """The packages to import before the workers are forked; None: those that the script imports first."""
+        return {"auto": None, "off": ()}.get(self.preload, tuple(self.preload.split(",")))
 
     def may_fork(self, env: Mapping[str, str]) -> bool:
         """Whether the warm server may fork the workers. `env`: the launcher's environment."""
@@ -442,7 +488,7 @@ def _split(argv: Sequence[str], known: Parser) -> tuple[dict[str, tuple[str, ...
             typed = [spelling]
             if value is not None:
                 typed = [f"{spelling}={value}" if spelling.startswith("--") else f"{spelling}{value}"]
-            elif action is not None and action.nargs != 0 and words:
+            elif action is not None and action.nargs is None and words:
                 typed.append(words.popleft())
             flags[spelling if action is None else action.dest] = tuple(typed)
     rest = list(words)

@@ -37,7 +37,7 @@ LAUNCHER_LAYER = {  # of a folder or module of launcher/
     "doctor": 7, "report": 7, "readings": 7,
     "commands": 8,
     "cli": 9,
-    "waiting_launcher": 10,
+    "waiting_launcher": 10, "warm.kept": 10,
 }  # fmt: skip
 OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
 

@@ -49,7 +49,7 @@ SETTINGS = {
 
 reservations._TIMEOUT_SECONDS = float(os.environ["CHOOSING_SECONDS"])
 asked = spec.LaunchSpec(
-    sys.argv[1], None, cold=False, preload="auto", dry_run=False, torchrun=MappingProxyType(SETTINGS)
+    sys.argv[1], None, keep_warm=None, cold=False, preload="auto", dry_run=False, torchrun=MappingProxyType(SETTINGS)
 )
 make = partial(plan.make, asked, gpus.gpus(), os.environ, "id", cpus.here())
 sys.stdin.read()

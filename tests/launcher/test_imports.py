@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from textwrap import dedent
 from typing import Any, NoReturn
 
 import pytest
-from launching import launch
+from launching import DDPKIT, launch, seconds, started, wait_until
 
 from ddp_kit.env import VARIABLES_OF_ONE_WORKER
 from ddp_kit.launcher.warm import imports
@@ -85,7 +86,12 @@ def imported(request: Import) -> Any:
 
         try:
             done = imports.run(request, {"HIDDEN": "1"}, fail)
-            content = {**vars(done), "output": [text.decode() for text in done.output], "warnings": len(done.warnings)}
+            content = {
+                **vars(done),
+                "names": sorted(done.names),
+                "output": [text.decode() for text in done.output],
+                "warnings": len(done.warnings),
+            }
             os.write(write, json.dumps(content).encode())
         finally:
             os._exit(0)
@@ -193,6 +199,7 @@ SCRIPT = """\
 import alpha
 import beta
 import os
+import signal
 open(os.environ["OUT"] + os.environ["RANK"], "w").write(f"{alpha.pid == os.getpid()} {beta.pid == os.getpid()}")
 """
 
@@ -222,3 +229,16 @@ def test_import_that_crashes_does_so_in_the_workers(packages: Path, tmp_path: Pa
     done = launch("--nproc-per-node", "2", program.name)
     assert done.returncode == 139
     assert "SIGSEGV" in done.stderr
+
+
+@pytest.mark.slow
+def test_signal_during_the_imports_ends_the_job(packages: Path, tmp_path: Path) -> None:
+    (packages / "beta.py").write_text(
+        "import os, pathlib, time; pathlib.Path(os.environ['OUT']).touch(); time.sleep(600)"
+    )
+    program = the_script(tmp_path, SCRIPT)
+    began = tmp_path / "began"
+    with started(DDPKIT, "launch", "--nproc-per-node", "2", program.name, env={"OUT": str(began)}) as process:
+        wait_until(began.exists, "the import")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(seconds(20)) == 130

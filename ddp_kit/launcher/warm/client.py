@@ -59,18 +59,24 @@ class WarmServer:
         forks: bool = True,
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
+        forked: "tuple[ForkedProcess, socket.socket] | None" = None,
     ) -> None:
         """Start the server.
 
         `argv`: the launcher's arguments. They make the server's command line long enough: a worker, which is a fork,
         overwrites it with its own, so that `ps` shows the worker's command. `forks`: whether the server imports torch
         and forks the workers; if not, it starts new interpreters. `print_message`: a function that is called with a
-        message if a signal stops the server. `preload`: modules to import in addition to torch.
+        message if a signal stops the server. `preload`: modules to import in addition to torch. `forked`: a server that
+        was forked from this process, and this process's end of the channel.
         """
         self._argv, self._env, self._forks, self._preload = argv, env, forks, preload
         adopt_orphans()  # if the server is killed, its children become children of this process
         self._folder: str | None = None  # the answer to `MakeFolder`
-        self._open()
+        if forked is None:
+            self._open()
+        else:
+            self._process: subprocess.Popen[bytes] | ForkedProcess = forked[0]
+            self._channel = Channel(forked[1])
         self._workers: dict[int, Process] = {}
         self._count = 0
         self._import: Import | None = None  # the request that has not been answered yet
@@ -239,6 +245,8 @@ class WarmServer:
         if done.unfit and request is not None:
             self._on_unfit(done.unfit, done.reason)
             self._reopen(replace(request, unfit=(*request.unfit, done.unfit)))
+        elif done.again and request is not None:
+            self._reopen(request)
 
     def _reopen(self, request: Import) -> None:
         """Start the process again, after an import that it must not have made, and ask it for the imports before."""
@@ -262,6 +270,42 @@ class WarmServer:
             worker.answered, worker.lost = True, True
             worker.returncode, worker.ended_at = -signal.SIGKILL, time.monotonic()
         self._workers.clear()
+
+
+class ForkedProcess:
+    """A child that was forked from this process, with a subset of the interface of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code (-N if signal N killed the child), or None if it is running."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Wait for the child, and return its exit code."""
+        code = self._reap(0)
+        return 0 if code is None else code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the child has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the child."""
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, flags: int) -> int | None:
+        if self._returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, flags)
+            except ChildProcessError:  # `_reap` has waited for it
+                self._returncode = 0
+            else:
+                self._returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self._returncode
 
 
 class Process:

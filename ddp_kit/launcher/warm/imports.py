@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ddp_kit.env import RANK
+from ddp_kit.env import CACHE_FOLDER, RANK
 from ddp_kit.launcher.warm.messages import Import, Program
 from ddp_kit.launcher.warm.scan import INSTALLED, folder_of, source
 
@@ -112,6 +112,9 @@ class Imported:
     warnings: dict[Any, Any] = field(default_factory=dict)
     """The registry of the warnings that the import statements have caused."""
 
+    names: frozenset[str] = frozenset()
+    """The names of all top-level modules that they looked for."""
+
     def variable_that_differs(self, env: Mapping[str, str]) -> str | None:
         """A variable that the imports read, and that has another value in `env`."""
         return next((name for name, value in self.read.items() if env.get(name) != value), None)
@@ -147,10 +150,11 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
         if name not in hidden and name not in changed:
             read.setdefault(name, value)
 
+    own_modules = _OwnModules(program, fail_now)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     with (
         _environment({**request.env, **hidden}, note_read, changed),
-        _place_of(program, _OwnModules(program, fail_now)),
+        _place_of(program, own_modules),
         _captured_output() as output,
     ):
         before = _traces()
@@ -163,7 +167,7 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
             if (trace := _new_trace(before, _traces())) is not None:
                 fail_now(f"its import {trace}")
         written = output()
-    return Imported(read, changed, written, names.get("__warningregistry__", {}))
+    return Imported(read, changed, written, names.get("__warningregistry__", {}), frozenset(own_modules.names))
 
 
 # Modules that copy all variables when they are imported, but use only those with this prefix.
@@ -233,16 +237,25 @@ class _OwnModules:
 
     def __init__(self, program: Program, fail_now: Callable[[str], NoReturn]) -> None:
         self._fail_now = fail_now
-        self._own = set()
-        with suppress(OSError):
-            for path in folder_of(program).iterdir():
-                if path.suffix == ".py" or path.is_dir():
-                    self._own.add(path.name.removesuffix(".py"))
+        self._own = modules_in(folder_of(program))
+        self.names: set[str] = set()
+        """The names of the top-level modules that were looked for."""
 
     def find_spec(self, name: str, path: object = None, _target: object = None) -> ModuleSpec | None:
+        if path is None:
+            self.names.add(name)
         if path is None and name in self._own and name not in sys.modules:
             self._fail_now(f"it looks for a module {name}, which is also in the script's folder")
         return None
+
+
+def modules_in(folder: Path) -> set[str]:
+    """The names of the files and folders in `folder` that Python could import."""
+    try:
+        paths = list(folder.iterdir())
+    except OSError:
+        return set()
+    return {path.name.removesuffix(".py") for path in paths if path.suffix == ".py" or path.is_dir()}
 
 
 @contextmanager
@@ -352,7 +365,7 @@ def remember(package: str, reason: str, env: Mapping[str, str]) -> None:
 
 
 def _file(env: Mapping[str, str]) -> Path:
-    cache = env.get("XDG_CACHE_HOME", "")
+    cache = env.get(CACHE_FOLDER, "")
     return Path(cache if cache.startswith("/") else Path.home() / ".cache") / "ddpkit" / "imports.json"
 
 

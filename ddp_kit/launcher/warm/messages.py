@@ -56,6 +56,8 @@ class ImportDone:
 
     unfit: str = ""
     reason: str = ""
+    again: bool = False
+    """Whether a new server has to make the imports: those of the kept process have read other variables."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class Channel:
                 return
             name, fields = json.loads(self._unread[_LENGTH_BYTES:end])
             del self._unread[:end]
-            yield _read(name, fields)
+            yield message_of(name, fields)
 
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` received descriptors, in the order of the messages. The caller must close them."""
@@ -206,7 +208,8 @@ class Channel:
         self._socket.close()
 
 
-def _read(name: str, fields: dict[str, Any]) -> Message:
+def message_of(name: str, fields: dict[str, Any]) -> Message:
+    """The message of the kind `name` with these fields, which were converted to JSON and back."""
     fields = _with_tuples(fields)
     if fields.get("program") is not None:
         fields["program"] = Program(**_with_tuples(fields["program"]))

@@ -106,9 +106,9 @@ def _is_descendant(pid: int) -> bool:
 # of them. `client.WarmServer` starts the server as a separate process; the launcher never imports it.
 
 
-_PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
+PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # loguru's default handler checks whether stderr is a terminal, which has to happen in the worker.
-_WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
+WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
 _LEAVING_SECONDS = 2.0  # most processes that successful workers leave behind exit on their own in this time
 _SAVING_SECONDS = 4.0  # to complete saves when the job ends; shorter than `plan._FOR_THE_VERDICT`
 _OWN_FAULTS = {
@@ -123,7 +123,13 @@ _OWN_FAULTS = {
 
 
 def main(
-    descriptor: int, launcher: int, forks: bool, hidden: tuple[str, ...], preload: tuple[str, ...], folder: str
+    descriptor: int,
+    launcher: int,
+    forks: bool,
+    hidden: tuple[str, ...],
+    preload: tuple[str, ...],
+    folder: str,
+    imported: imports.Imported | None = None,
 ) -> None:
     """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
@@ -131,7 +137,8 @@ def main(
 
     `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
     variables that are set only for this server. `preload`: modules to import in addition to torch. `folder`: the
-    launcher's temporary folder, if an earlier server has created it; else empty.
+    launcher's temporary folder, if an earlier server has created it; else empty. `imported`: what the script's imports
+    did, if the kept process has made them.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
@@ -145,10 +152,11 @@ def main(
     signal.set_wakeup_fd(wake_pipe[1], warn_on_full_buffer=False)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    broken = _preload(_PRELOADED) if forks else ""
+    broken = _preload(PRELOADED) if forks else ""
     if forks and not broken:
         _preload_further(preload)
     server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder)
+    server.imported = imported
     outlive_parent()
     if os.getppid() == launcher:
         program, warnings = server.serve()
@@ -181,12 +189,17 @@ def _preload(names: tuple[str, ...]) -> str:
     return ""
 
 
+def import_modules(program: Program) -> None:
+    """Import what a program will need beyond torch because it uses an optimizer or a Trainer."""
+    _preload_further(later_imports(program))
+
+
 def _preload_further(names: tuple[str, ...]) -> None:
     """Import modules that the script needs; if that fails, the workers import the rest themselves."""
     before = dict(os.environ)
-    os.environ.update(_WITHOUT_LOG)
+    os.environ.update(WITHOUT_LOG)
     _preload(names)
-    for name in _WITHOUT_LOG:
+    for name in WITHOUT_LOG:
         del os.environ[name]
     os.environ.update(before)
 
@@ -214,7 +227,8 @@ class _Server:
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
         self._hidden = {name: os.environ[name] for name in hidden}
         self._modules = _top_level_modules()
-        self._imported = imports.Imported()
+        self.imported: imports.Imported | None = None
+        """What the script's imports did; None: they are not made."""
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._leftovers: set[Path] = set()
@@ -238,7 +252,7 @@ class _Server:
                 elif isinstance(message, Start):
                     program = self._start(message)
                     if program is not None:
-                        return program, self._imported.warnings
+                        return program, {} if self.imported is None else self.imported.warnings
                 elif isinstance(message, Clear):
                     self._clear(message.succeeded)
                 elif isinstance(message, MakeFolder):
@@ -271,9 +285,12 @@ class _Server:
             self._send(ImportDone(package, reason))
             os._exit(0)
 
-        if not self._reason_for_cold_start(request.program, request.env):
-            _preload_further(later_imports(request.program))
-            self._imported = imports.run(request, self._hidden | _WITHOUT_LOG, fail)
+        if self.imported is not None and self.imported.variable_that_differs(request.env) is not None:
+            self._send(ImportDone(again=True))
+            os._exit(0)
+        if self.imported is None and not self._reason_for_cold_start(request.program, request.env):
+            import_modules(request.program)
+            self.imported = imports.run(request, self._hidden | WITHOUT_LOG, fail)
             gc.collect()
             gc.freeze()
             self._modules = _top_level_modules()
@@ -303,7 +320,8 @@ class _Server:
                     worker.execute(start, streams, self._inherited, write_errors)
                 os.close(write_errors)
                 worker.set_up(start, streams, self._launcher)
-                self._imported.repeat()
+                if self.imported is not None:
+                    self.imported.repeat()
                 return forked_program
         for descriptor in (write_errors, *streams):
             os.close(descriptor)
@@ -331,7 +349,7 @@ class _Server:
                 and env.get(name) != self._env.get(name)
             ):
                 return f"the worker's {name} differs from the launcher's, and imports read this variable"
-        differing = self._imported.variable_that_differs(env)
+        differing = None if self.imported is None else self.imported.variable_that_differs(env)
         if differing is not None:
             return f"the worker's {differing} is not that of the job, and an import has read this variable"
         return reason_for_cold_start(program, env, self._modules)

@@ -264,8 +264,8 @@ def set_title(program: Program) -> None:
 # In a forked process, as `python -u script.py` would.
 
 
-# Files of the frames that call the script: the `python -c` code of client.py, server.py, and this file.
-_BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
+# Files of the frames that call the script: the `python -c` code of client.py or handover.py, and these modules.
+_BELOW_THE_SCRIPT = ("<string>", *(str(Path(__file__).with_name(name)) for name in ("kept.py", "server.py")), __file__)
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 

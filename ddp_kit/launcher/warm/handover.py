@@ -1,0 +1,301 @@
+"""Hand a launch over to the kept process (see kept.py). Imports nothing but the standard library, to start at once."""
+
+import array
+import hashlib
+import json
+import os
+import resource
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import Any
+
+from ddp_kit import __version__
+from ddp_kit.env import (
+    HIDDEN_FROM_WORKERS,
+    IMPORT_TIME_VARIABLES,
+    RUNTIME_FOLDER,
+    START_TIME_VARIABLES,
+    allocator_defaults,
+)
+from ddp_kit.launcher.warm.messages import Import, Program
+
+# --- The facts that must be equal -------------------------------------------------------------------------------------
+# What a process gets from the one that starts it and cannot change, or what torch reads when it is imported.
+
+
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_READ_AT_START = (*START_TIME_VARIABLES, *IMPORT_TIME_VARIABLES, "LANG", "LC_", "TZ")
+
+
+def facts_here() -> dict[str, Any]:
+    """The facts of this process that the kept process must share, by their names in messages."""
+    limits = (name for name in dir(resource) if name.startswith("RLIMIT_"))
+    return {
+        "ddpkit": [__version__, str(Path(__file__).parent)],
+        "the Python interpreter": [sys.prefix, sys.version],
+        "the user": [os.getuid(), os.geteuid(), os.getgid(), os.getegid(), sorted(os.getgroups())],
+        "the namespaces": [os.stat(f"/proc/self/ns/{name}").st_ino for name in _NAMESPACES],  # noqa: PTH116
+        "the root folder": [os.stat("/").st_dev, os.stat("/").st_ino],  # noqa: PTH116
+        "the cgroup": Path("/proc/self/cgroup").read_text(),
+        "the CPU cores": sorted(os.sched_getaffinity(0)),
+        "the priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "the limits": {name: list(resource.getrlimit(getattr(resource, name))) for name in limits},
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ_AT_START)},
+    }
+
+
+def difference(kept: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What differs between the facts of the kept process and those of a launch; empty if nothing does."""
+    return next((name for name in {**here, **kept} if kept.get(name) != here.get(name)), "")
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+_LENGTH = struct.Struct("!I")
+_LARGEST = 1 << 24
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send a message, with open descriptors."""
+    text = json.dumps(message).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([_LENGTH.pack(len(text))], rights)
+    connection.sendall(text)
+
+
+def receive(connection: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message and its descriptors.
+
+    Raises `EOFError` at the end of the connection, `ValueError` for something else than a message, and `OSError`.
+    """
+    received: list[int] = []
+    space = socket.CMSG_SPACE(4 * descriptors) if descriptors else 0
+    head, rights, _, _ = connection.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received += array.array("i", content[: len(content) // 4 * 4])
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    left, text = _LENGTH.unpack(head)[0], b""
+    if left > _LARGEST or len(received) != descriptors:
+        for descriptor in received:
+            os.close(descriptor)
+        raise ValueError("not a message of ddpkit")
+    while len(text) < left:
+        part = connection.recv(left - len(text))
+        if not part:
+            raise EOFError
+        text += part
+    message = json.loads(text)
+    if not isinstance(message, dict):
+        raise ValueError("not a message of ddpkit")
+    return message, received
+
+
+def peer(connection: socket.socket) -> int:
+    """The user id of the process at the other end."""
+    pid_uid_gid = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", pid_uid_gid)[1])
+
+
+# --- The client -------------------------------------------------------------------------------------------------------
+
+
+FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+)
+"""The signals that the client passes on to the launcher."""
+_CODE = """\
+import sys
+path = sys.path[0 if sys.flags.safe_path else 1:]
+sys.path.insert(0, sys.argv[1])
+from ddp_kit.launcher.warm import kept
+sys.path[:] = path
+kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]))
+"""
+_ROOM = "-" * 4096  # for the command lines of launchers and workers, see `WarmServer`
+_LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
+_ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
+
+
+def folder() -> Path | None:
+    """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
+    base = os.environ.get(RUNTIME_FOLDER, "")
+    path = Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
+    if base.startswith("/") and os.access(base, os.W_OK):
+        path = Path(base, "ddpkit")
+    if len(os.fsencode(path)) > _LONGEST_FOLDER:
+        return None
+    with suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        state = path.lstat()
+        if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077:
+            return path
+    return None
+
+
+def hand_over(
+    argv: Sequence[str], program: Program, packages: tuple[str, ...] | None, print_message: Callable[[str], None]
+) -> int | None:
+    """Let a kept process run `ddpkit launch`, and return the exit code; None if this process has to run it.
+
+    `argv`: the arguments of `ddpkit launch`. `program`, `packages`: its script, and the packages to import (`Import`).
+    """
+    address = address_of(program, packages)
+    if address is None or any(word.startswith(("/dev/fd/", "/proc/self/fd/")) for word in argv):
+        return None  # in the second case, the launcher would need a descriptor of this process
+    request = {
+        "argv": [*argv],
+        "env": dict(os.environ),
+        "umask": _umask(),
+        "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        **_conditions(program, packages),
+    }
+    with socket.socket(socket.AF_UNIX) as connection:
+        answer = ask(connection, address, "launch", request)
+        if answer is None:
+            return None
+        if "launcher" in answer:
+            return _attend(connection, answer["launcher"])
+    print_message(f"the kept process cannot be used and is replaced: {answer['refused']}")
+    return None
+
+
+def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
+    """Whether a launch would use a kept process, as text."""
+    address = address_of(program, packages)
+    answer = None
+    if address is not None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = ask(connection, address, "question", _conditions(program, packages))
+    if answer is None:
+        return "none yet"
+    return f"pid {answer['pid']}, " + (f"which would be replaced: {answer['refused']}" if answer["refused"] else "used")
+
+
+def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str, Any]:
+    """The part of a request that says whether a kept process can serve it."""
+    return {
+        "folder": os.getcwd(),  # noqa: PTH109
+        "import": asdict(Import(program, {}, (), packages)),
+        "facts": facts_here(),
+    }
+
+
+def ask(
+    connection: socket.socket, address: Path, what: str, request: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any] | None:
+    """Send a request to a kept process, with stdin, stdout and stderr, and return its answer; None: there is none.
+
+    `what`: "launch", "question" (would it be served?), "description" or "stop".
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        connection.settimeout(_ANSWER_SECONDS)
+        connection.connect(str(address))
+        if peer(connection) != os.geteuid():
+            return None
+        send(connection, {"for": what, **request}, [number if _is_open(number) else null for number in range(3)])
+        answer, _ = receive(connection)
+        connection.settimeout(None)
+    except (OSError, EOFError, ValueError):
+        return None
+    finally:
+        os.close(null)
+    return answer
+
+
+def keep_process(request: Import | None, seconds: float, print_message: Callable[[str], None]) -> None:
+    """Start a kept process for the next launches of a script, which ends at once if the script has one already.
+
+    `request`: what it imports. `seconds`: how long it waits for the next launch.
+    """
+    if request is None:
+        return
+    address = address_of(request.program, request.packages)
+    if address is None:
+        print_message(
+            f"no process is kept: {tempfile.gettempdir()} has no folder for it that only you can access, or its path is "
+            "too long"
+        )
+        return
+    defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    read, write = os.pipe()
+    words = [str(address), str(seconds), ",".join(added), str(read), _ROOM]
+    with suppress(OSError), os.fdopen(write, "w") as pipe:
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", _CODE, str(Path(__file__).parents[3]), *words],
+            env={**os.environ, **added},
+            pass_fds=[read],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(read)
+        json.dump(asdict(request), pipe)
+
+
+def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | None:
+    """The socket of a script's kept process; None if there is no folder for it."""
+    place = folder()
+    name = program.name if program.module else str(Path(program.name).resolve())
+    content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
+    return None if place is None else place / f"{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}.kept"
+
+
+def _attend(connection: socket.socket, launcher: int) -> int:
+    """Forward signals to the launcher until it ends, and return its exit code."""
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(launcher, number)
+
+    def suspend(_number: int, _frame: FrameType | None) -> None:
+        forward(signal.SIGSTOP, None)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
+        forward(signal.SIGCONT, None)
+
+    for number in FORWARDED:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, suspend)
+    try:
+        ended, _ = receive(connection)
+        return int(ended["code"])
+    except (EOFError, OSError, ValueError):
+        return 128 + signal.SIGKILL  # the launcher was killed; its warm server ends the job
+
+
+def _umask() -> int:
+    before = os.umask(0o077)
+    os.umask(before)
+    return before
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,404 @@
+"""The second launch of a script is forked from a process that is kept, and nobody can tell."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import DDPKIT, launch, run, seconds, started, wait_until
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import spec
+from ddp_kit.launcher.warm import handover
+from ddp_kit.launcher.warm.messages import Program
+
+# --- Facts and messages -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short path: the path of a socket has at most 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="kept-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_facts_that_differ_are_named() -> None:
+    here = handover.facts_here()
+    assert handover.difference(here, json.loads(json.dumps(here))) == ""
+    for name in here:
+        assert handover.difference(here, {**here, name: "other"}) == name
+    assert handover.difference(here, {**here, "OMP_SCHEDULE": "static"}) == "OMP_SCHEDULE"
+    assert handover.difference({**here, "TZ": "UTC"}, {name: here[name] for name in here if name != "TZ"}) == "TZ"
+
+
+@pytest.mark.parametrize(
+    "name", ["MKL_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "LC_ALL", "TZ", "TORCH_LOGS", "MALLOC_ARENA_MAX"]
+)
+def test_facts_include_variables_that_are_read_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = handover.facts_here()
+    monkeypatch.setenv(name, "one")
+    assert handover.difference(before, handover.facts_here()) == name
+
+
+def test_facts_include_limits_and_cores() -> None:
+    before = handover.facts_here()
+    code = (
+        "import json, os, resource; from ddp_kit.launcher.warm.handover import facts_here\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); print(json.dumps(facts_here()))"
+    )
+    limited = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    assert handover.difference(before, limited) in ("", "the limits")
+    assert limited["the limits"]["RLIMIT_CORE"] == [0, 0]
+    assert limited["the CPU cores"] == sorted(os.sched_getaffinity(0))
+
+
+def test_message_arrives_with_its_descriptors() -> None:
+    one, other = socket.socketpair()
+    with one, other, tempfile.TemporaryFile() as file:
+        handover.send(one, {"for": "launch"}, [file.fileno()] * 3)
+        message, descriptors = handover.receive(other, 3)
+        assert message == {"for": "launch"}
+        assert [os.fstat(number).st_ino for number in descriptors] == [os.fstat(file.fileno()).st_ino] * 3
+        assert not any(map(os.get_inheritable, descriptors))
+        for number in descriptors:
+            os.close(number)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", EOFError),
+        (b"\0\0", EOFError),
+        (b"\0\0\0\x05{}", EOFError),
+        (b"\xff\xff\xff\xff", ValueError),
+        (b"\0\0\0\x02[]", ValueError),
+        (b"\0\0\0\x02x]", ValueError),
+    ],
+)
+def test_message_that_is_damaged_is_refused(content: bytes, error: type[Exception]) -> None:
+    one, other = socket.socketpair()
+    with other:
+        with one:
+            one.sendall(content)
+        with pytest.raises(error):
+            handover.receive(other)
+
+
+def test_folder_that_others_can_use_is_not_used(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    folder = handover.folder()
+    assert folder == short_path / "ddpkit"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    assert handover.folder() is None
+    folder.rmdir()
+    (short_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(short_path / "elsewhere")
+    assert handover.folder() is None
+    folder.unlink()
+    folder.touch(mode=0o600)
+    assert handover.folder() is None
+
+
+def test_folder_with_a_long_path_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    assert handover.folder() is None
+
+
+def test_folder_without_a_runtime_folder_is_in_the_temporary_one(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    assert handover.folder() == short_path / f"ddpkit-{os.getuid()}"
+
+
+def test_address_depends_on_the_script_and_on_what_is_imported(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    monkeypatch.chdir(short_path)
+    program = Program(sys.executable, "train.py", ("--lr", "1"))
+    same = Program(sys.executable, str(short_path / "train.py"), ())
+    other = Program(sys.executable, "other.py", ())
+    module = Program(sys.executable, "train.py", (), module=True)
+    addresses = {handover.address_of(each, None) for each in (program, other, module)}
+    assert len({*addresses, handover.address_of(program, ()), handover.address_of(program, ("numpy",))}) == 5
+    assert handover.address_of(same, None) == handover.address_of(program, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--keep-warm train.py", 600),
+        ("--keep-warm=90 train.py", 90),
+        ("--keep-warm=90s train.py", 90),
+        ("--keep-warm=1.5h train.py", 5400),
+        ("--keep-warm --gpus 2 train.py", 600),
+        ("--keep-warm=off train.py", None),
+        ("train.py --keep-warm=3", None),
+    ],
+)
+def test_keep_warm_flag_takes_a_time_or_none(words: str, expected: float | None) -> None:
+    parsed = spec.parse(words.split(), {})
+    assert (parsed.keep_warm, parsed.script) == (expected, "train.py")
+
+
+def test_keep_warm_flag_has_a_variable() -> None:
+    assert spec.parse(["train.py"], {"DDPKIT_KEEP_WARM": "2m"}).keep_warm == 120
+
+
+@pytest.mark.parametrize("words", ["--keep-warm=soon", "--keep-warm=0", "--keep-warm=-1m"])
+def test_keep_warm_flag_refuses_what_is_no_time(words: str) -> None:
+    with pytest.raises(UsageError, match="is not a time"):
+        spec.parse([words, "train.py"], {})
+
+
+# --- With the real command --------------------------------------------------------------------------------------------
+
+
+SCRIPT = """\
+import json
+import os
+import sys
+import time
+
+import torch
+
+print(json.dumps([os.getcwd(), os.umask(0o022), sys.argv[1:], os.environ.get("MINE"), sys.stdin.read()]), flush=True)
+print("to stderr", file=sys.stderr)
+while os.path.exists(os.environ.get("WAITS", "")):
+    time.sleep(0.02)
+if "ERROR" in os.environ:
+    raise ValueError(os.environ["ERROR"])
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+class Folder:
+    """A script, and the kept process of its launches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.script = path / "train.py"
+        self.script.write_text(SCRIPT)
+        self.env: dict[str, str | None] = {"XDG_RUNTIME_DIR": str(path), "DDPKIT_KEEP_WARM": "5m"}
+        self.waits = path / "waits"
+
+    @property
+    def sockets(self) -> list[Path]:
+        return list((self.path / "ddpkit").glob("*.kept"))
+
+    def launch(self, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
+        return launch("--nproc-per-node", "2", self.script, *words, env=self.env | env, cwd=self.path)
+
+    def kept(self) -> dict[str, Any]:
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = handover.ask(connection, self.sockets[0], "description")
+        assert answer is not None
+        return answer
+
+    def prepare(self) -> None:
+        """Launch once, and wait for the kept process."""
+        assert self.launch().returncode == 0
+        wait_until(lambda: self.sockets, "the kept process")
+
+    @contextmanager
+    def running(self) -> "Iterator[tuple[subprocess.Popen[str], psutil.Process]]":
+        """A launch from the kept process whose workers run, and its launcher."""
+        self.waits.touch()
+        command = [DDPKIT, "launch", "--nproc-per-node", "2", self.script]
+        with started(
+            *command, env=self.env | {"WAITS": str(self.waits)}, cwd=self.path, stdin=subprocess.DEVNULL
+        ) as client:
+            assert client.stdout is not None
+            for _ in range(2):
+                client.stdout.readline()
+            (launcher,) = psutil.Process(self.kept()["pid"]).children()
+            yield client, launcher
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of this folder's launches but the kept one."""
+        result = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("XDG_RUNTIME_DIR") == str(self.path) and process.status() != "zombie":
+                    result.append(process)
+            except psutil.Error:
+                continue
+        kept = {self.kept()["pid"]} if self.sockets else set()
+        return [process for process in result if process.pid not in kept]
+
+
+@pytest.fixture
+def folder(short_path: Path) -> Iterator[Folder]:
+    here = Folder(short_path)
+    yield here
+    run(DDPKIT, "warm", "stop", env=here.env)
+
+
+@pytest.mark.slow
+def test_launch_from_a_kept_process_is_as_without_one(folder: Folder) -> None:
+    folder.prepare()
+    alone = folder.launch("--lr", "1", MINE="7", CODE="3", DDPKIT_KEEP_WARM="")
+    kept = folder.launch("--lr", "1", MINE="7", CODE="3")
+    assert folder.kept()["launches"] == 1
+    assert kept.returncode == alone.returncode == 3
+    assert sorted(kept.stdout.splitlines()) == sorted(alone.stdout.splitlines())
+    assert kept.stderr.count("to stderr") == alone.stderr.count("to stderr") == 2
+
+
+@pytest.mark.slow
+def test_launch_from_another_folder_is_in_that_folder(folder: Folder) -> None:
+    folder.prepare()
+    inside = folder.path / "inside"
+    inside.mkdir()
+    done = launch("--nproc-per-node", "1", "../train.py", env=folder.env, cwd=inside)
+    assert json.loads(done.stdout)[0] == str(inside)
+    assert folder.kept()["launches"] == 1
+
+
+@pytest.mark.slow
+def test_ten_launches_at_the_same_time_use_one_kept_process(folder: Folder) -> None:
+    folder.prepare()
+    pid = folder.kept()["pid"]
+    with ExitStack() as stack:
+        command = [DDPKIT, "launch", "--nproc-per-node", "1", folder.script]
+        how = {"env": folder.env, "cwd": folder.path, "stdin": subprocess.DEVNULL}
+        clients = [stack.enter_context(started(*command, **how)) for _ in range(10)]
+        assert [client.wait(seconds(60)) for client in clients] == [0] * 10
+    assert (folder.kept()["pid"], folder.kept()["launches"]) == (pid, 10)
+
+
+@pytest.mark.slow
+def test_error_in_a_launch_from_a_kept_process_has_the_same_traceback(folder: Folder) -> None:
+    folder.prepare()
+    alone = folder.launch(ERROR="seven", DDPKIT_KEEP_WARM="off")
+    kept = folder.launch(ERROR="seven")
+    assert kept.returncode == alone.returncode == 1
+    lines = [[line for line in done.stderr.splitlines() if "pid" not in line] for done in (alone, kept)]
+    assert sorted(lines[0]) == sorted(lines[1])
+    assert any("ValueError: seven" in line for line in lines[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_client_stops_the_job(folder: Folder, number: signal.Signals) -> None:
+    folder.prepare()
+    with folder.running() as (client, _):
+        client.send_signal(number)
+        assert client.wait(seconds(30)) == 128 + number
+        assert f"stopped by {number.name}" in (client.stderr.read() if client.stderr else "")
+    wait_until(lambda: not folder.processes(), folder.processes)
+
+
+@pytest.mark.slow
+def test_suspended_client_suspends_the_launcher(folder: Folder) -> None:
+    folder.prepare()
+    with folder.running() as (client, launcher):
+        client.send_signal(signal.SIGTSTP)
+        wait_until(lambda: launcher.status() == psutil.Process(client.pid).status() == "stopped", "both are stopped")
+        client.send_signal(signal.SIGCONT)
+        wait_until(lambda: launcher.status() != "stopped", "the launcher goes on")
+        folder.waits.unlink()
+        assert client.wait(seconds(30)) == 0
+
+
+@pytest.mark.slow
+def test_job_ends_with_its_client(folder: Folder) -> None:
+    folder.prepare()
+    with folder.running() as (client, _):
+        client.kill()
+        wait_until(lambda: not folder.processes(), folder.processes)
+    assert folder.launch().returncode == 0
+
+
+@pytest.mark.slow
+def test_client_ends_with_its_launcher(folder: Folder) -> None:
+    folder.prepare()
+    with folder.running() as (client, launcher):
+        launcher.kill()
+        assert client.wait(seconds(30)) == 137
+    wait_until(lambda: not folder.processes(), folder.processes)
+
+
+@pytest.mark.slow
+def test_job_goes_on_without_the_kept_process(folder: Folder) -> None:
+    folder.prepare()
+    with folder.running() as (client, _):
+        os.kill(folder.kept()["pid"], signal.SIGKILL)
+        folder.waits.unlink()
+        assert client.wait(seconds(30)) == 0
+    before = folder.sockets[0].stat().st_ino
+    assert folder.launch().returncode == 0
+    wait_until(lambda: folder.sockets[0].stat().st_ino != before, "another kept process")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("variable", "MKL_NUM_THREADS: not as"),
+        ("imports", "the imports of the script have changed"),
+        ("module", "has changed"),
+        ("cores", "the CPU cores: not as"),
+    ],
+)
+def test_kept_process_that_would_differ_is_replaced(folder: Folder, change: str, reason: str) -> None:
+    packages = folder.path / "site-packages"
+    packages.mkdir()
+    (packages / "alpha.py").write_text("one = 1")
+    folder.env["PYTHONPATH"] = str(packages)
+    folder.script.write_text(f"import alpha\n{SCRIPT}")
+    folder.prepare()
+    before = folder.kept()["pid"]
+    prefix: list[str] = []
+    if change == "variable":
+        folder.env["MKL_NUM_THREADS"] = "3"
+    elif change == "imports":
+        folder.script.write_text(SCRIPT)
+    elif change == "module":
+        (packages / "alpha.py").write_text("one = 22")
+    else:
+        prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    command = [*prefix, DDPKIT, "launch", "--nproc-per-node", "2"]
+    described = run(*command, "--dry-run", folder.script, env=folder.env, cwd=folder.path)
+    assert f"pid {before}, which would be replaced" in described.stdout
+    done = run(*command, folder.script, env=folder.env, cwd=folder.path)
+    assert done.returncode == 0
+    assert reason in done.stderr
+    wait_until(lambda: folder.sockets and folder.kept()["pid"] != before, "another kept process")
+
+
+@pytest.mark.slow
+def test_kept_processes_are_listed_and_stopped(folder: Folder) -> None:
+    assert run(DDPKIT, "warm", env=folder.env).stdout == "no process is kept\n"
+    folder.prepare()
+    pid = folder.kept()["pid"]
+    listed = run(DDPKIT, "warm", env=folder.env).stdout
+    assert f"pid {pid}" in listed
+    assert "import torch" in listed
+    assert run(DDPKIT, "warm", "stop", env=folder.env).stdout.endswith("stopped\n")
+    wait_until(lambda: not psutil.pid_exists(pid), "its end")
+    assert run(DDPKIT, "warm", env=folder.env).stdout == "no process is kept\n"
+
+
+@pytest.mark.slow
+def test_kept_process_ends_after_its_time(folder: Folder) -> None:
+    folder.env["DDPKIT_KEEP_WARM"] = "1"
+    folder.prepare()
+    wait_until(lambda: not folder.sockets and not folder.processes(), folder.processes)
