@@ -233,8 +233,8 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
     address = address_of(request.program, request.packages)
     if address is None:
         print_message(
-            f"no process is kept: {tempfile.gettempdir()} has no folder for it that only you can access, or its path is "
-            "too long"
+            f"no process is kept: {tempfile.gettempdir()} has no folder for it that only you can access, or the path "
+            "is too long"
         )
         return
     defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
