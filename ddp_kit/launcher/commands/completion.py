@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import doctor, spec
-from ddp_kit.launcher.commands import checkpoints, devices, env, export, plan, report, submit, top
+from ddp_kit.launcher.commands import checkpoints, devices, env, export, plan, report, submit, top, warm
 from ddp_kit.launcher.parser import Parser
 
 _EPILOG = """\
@@ -53,6 +53,7 @@ def _combined_parser(file: object, folder: object) -> argparse.ArgumentParser:
         "report": report.parser(),
         "doctor": doctor.parser(),
         "env": env.parser(),
+        "warm": warm.parser(),
         "schema": schema_parser(),
     }
     for name, parser in parsers.items():
