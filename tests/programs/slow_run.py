@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ddp_kit import Trainer, TrainerConfig, timing
-from ddp_kit.trainer import trainer as loop
+from ddp_kit.trainer import build
 
 CAUSE, end = sys.argv[1], Path(sys.argv[2])
 # All sleep for much longer than they compute, however busy the cores are: so the cause alone stands out.
@@ -72,7 +72,7 @@ def loss_fn(model, batch):
 
 gpu = Gpu()
 if CAUSE == "synchronisation":
-    loop.step_clock = lambda device: timing.DeviceClock(Event, gpu.has_finished)
+    build.step_clock = lambda device: timing.DeviceClock(Event, gpu.has_finished)
 model = Model()
 config = TrainerConfig(
     global_batch_size=4,
