@@ -169,6 +169,13 @@ def emulates_fp8() -> bool:
     return os.environ.get(EMULATE_FP8) == "1"
 
 
+def set_environment(env: Mapping[str, str]) -> None:
+    """Make `env` the environment of this process."""
+    for name in set(os.environ).difference(env):
+        del os.environ[name]
+    os.environ.update(env)
+
+
 def agent_serves_store(env: Mapping[str, str]) -> bool:
     """Whether the launcher serves the workers' store; otherwise, rank 0 serves it.
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from ddp_kit.env import allocator_defaults
+from ddp_kit.env import allocator_defaults, set_environment
 from ddp_kit.launcher import cli
 from ddp_kit.launcher.warm.client import WarmServer
 
@@ -33,8 +33,7 @@ def main(modules: Sequence[str]) -> None:
             warm.close()
         return
     asked = json.loads(line)
-    os.environ.clear()
-    os.environ.update(asked["env"])
+    set_environment(asked["env"])
     threading.Thread(target=_end_with_parent, args=[commands], daemon=True).start()
     cli.entry(["launch", *asked["words"]], warm)
 

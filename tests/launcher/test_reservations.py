@@ -186,7 +186,7 @@ def test_reservation_of_a_gpu_taken_at_the_same_moment_is_refused(plan: Plan) ->
 
 def test_reservation_does_not_wait_forever_for_a_launch_that_hangs(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "_TIMEOUT_SECONDS", seconds(0.05))
-    monkeypatch.setattr(reservations, "_CHOOSING", f"ddpkit-choosing-{uuid.uuid4()}")  # launches of other tests go on
+    monkeypatch.setattr(reservations, "_CHOOSING", f"ddpkit-choosing-{uuid.uuid4()}")  # other tests' launches continue
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hanging:
         hanging.bind(f"\0{reservations._CHOOSING}")
         with reservations.reserved(lambda held: plan):

@@ -27,7 +27,7 @@ def parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("action", nargs="?", choices=["stop"], help="end the kept processes; running jobs go on")
+    flags.add_argument("action", nargs="?", choices=["stop"], help="end the kept processes; running jobs continue")
     return flags
 
 

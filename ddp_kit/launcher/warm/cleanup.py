@@ -96,15 +96,22 @@ class Child:
         return any(name in self.command for name in _CLEANERS)
 
 
+def has_children() -> bool:
+    """Whether this process has children that have not been waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def children() -> list[Child]:
     """The children of this process that have not been waited for, including zombies.
 
     A killed process with several threads is a zombie that cannot be waited for until its last thread has ended. Only
     then do the children of the killed process become children of this one.
     """
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # no children, as is usual at the end of a job; a search would take milliseconds
+    if not has_children():  # as is usual at the end of a job; a search would take milliseconds
         return []
     pid, result = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):

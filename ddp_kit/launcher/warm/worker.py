@@ -29,7 +29,7 @@ from threading import main_thread
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddp_kit.env import BLAS_THREADS, LOCAL_RANK, NOTE_AT_START, READ_BY_TORCH, STACKS_SIGNAL, THREADS
+from ddp_kit.env import BLAS_THREADS, LOCAL_RANK, NOTE_AT_START, READ_BY_TORCH, STACKS_SIGNAL, THREADS, set_environment
 from ddp_kit.errors import DdpKitError
 from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory, note_exiting
 from ddp_kit.launcher import diagnosis
@@ -190,9 +190,7 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     assert start.program is not None
     _set_streams_and_cores(start, streams)
     _set_threads(start.env)
-    for name in set(os.environ).difference(start.env):  # last, because some imports set variables
-        del os.environ[name]
-    os.environ.update(start.env)
+    set_environment(start.env)  # last, because some imports set variables
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in sys.modules:
