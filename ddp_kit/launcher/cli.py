@@ -153,7 +153,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         keeps_warm = launch_spec.keep_warm is not None and warm is None and sys.platform == "linux"
         keeps_warm = keeps_warm and launch_spec.may_fork(os.environ) and not launch_spec.dry_run
         if keeps_warm:
-            from ddp_kit.launcher.warm import handover
+            from ddp_kit.launcher.warm import handover, imports
 
             code = handover.hand_over(argv, launch_spec.program(), launch_spec.preloaded(), _print_message)
             if code is not None:
@@ -187,7 +187,8 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 _print_text(description)
                 return ExitCode.OK
             if keeps_warm and launch_spec.keep_warm is not None:
-                handover.keep_process(job_plan.imports(os.environ, ()), launch_spec.keep_warm, _print_message)
+                request = job_plan.imports(os.environ, imports.unfit(os.environ))
+                handover.keep_process(request, launch_spec.keep_warm, _print_message)
             result = agent.run(job_plan, warm, _print_message)
     finally:
         if warm is not None:

@@ -1,6 +1,7 @@
 """The text of `--dry-run`: what would run where, in which environment, and the equivalent torchrun command line."""
 
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -126,7 +127,7 @@ def _imports(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
     rest = imports.statements(replace(request, unfit=()))[len(packages) :]
     if rest:
         text += f"; in each process: {rest[0].package} ({unfit[rest[0].package]})"
-    if plan.spec.keep_warm is None:
+    if plan.spec.keep_warm is None or sys.platform != "linux":
         return [("imports", text)]
     return [("imports", text), ("kept", handover.state_of(request.program, request.packages))]
 

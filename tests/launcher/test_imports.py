@@ -192,6 +192,26 @@ def test_unfit_packages_in_a_damaged_file_are_ignored(packages: Path, tmp_path: 
     imports.remember("beta", "because", env)
 
 
+def test_unfit_packages_of_a_user_without_a_home_are_not_remembered(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    imports.remember("alpha", "why", {})
+    assert imports.unfit({}) == {}
+
+
+def test_unfit_packages_beside_a_damaged_entry_are_remembered(packages: Path, tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    imports.remember("alpha", "why", env)
+    file = tmp_path / "ddpkit" / "imports.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"other": 3, "another": {"version": "x"}}))
+    imports.remember("beta", "because", env)
+    assert imports.unfit(env) == {"alpha": "why", "beta": "because"}
+
+
 # --- With the real command --------------------------------------------------------------------------------------------
 
 

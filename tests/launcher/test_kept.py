@@ -313,7 +313,7 @@ def test_suspended_client_suspends_the_launcher(folder: Folder) -> None:
         client.send_signal(signal.SIGTSTP)
         wait_until(lambda: launcher.status() == psutil.Process(client.pid).status() == "stopped", "both are stopped")
         client.send_signal(signal.SIGCONT)
-        wait_until(lambda: launcher.status() != "stopped", "the launcher goes on")
+        wait_until(lambda: launcher.status() != "stopped", "the launcher continues")
         folder.waits.unlink()
         assert client.wait(seconds(30)) == 0
 
@@ -337,7 +337,7 @@ def test_client_ends_with_its_launcher(folder: Folder) -> None:
 
 
 @pytest.mark.slow
-def test_job_goes_on_without_the_kept_process(folder: Folder) -> None:
+def test_job_continues_without_the_kept_process(folder: Folder) -> None:
     folder.prepare()
     with folder.running() as (client, _):
         os.kill(folder.kept()["pid"], signal.SIGKILL)
@@ -395,6 +395,31 @@ def test_kept_processes_are_listed_and_stopped(folder: Folder) -> None:
     assert run(DDPKIT, "warm", "stop", env=folder.env).stdout.endswith("stopped\n")
     wait_until(lambda: not psutil.pid_exists(pid), "its end")
     assert run(DDPKIT, "warm", env=folder.env).stdout == "no process is kept\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_kept_process_ends_it(folder: Folder, number: signal.Signals) -> None:
+    folder.prepare()
+    assert folder.launch().returncode == 0  # after it has forked once
+    pid = folder.kept()["pid"]
+    os.kill(pid, number)
+    wait_until(lambda: not psutil.pid_exists(pid), "its end")
+
+
+@pytest.mark.slow
+def test_kept_process_imports_what_comes_before_an_unfit_package(folder: Folder) -> None:
+    packages = folder.path / "site-packages"
+    packages.mkdir()
+    (packages / "alpha.py").write_text("one = 1")
+    (packages / "beta.py").write_text("import os; rank = os.environ.get('RANK')")
+    folder.env |= {"PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(folder.path / "cache")}
+    folder.script.write_text(f"import alpha\nimport beta\n{SCRIPT}")
+    assert folder.launch().returncode == 0  # finds that beta is unfit
+    folder.prepare()
+    assert folder.kept()["imports"] == ["import alpha"]
+    assert folder.launch().returncode == 0
+    assert folder.kept()["launches"] == 1
 
 
 @pytest.mark.slow

@@ -69,8 +69,7 @@ _LARGEST = 1 << 24
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send a message, with open descriptors."""
     text = json.dumps(message).encode()
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([_LENGTH.pack(len(text))], rights)
+    socket.send_fds(connection, [_LENGTH.pack(len(text))], list(descriptors))
     connection.sendall(text)
 
 
@@ -81,6 +80,7 @@ def receive(connection: socket.socket, descriptors: int = 0) -> tuple[dict[str, 
     """
     received: list[int] = []
     space = socket.CMSG_SPACE(4 * descriptors) if descriptors else 0
+    # Not `socket.recv_fds`, which ignores its flags: programs that are started meanwhile would inherit the descriptors.
     head, rights, _, _ = connection.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in rights:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ddp_kit.env import CACHE_FOLDER, RANK
+from ddp_kit.env import CACHE_FOLDER, RANK, set_environment
+from ddp_kit.launcher.warm.cleanup import has_children
 from ddp_kit.launcher.warm.messages import Import, Program
 from ddp_kit.launcher.warm.scan import INSTALLED, folder_of, source
 
@@ -111,7 +112,6 @@ class Imported:
     """What they wrote to stdout and stderr."""
     warnings: dict[Any, Any] = field(default_factory=dict)
     """The registry of the warnings that the import statements have caused."""
-
     names: frozenset[str] = frozenset()
     """The names of all top-level modules that they looked for."""
 
@@ -212,7 +212,7 @@ def _environment(
 ) -> Iterator[None]:
     """Context manager in which the process has the environment `env`, and accesses to it are noted."""
     before = dict(os.environ)
-    _set_environment(env)
+    set_environment(env)
     plain = os.environ.__class__
     recorded = {"note_read": note_read, "changed": changed}
     vars(os.environ).update(recorded)
@@ -223,13 +223,7 @@ def _environment(
         os.environ.__class__ = plain
         for name in recorded:
             del vars(os.environ)[name]
-        _set_environment(before)
-
-
-def _set_environment(env: Mapping[str, str]) -> None:
-    for name in set(os.environ).difference(env):
-        del os.environ[name]
-    os.environ.update(env)
+        set_environment(before)
 
 
 class _OwnModules:
@@ -305,7 +299,7 @@ def _traces() -> dict[str, Any]:
     torch = sys.modules["torch"]
     return {
         "leaves a thread running": len(os.listdir("/proc/self/task")) > 1,  # noqa: PTH208
-        "leaves a process running": _has_children(),
+        "leaves a process running": has_children(),
         "leaves a file or connection open": _descriptors(),
         "initialises CUDA": torch.cuda.is_initialized(),
         "changes the handling of signals": [
@@ -318,14 +312,6 @@ def _traces() -> dict[str, Any]:
 
 def _new_trace(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     return next((what for what, value in after.items() if value != before[what]), None)
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _descriptors() -> set[str]:
@@ -341,35 +327,50 @@ def _descriptors() -> set[str]:
 
 def unfit(env: Mapping[str, str]) -> dict[str, str]:
     """The packages that earlier launches found to be unfit, and why; without those that have changed since."""
-    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-        return {
-            package: entry["reason"]
-            for package, entry in json.loads(_file(env).read_text()).items()
-            if entry["version"] == _version(package)
-        }
-    return {}
+    file = _file(env)
+    entries = {} if file is None else _entries(file)
+    return {package: entry["reason"] for package, entry in entries.items() if entry["version"] == _version(package)}
 
 
 def remember(package: str, reason: str, env: Mapping[str, str]) -> None:
     """Remember an unfit package for later launches of this user. Failures to write are ignored."""
     file = _file(env)
-    entries: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        entries = json.loads(file.read_text())
-    with suppress(OSError, AttributeError, TypeError):
+    if file is None:
+        return
+    entries = _entries(file) | {package: {"version": _version(package), "reason": reason}}
+    with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.{os.getpid()}")
         new.touch(mode=0o600)
-        new.write_text(json.dumps(entries | {package: {"version": _version(package), "reason": reason}}, indent=1))
+        new.write_text(json.dumps(entries, indent=1))
         new.replace(file)
 
 
-def _file(env: Mapping[str, str]) -> Path:
+def _entries(file: Path) -> dict[str, dict[str, str]]:
+    """The content of the file, without damaged entries."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    entries = content.items() if isinstance(content, dict) else ()
+    fields = {"version", "reason"}
+    return {package: entry for package, entry in entries if isinstance(entry, dict) and entry.keys() == fields}
+
+
+def _file(env: Mapping[str, str]) -> Path | None:
+    """The file with the unfit packages; None for a user without a home folder."""
     cache = env.get(CACHE_FOLDER, "")
-    return Path(cache if cache.startswith("/") else Path.home() / ".cache") / "ddpkit" / "imports.json"
+    if not cache.startswith("/"):
+        try:
+            cache = str(Path.home() / ".cache")
+        except RuntimeError:  # no HOME, and no entry in the list of users, as in some containers
+            return None
+    return Path(cache, "ddpkit", "imports.json")
 
 
 def _version(package: str) -> str:
     """A text that changes when another version of a package is installed, or the package of another interpreter."""
-    origin = _origin(package, None)
-    return f"{origin} {os.stat(origin).st_mtime_ns}"  # noqa: PTH116
+    origin = Path(_origin(package, None))
+    with suppress(OSError):
+        return f"{origin} {origin.stat().st_mtime_ns}"
+    return "not installed"

@@ -24,11 +24,12 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import chdir, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_kit.env import HIDDEN_FROM_WORKERS, allocator_defaults
+from ddp_kit.env import HIDDEN_FROM_WORKERS, allocator_defaults, set_environment
 from ddp_kit.launcher.warm import handover, imports, server
 from ddp_kit.launcher.warm.messages import Import, message_of
 from ddp_kit.launcher.warm.scan import folder_of
@@ -48,7 +49,7 @@ class _Kept:
         self._address, self._seconds = address, seconds
         self._facts = handover.facts_here()
         self._since, self._launches = time.time(), 0
-        self._program = request.program
+        self._request = request
         self._statements = _texts(request)
         server.import_modules(request.program)
         self.imported = imports.run(request, HIDDEN_FROM_WORKERS | server.WITHOUT_LOG, _fail)
@@ -67,26 +68,29 @@ class _Kept:
             with suppress(OSError, EOFError, ValueError, KeyError, TypeError):
                 connection, _ = self._listening.accept()
                 with connection:
-                    launch, goes_on = self._answer(connection)
+                    launch, continues = self._answer(connection)
                     if launch is not None:
                         return launch
-                    if not goes_on:
+                    if not continues:
                         break
         self._address.unlink(missing_ok=True)
         return None
 
     def _answer(self, connection: socket.socket) -> tuple[Launch | None, bool]:
-        """Answer a client. Returns the launch in a forked launcher, and whether this process goes on."""
+        """Answer a client. Returns the launch in a forked launcher, and whether this process continues."""
         connection.settimeout(_REQUEST_SECONDS)
         if handover.peer(connection) != os.geteuid():
             return None, True
         request, descriptors = handover.receive(connection, 3)
+        pid = -1
         try:
             if request["for"] == "stop":
                 handover.send(connection, self._description())
                 return None, False
             reason = self._reason_to_refuse(request)
-            pid = os.fork() if request["for"] == "launch" and not reason else -1
+            if request["for"] == "launch" and not reason:
+                signal.pthread_sigmask(signal.SIG_BLOCK, handover.FORWARDED)  # in the launcher, until it handles them
+                pid = os.fork()
             if pid == 0:
                 self._listening.close()
                 launch = request, [os.dup(descriptor) for descriptor in descriptors], connection.dup()
@@ -95,6 +99,8 @@ class _Kept:
             handover.send(connection, {"launcher": pid} if pid > 0 else self._description() | {"refused": reason})
             return None, not reason or request["for"] != "launch"
         finally:
+            if pid:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, handover.FORWARDED)
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -103,7 +109,7 @@ class _Kept:
             "pid": os.getpid(),
             "since": self._since,
             "launches": self._launches,
-            "script": self._program.name,
+            "script": self._request.program.name,
             "imports": self._statements,
         }
 
@@ -116,7 +122,7 @@ class _Kept:
         reason = handover.difference(self._facts, request["facts"])
         if reason:
             return f"{reason}: not as when the process was started"
-        asked = _import_of(request)
+        asked = replace(_import_of(request), unfit=self._request.unfit)
         with chdir(request["folder"]):
             own = imports.modules_in(folder_of(asked.program)) & self.imported.names - sys.modules.keys()
             if own:
@@ -178,7 +184,6 @@ def main(address: str, seconds: float, added: list[str], pipe: int) -> None:
         os.environ.pop(name, None)
     kept = _Kept(Path(address), seconds, _import_of({"import": json.loads(request)}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers need not be waited for
-    signal.pthread_sigmask(signal.SIG_BLOCK, handover.FORWARDED)  # until the launcher handles them
     launch = kept.serve()
     if launch is None:
         return
@@ -212,8 +217,7 @@ def _become_launcher(asked: Mapping[str, Any], descriptors: list[int]) -> None:
         os.close(descriptor)
     os.chdir(asked["folder"])
     os.umask(asked["umask"])
-    os.environ.clear()
-    os.environ.update(asked["env"])
+    set_environment(asked["env"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in asked["ignored"]:
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
