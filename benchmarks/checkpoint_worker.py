@@ -177,9 +177,8 @@ def _to_disk(path: Path) -> None:
 def ddpkit(run: Run) -> None:
     """All that a Trainer does at a save. keep_last=1: it removes the one before itself, and that is waited for."""
     from ddp_kit import Trainer, TrainerConfig
-    from ddp_kit.checkpoint.format import name_of
 
-    folder, saved = run.folder / "ddpkit", [""]
+    folder = run.folder / "ddpkit"
     config = TrainerConfig(
         max_steps=10**6, global_batch_size=BATCH, log_every_steps=10**6, checkpoint={"dir": folder, "keep_last": 1}
     )
@@ -188,10 +187,10 @@ def ddpkit(run: Run) -> None:
 
     def save(_: int) -> None:
         trainer._run.checkpoints.save()  # as at one of `every_steps`
-        saved[0] = name_of(trainer.step)
 
     def wait(_: int) -> None:
-        while [path.name for path in folder.glob("step-*")] != saved or any(folder.glob(".removed-*")):
+        writer = trainer._run.checkpoints._saver._writer
+        while writer._task is not None:  # the loop looks for the answer of the writer after each step
             time.sleep(0.001)
 
     for _ in run.probe(save, wait):

@@ -48,13 +48,15 @@ class Mark:
 class Job:
     """`with Job(command, ranks, then) as job`: started on entering, and gone, whole, on leaving."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, then: str) -> None:
-        self.command, self.env, self.ranks, self.then = command, env, ranks, then
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], ranks: int, then: str, script: Path = WORKER
+    ) -> None:
+        self.command, self.env, self.ranks, self.then, self.script = command, env, ranks, then, script
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="launch-"))
         self.said = self.folder / "said"
-        words = [*self.command, str(WORKER), str(self.folder), *self.then.split()]
+        words = [*self.command, str(self.script), str(self.folder), *self.then.split()]
         with self.said.open("wb") as output:
             self.started = time.monotonic()
             self.process = start(words, self.env, output.fileno())

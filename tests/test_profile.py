@@ -285,9 +285,6 @@ def test_profile_of_a_gpu_has_the_lines_that_allocated_its_memory(tmp_path: Path
     (first, second) = summary.lines[:2]
     assert (first.bytes, first.count) == (16 << 20, 1)
     assert (second.bytes, second.count) == (12 << 20, 3)
-    own = [Path(each.place.file).name for each in (first, second) if each.place is not None]
-    assert own == [Path(__file__).name] * 2
-    assert first.place is not None
-    assert second.place is not None
-    assert first.place.line == second.place.line + 1
+    assert [Path(each.file).name for each in (first, second)] == [Path(__file__).name] * 2
+    assert first.line == second.line + 1
     assert not any(memory_snapshot()["device_traces"]), "recording has ended"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,6 +56,37 @@ def test_workers_start_cold_if_an_import_has_initialised_cuda(ddpkit: Run, tmp_p
     done = ddpkit("launch", "--nproc-per-node", 1, SHOWS, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert "starting cold: an import has" in done.stderr
+
+
+@pytest.mark.parametrize("statement", ["torch.cuda.is_available()", "torch.cuda.init()"])
+def test_package_whose_import_opens_a_gpu_is_imported_in_each_process(
+    ddpkit: Run, tmp_path: Path, statement: str
+) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "asks.py").write_text(f"import os, torch\npid = os.getpid()\n{statement}\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nimport asks\nimport os\n"
+        "print(asks.pid == os.getpid(), torch.ones(2, device='cuda').sum().item())\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path / "site-packages"), "XDG_CACHE_HOME": str(tmp_path)}
+    done = ddpkit("launch", "--nproc-per-node", 1, script, env=env)
+    assert (done.returncode, done.stdout) == (0, "True 2.0\n"), done.stderr
+    assert "asks is imported in each process, not once before the fork: its import opens a GPU" in done.stderr
+    assert "starting cold" not in done.stderr
+
+
+def test_launch_from_a_kept_process_uses_the_gpu(ddpkit: Run) -> None:
+    with tempfile.TemporaryDirectory() as path:  # the path of a socket has at most 107 bytes
+        env = {"XDG_RUNTIME_DIR": path, "DDPKIT_KEEP_WARM": "5m"}
+        first = ddpkit("launch", "--nproc-per-node", 1, SHOWS, env=env)
+        wait_until(lambda: list(Path(path, "ddpkit").glob("*.kept")), "the kept process")
+        for _ in range(2):
+            done = ddpkit("launch", "--nproc-per-node", 1, SHOWS, env=env)
+            assert (done.returncode, done.stdout) == (0, first.stdout), done.stderr
+        wait_until(lambda: not any(gpu.processes for gpu in gpus()), "the kept process does not use a GPU")
+        assert "2 launches" in ddpkit("warm", env=env).stdout
+        ddpkit("warm", "stop", env=env)
 
 
 def test_worker_killed_on_a_gpu_is_forked_again(ddpkit: Run) -> None:

@@ -140,6 +140,23 @@ def test_package_whose_import_a_worker_could_notice_is_unfit(
     assert reason in why
 
 
+JEMALLOC = """
+import ctypes, threading
+named, ends = threading.Event(), threading.Event()
+def wait():
+    ctypes.CDLL(None).prctl(15, b"jemalloc_bg_thd", 0, 0, 0)  # PR_SET_NAME
+    named.set()
+    ends.wait()
+threading.Thread(target=wait, daemon=True).start()
+named.wait()
+"""
+
+
+def test_package_that_starts_the_thread_of_jemalloc_is_imported(packages: Path, tmp_path: Path) -> None:
+    (packages / "beta.py").write_text(JEMALLOC)
+    assert "beta" in imported(request(the_script(tmp_path, "import beta")))["names"]
+
+
 def test_imports_see_the_place_and_the_variables_of_a_worker(packages: Path, tmp_path: Path) -> None:
     (packages / "beta.py").write_text(
         "import os, sys, __main__; [name for name in os.environ if name.startswith('FSSPEC_')]\n"

@@ -296,12 +296,11 @@ def _content(file: int) -> bytes:
 def _traces() -> dict[str, Any]:
     """What an import may leave behind in the process, and what a fork would share or lose."""
     status = Path("/proc/self/status").read_text()
-    torch = sys.modules["torch"]
     return {
-        "leaves a thread running": len(os.listdir("/proc/self/task")) > 1,  # noqa: PTH208
+        "opens a GPU": has_opened_a_gpu(),
+        "leaves a thread running": has_started_a_thread(),
         "leaves a process running": has_children(),
         "leaves a file or connection open": _descriptors(),
-        "initialises CUDA": torch.cuda.is_initialized(),
         "changes the handling of signals": [
             line for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn", "SigCgt"))
         ],
@@ -314,7 +313,23 @@ def _new_trace(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return next((what for what, value in after.items() if value != before[what]), None)
 
 
+def has_opened_a_gpu() -> bool:
+    """Whether this process has initialised CUDA, which its forks could not use then, or NVML, which starts a thread."""
+    return sys.modules["torch"].cuda.is_initialized() or any(" /dev/nvidia" in each for each in _descriptors())
+
+
+def has_started_a_thread() -> bool:
+    """Whether this process has threads that its forks would lack."""
+    names = [Path(path, "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    return len([name for name in names if name != _JEMALLOC]) > 1
+
+
+# The thread of pyarrow's allocator: jemalloc prepares itself for forks, and works without this thread in them.
+_JEMALLOC = "jemalloc_bg_thd"
+
+
 def _descriptors() -> set[str]:
+    """The open descriptors, each with its file."""
     result = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         with suppress(OSError):  # the descriptor of the listing itself

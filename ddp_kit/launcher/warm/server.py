@@ -336,12 +336,10 @@ class _Server:
         """Why a fork would now behave differently from a new interpreter, or an empty string if it would not."""
         if self._broken:
             return self._broken
-        if len(list(Path("/proc/self/task").iterdir())) != 1:
+        if imports.has_opened_a_gpu():
+            return "an import has opened a GPU"
+        if imports.has_started_a_thread():
             return "an import has started a thread"
-        if sys.modules["torch"].cuda.is_initialized():
-            return "an import has initialised CUDA"
-        if any(_points_to(link, "/dev/nvidia") for link in Path("/proc/self/fd").iterdir()):
-            return "an import has opened a GPU device file"
         for name in {*env, *self._env}:
             if (
                 name.startswith(IMPORT_TIME_VARIABLES + START_TIME_VARIABLES)
@@ -424,10 +422,3 @@ class _Server:
 
 def _top_level_modules() -> frozenset[str]:
     return frozenset(name for name in sys.modules if "." not in name)
-
-
-def _points_to(link: Path, beginning: str) -> bool:
-    try:
-        return str(link.readlink()).startswith(beginning)
-    except OSError:  # the descriptor of the listing itself
-        return False
