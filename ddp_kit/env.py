@@ -98,6 +98,8 @@ REPORTED_VARIABLES = (
     *VARIABLES_OF_ONE_RUN, "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "NVIDIA_", "OMP_",
     "MKL_", "KMP_", "PYTHON", "LD_", "JOB_COMPLETION_INDEX", "VIRTUAL_ENV", "CONDA_PREFIX",
 )  # fmt: skip
+INSTALLED_PACKAGES = ("site-packages", "dist-packages")
+"""Parts of the paths of installed packages."""
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.writer"
 """A string in the command line of checkpoint writer processes, which may outlive their rank to finish a save."""
 # Set while the warm server imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.

@@ -1,14 +1,11 @@
 """`ddp_kit.launch`: runs a function on several GPUs or processes, from a notebook cell or a script.
 
-    launch(function)
-        pickle the function                        with cloudpickle: functions defined in a cell cannot be imported
-        pass it to a launcher                      the one that is already waiting, or a new one
-        show the launcher's output, forward Ctrl-C
-        return rank 0's result, or raise the exception of the rank that failed first
-    in each rank, `call_in_rank`: unpickle the function, call it, and write its result or exception
-
-In an interactive session, the launcher for the next call is started as soon as a call ends, and waits with torch
-already imported. It exits when this process exits, because its standard input is a pipe from this process.
+launch(function)
+    pickle the function                        with cloudpickle: functions defined in a cell cannot be imported
+    run `ddpkit launch` with a script          in an interactive session with --keep-warm, for the next call
+    show its output, forward Ctrl-C
+    return rank 0's result, or raise the exception of the rank that failed first
+in each rank, `call_in_rank`: unpickle the function, call it, and write its result or exception
 """
 
 import atexit
@@ -23,27 +20,41 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import cloudpickle
 
-from ddp_kit.env import IMPORT_TIME_VARIABLES, RANK, RUN_FOLDER_PREFIX, START_TIME_VARIABLES, rank_for_messages
+from ddp_kit.env import INSTALLED_PACKAGES, KEEP_WARM, RANK, RUN_FOLDER_PREFIX, rank_for_messages
 from ddp_kit.errors import LaunchError, UsageError, kind_of
 from ddp_kit.uncaught import folded_traceback, leave_note, show_without_traceback
 
 R = TypeVar("R")
 
-CALL, RESULT, ERROR = "call.pickle", "result.pickle", "error.pickle"
-"""Files in the folder of a call, which only this user can access."""
+PATH, CALL, RESULT, ERROR = "path.json", "call.pickle", "result.pickle", "error.pickle"
+"""Files in the folder of a call, which only this user can access. PATH: `sys.path` of the calling process."""
 
-_MAIN = """\
+# Its arguments: the name of the function, for those who look at the processes, and the folder of the call.
+_SCRIPT = """\
+import sys
 from ddp_kit.function_launch import call_in_rank
-call_in_rank({folder!r}, {path!r})
+call_in_rank(sys.argv[2])
+"""
+# `ddpkit launch`, until this process ends. The folder of the package is in sys.path for the imports only.
+_COMMAND = """\
+import signal, sys
+path = sys.path[0 if sys.flags.safe_path else 1:]
+sys.path.insert(0, sys.argv[1])
+from ddp_kit.launcher import cli
+from ddp_kit.launcher.warm import cleanup
+sys.path[:] = path
+if sys.platform == "linux":
+    cleanup.die_with_parent(int(sys.argv[2]), signal.SIGTERM)
+cli.entry(["launch", *sys.argv[3:]])
 """
 
 
@@ -80,15 +91,15 @@ def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None
     with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX) as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_pickled(function, args))
-        script = folder / f"{getattr(function, '__name__', 'function')}.py".replace("<lambda>", "function")
-        script.write_text(_MAIN.format(folder=name, path=sys.path))
-        imported = modules_of(function)
-        launcher = _take(imported)
-        try:
-            code = launcher.run([*flags, str(script)])
-        finally:
-            if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # a prompt or a notebook: another call may follow
-                _prepare(imported)
+        (folder / PATH).write_text(json.dumps(sys.path))
+        script = folder / "function.py"
+        if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # a prompt or a notebook: another call may follow
+            script = _session().script
+            _session().packages |= packages_of(function)
+            flags += ["--preload", ",".join(sorted(_session().packages))]
+            flags += ["--keep-warm"] * (KEEP_WARM not in os.environ)
+        script.write_text(_SCRIPT)
+        code = _run([*flags, str(script), getattr(function, "__name__", "function"), name])
         return cast(R, _outcome(folder, code))
 
 
@@ -177,146 +188,85 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the modules that define the globals of a function; the next launcher imports them in advance."""
-    modules = {"ddp_kit.function_launch"}
+def packages_of(function: Callable[..., Any]) -> set[str]:
+    """The names of the installed modules that define the globals of a function."""
+    modules = {__name__}
     if isinstance(function, FunctionType):
         for _, value in _globals(function):
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if isinstance(name, str) and name in sys.modules and name != "__main__":
-                modules.add(name)
-    return tuple(sorted(modules))
+            file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+            if isinstance(file, str) and any(folder in file for folder in INSTALLED_PACKAGES):
+                modules.add(str(name))
+    return modules
 
 
-# --- The launcher -----------------------------------------------------------------------------------------------------
+# --- The command ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Surroundings:
-    """State that a launcher inherits when it starts and cannot change later, such as its working directory."""
+class _Session:
+    """What the calls of an interactive session share, so that they are launches of the same script.
 
-    folder: str
-    variables: Mapping[str, str]
-    modules: tuple[str, ...]
+    At the end of this process, the folder is removed; a kept process whose script is gone ends.
+    """
 
-    @classmethod
-    def now(cls, modules: tuple[str, ...]) -> "_Surroundings":
-        read_early = IMPORT_TIME_VARIABLES + START_TIME_VARIABLES
-        return cls(
-            str(Path.cwd()), {name: os.environ[name] for name in os.environ if name.startswith(read_early)}, modules
-        )
+    def __init__(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX)
+        atexit.register(folder.cleanup)
+        self.script = Path(folder.name, "function.py")
+        self.packages: set[str] = set()
+        """The packages to import before the processes are forked."""
 
 
-class _Launcher:
-    """A launcher that waits for its command line on standard input. Its job ends when this process ends."""
+_session = cache(_Session)
 
-    def __init__(self, surroundings: _Surroundings) -> None:
-        self.surroundings = surroundings
-        # A notebook shows what is written to `sys.stdout`, but not what is written to file descriptor 1.
-        self._copies = sys.stdout is not sys.__stdout__
-        output = subprocess.PIPE if self._copies else None
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ddp_kit.launcher.waiting_launcher", *surroundings.modules],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
-        )
-        # A read may end within a character. The decoders are kept here, because an interrupt makes `_show` start again.
-        self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
 
-    def run(self, words: Sequence[str]) -> int:
-        """Run a job, show its output, and return its exit code.
+def _run(words: Sequence[str]) -> int:
+    """Run `ddpkit launch`, show its output, and return its exit code.
 
-        Ctrl-C is forwarded to the launcher; KeyboardInterrupt is raised after the job has ended.
-        """
-        stdin = self._process.stdin
-        assert stdin is not None
-        with suppress(BrokenPipeError):  # the launcher has ended; its output shows why
-            stdin.write(f"{json.dumps({'words': list(words), 'env': dict(os.environ)})}\n".encode())
-            stdin.flush()
-        interrupted: KeyboardInterrupt | None = None
+    Ctrl-C is forwarded to it; KeyboardInterrupt is raised after the job has ended.
+    """
+    # A notebook shows what is written to `sys.stdout`, but not what is written to file descriptor 1.
+    output = subprocess.PIPE if sys.stdout is not sys.__stdout__ else None
+    # A read may end within a character. An interrupt makes `_show` start again, with the same decoders.
+    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
+    interrupted: KeyboardInterrupt | None = None
+    with subprocess.Popen(
+        [sys.executable, "-c", _COMMAND, str(Path(__file__).parents[1]), str(os.getpid()), *words],
+        stdin=subprocess.DEVNULL,  # `input()` in a rank raises an EOFError
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
+    ) as process:
         while True:
             try:
-                self._show()
-                code = self._process.wait()
+                if output is not None:
+                    _show(process, decoders)
+                code = process.wait()
                 break
             except KeyboardInterrupt as error:
                 interrupted = error
                 with suppress(ProcessLookupError):
-                    self._process.send_signal(signal.SIGINT)
-        self.close()
-        if interrupted is not None:
-            raise interrupted
-        return code
+                    process.send_signal(signal.SIGINT)
+    if interrupted is not None:
+        raise interrupted
+    return code
 
-    def _show(self) -> None:
-        """Copy the launcher's output to `sys.stdout` and `sys.stderr` of this process, until the output ends."""
-        if not self._copies:
-            return
-        with selectors.DefaultSelector() as selector:
-            pipes, streams = (self._process.stdout, self._process.stderr), (sys.stdout, sys.stderr)
-            for pipe, stream, decoder in zip(pipes, streams, self._decoders, strict=True):
-                if pipe is not None and not pipe.closed:
-                    selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
-            while selector.get_map():
-                for key, _ in selector.select():
-                    stream, decoder = key.data
-                    content = os.read(key.fd, 65536)
-                    stream.write(decoder.decode(content, final=not content))
-                    stream.flush()
-                    if not content:
-                        selector.unregister(key.fileobj)
 
-    def is_ready(self, surroundings: _Surroundings) -> bool:
-        """Whether the launcher is still waiting, and would run a job exactly as a new launcher would."""
-        inherited = self.surroundings
-        same = inherited.folder == surroundings.folder and inherited.variables == surroundings.variables
-        return same and self._process.poll() is None and self._copies == (sys.stdout is not sys.__stdout__)
-
-    def discard(self) -> None:
-        """Terminate the launcher while it is waiting."""
-        self._process.terminate()
-        self.close()
-
-    def close(self) -> None:
-        """Close the launcher's pipes, and wait until the launcher and the job that it may be running have ended."""
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+def _show(process: "subprocess.Popen[bytes]", decoders: Sequence[codecs.IncrementalDecoder]) -> None:
+    """Copy the output of the command to `sys.stdout` and `sys.stderr` of this process, until the output ends."""
+    with selectors.DefaultSelector() as selector:
+        pipes, streams = (process.stdout, process.stderr), (sys.stdout, sys.stderr)
+        for pipe, stream, decoder in zip(pipes, streams, decoders, strict=True):
             if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-        self._process.wait()
-
-
-_next: _Launcher | None = None
-"""The launcher that is waiting for the next call."""
-
-
-def _take(modules: tuple[str, ...]) -> _Launcher:
-    """Return the waiting launcher if it can run this call; otherwise, start a new launcher."""
-    global _next
-    ready, _next = _next, None
-    surroundings = _Surroundings.now(modules)
-    if ready is not None:
-        if ready.is_ready(surroundings):
-            return ready
-        ready.discard()
-    return _Launcher(surroundings)
-
-
-def _prepare(modules: tuple[str, ...]) -> None:
-    global _next
-    if _next is None:
-        _next = _Launcher(_Surroundings.now(modules))
-        atexit.register(_close)
-
-
-def _close() -> None:
-    global _next
-    atexit.unregister(_close)
-    if _next is not None:
-        _next.discard()
-        _next = None
+                selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
+        while selector.get_map():
+            for key, _ in selector.select():
+                stream, decoder = key.data
+                content = os.read(key.fd, 65536)
+                stream.write(decoder.decode(content, final=not content))
+                stream.flush()
+                if not content:
+                    selector.unregister(key.fileobj)
 
 
 # --- The outcome ------------------------------------------------------------------------------------------------------
@@ -346,13 +296,13 @@ def _outcome(folder: Path, code: int) -> Any:
 # --- In each rank -----------------------------------------------------------------------------------------------------
 
 
-def call_in_rank(folder: str, path: Sequence[str]) -> None:
+def call_in_rank(folder: str) -> None:
     """Run the pickled call in `folder` on this rank, and write its result or exception to the same folder.
 
-    `path`: sys.path of the calling process. If the call raises an exception, this process exits with code 1.
+    If the call raises an exception, this process exits with code 1.
     """
     files = Path(folder)
-    sys.path[:] = path
+    sys.path[:] = json.loads((files / PATH).read_text())
     try:
         function, args = pickle.loads((files / CALL).read_bytes())  # noqa: S301  # from the process that started us
         result = function(*args)

@@ -25,6 +25,7 @@ from typing import Any
 
 from ddp_kit.env import (
     ERROR_SHOWN_FILE,
+    INSTALLED_PACKAGES,
     NOTE_MARK,
     NOTE_PRINTED,
     NOTE_PRINTED_HERE,
@@ -185,8 +186,8 @@ def _user_code_location(trace: TracebackType | None) -> str:
     place = ""
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
-        library = "site-packages" in file.parts or any(folder in file.parents for folder in _LIBRARY_FOLDERS)
-        if file.suffix == ".py" and not library:
+        installed = any(folder in file.parts for folder in INSTALLED_PACKAGES)
+        if file.suffix == ".py" and not installed and not any(folder in file.parents for folder in _LIBRARY_FOLDERS):
             place = f" at {file.name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place

@@ -1,5 +1,6 @@
 """`ddp_kit.launch`: functions of a script on several processes, and what cannot be launched."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,8 +77,9 @@ def test_launch_with_a_result_that_cannot_be_pickled_says_so(tmp_path: Path) -> 
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / function_launch.CALL).write_bytes(cloudpickle.dumps((function, ())))
+        (folder / function_launch.PATH).write_text(json.dumps(sys.path))
         with pytest.raises(SystemExit):
-            function_launch.call_in_rank(str(folder), sys.path)
+            function_launch.call_in_rank(str(folder))
         with pytest.raises(LaunchError, match=said):
             function_launch._outcome(folder, 1)
 

@@ -1,5 +1,6 @@
 """`ddp_kit.launch` in cells of a notebook, with a real kernel; the example notebooks."""
 
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,27 +10,22 @@ from typing import Any
 import psutil
 import pytest
 from job_processes import has_ended
-from launching import ROOT, clean_environment, seconds, wait_until
+from launching import DDPKIT, ROOT, clean_environment, run, seconds, wait_until
 
 FIRST = """
 import os
-from ddp_kit import function_launch, launch
+from ddp_kit import launch
 
 offset = 40
 
-def pids(more):
-    parent = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]
+def prints(more):
     print("in a cell:", offset + more)
-    return os.getpid(), os.getppid(), int(parent)
 
-first = launch(pids, 1, processes=2)
-waiting = function_launch._next._process.pid
-print("waiting", waiting)
+launch(prints, 1, processes=2)
 """
 SECOND = """
 offset = 50
-second = launch(pids, 1, processes=2)
-print("the same" if second[2] == waiting else f"another: {second}, {waiting}")
+launch(prints, 1, processes=2)
 """
 FAILS = """
 def fails():
@@ -54,8 +50,9 @@ class Notebook:
     def __init__(self, folder: Path) -> None:
         manager = pytest.importorskip("jupyter_client", reason="needs pip install ipykernel nbclient").KernelManager
         self.folder = folder
+        self.runtime = tempfile.TemporaryDirectory()  # the path of a socket has at most 107 bytes
         self.kernel = manager(kernel_name="python3")
-        self.kernel.start_kernel(cwd=str(folder), env=clean_environment())
+        self.kernel.start_kernel(cwd=str(folder), env=clean_environment() | {"XDG_RUNTIME_DIR": self.runtime.name})
         self.client = self.kernel.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=seconds(60))
@@ -86,12 +83,16 @@ class Notebook:
             if printed or (kind, content.get("execution_state")) == ("status", "idle"):
                 return shown
 
+    def kept(self) -> str:
+        """What `ddpkit warm` prints."""
+        return run(DDPKIT, "warm", env={"XDG_RUNTIME_DIR": self.runtime.name}).stdout
+
     def launches(self) -> list[psutil.Process]:
         """What `launch` has started in this notebook and still runs, whoever its parent is by now."""
-        return [each for each in psutil.process_iter() if _environment(each).get("MARK") == str(self.folder)]
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.pid).children(recursive=True)
+        ours = [
+            each for each in psutil.process_iter() if _environment(each).get("XDG_RUNTIME_DIR") == self.runtime.name
+        ]
+        return [each for each in ours if each.pid != self.pid]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -118,6 +119,8 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
     yield notebook
     notebook.client.stop_channels()
     notebook.kernel.shutdown_kernel(now=True)
+    run(DDPKIT, "warm", "stop", env={"XDG_RUNTIME_DIR": notebook.runtime.name})
+    notebook.runtime.cleanup()
 
 
 @pytest.mark.slow
@@ -125,60 +128,57 @@ def test_notebook_cells_launch_functions_that_they_define(notebook: Notebook) ->
     shown = notebook.run(FIRST)
     assert "[rank 0] in a cell: 41" in shown
     assert "[rank 1] in a cell: 41" in shown
-    assert "waiting" in shown
+    wait_until(lambda: "0 launches" in notebook.kept(), notebook.kept)
     shown = notebook.run(SECOND)
     assert "in a cell: 51" in shown, "variables are copied at each call"
-    assert "the same" in shown, "it ran in the launcher that had waited"
+    assert "1 launches" in notebook.kept()
     shown = notebook.run(FAILS)
     assert "ValueError: no good" in shown
     assert "rank 0 failed first" in shown or "rank 1 failed first" in shown
     assert "now" in notebook.run(WAITS, "now 0", "now 1")
-    ranks = [each for each in notebook.children() if "waits" in _command_line(each)]
-    assert len(ranks) == 2
+    ranks = [each for each in notebook.launches() if "function.py waits" in _command_line(each)]
+    assert len(ranks) == 3, "two ranks, and the client of the launch"
     notebook.kernel.interrupt_kernel()
     assert "KeyboardInterrupt" in notebook.output()
     wait_for_ends(ranks, "ended, which are interrupted")
     assert "now" in notebook.run(WAITS, "now 0", "now 1")
-    children = notebook.children()
-    assert len(children) >= 4
+    job = [each for each in notebook.launches() if f"pid {each.pid}," not in notebook.kept()]
+    assert len(job) >= 5, "the client, the launcher, its warm server, and two ranks"
     psutil.Process(notebook.pid).kill()
-    wait_for_ends(children, "ended, as nothing outlives the kernel")
+    wait_for_ends(job, "ended, as no job outlives the kernel")
 
 
-MARKED = """
+TEMPORARY = """
 import os, tempfile
 from pathlib import Path
-from ddp_kit import function_launch, launch
+from ddp_kit import launch
 
 folder = Path.cwd() / "temporary"
 folder.mkdir()
-os.environ["MARK"], os.environ["TMPDIR"] = os.getcwd(), str(folder)
+os.environ["TMPDIR"] = str(folder)
 tempfile.tempdir = None  # it is found anew
 """
 
 
 @pytest.mark.slow
-def test_notebook_after_ten_launches_has_no_process_or_file_left(notebook: Notebook) -> None:
-    notebook.run(MARKED)
+def test_notebook_after_ten_launches_leaves_no_process_or_file(notebook: Notebook) -> None:
+    notebook.run(TEMPORARY)
     assert notebook.run("print([launch(os.getpid, processes=2) for _ in range(10)])").count("[rank") == 0
-    waiting = notebook.launches()
-    assert all("waiting_launcher" in _command_line(each) for each in waiting), "only the next launcher waits"
-    assert "none" in notebook.run("function_launch._close(); print('none')")
-    wait_for_ends(waiting, "ended, as the next launcher is not needed any more")
-    assert not notebook.launches()
+    wait_until(lambda: ["kept.main" in _command_line(each) for each in notebook.launches()] == [True], notebook.kept)
+    notebook.kernel.restart_kernel()
+    wait_for_ends(notebook.launches(), "the kept process, which ends with the kernel")
     assert not [*(notebook.folder / "temporary").iterdir()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
-def test_notebook_kernel_restart_leaves_no_process(notebook: Notebook, killed: bool) -> None:
-    notebook.run(MARKED)
-    notebook.run("launch(os.getpid, processes=2)")
-    waiting = notebook.launches()
-    assert waiting
-    notebook.kernel.restart_kernel(now=killed)
-    wait_for_ends(waiting, "ended, as the next launcher is not needed any more")
-    assert not notebook.launches()
+def test_notebook_whose_kernel_is_killed_leaves_the_kept_process(notebook: Notebook) -> None:
+    notebook.run("import os; from ddp_kit import launch; launch(os.getpid, processes=2)")
+    wait_until(lambda: "0 launches" in notebook.kept(), notebook.kept)
+    notebook.kernel.restart_kernel(now=True)
+    (kept,) = notebook.launches()
+    assert "kept.main" in _command_line(kept)
+    assert "stopped" in run(DDPKIT, "warm", "stop", env={"XDG_RUNTIME_DIR": notebook.runtime.name}).stdout
+    wait_for_ends([kept], "the kept process")
 
 
 PRINTS = """

@@ -37,7 +37,7 @@ LAUNCHER_LAYER = {  # of a folder or module of launcher/
     "doctor": 7, "report": 7, "readings": 7,
     "commands": 8,
     "cli": 9,
-    "waiting_launcher": 10, "warm.kept": 10,
+    "warm.kept": 10,
 }  # fmt: skip
 OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
 
@@ -265,7 +265,7 @@ def test_environment_is_accessed_in_few_modules() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
-    starting = {"function_launch", "launcher.cli", "launcher.waiting_launcher", "launcher.clusters.ray_driver"}
+    starting = {"function_launch", "launcher.cli", "launcher.clusters.ray_driver"}
     assert touching <= {"env", "heartbeat", *starting, *folder("launcher.agent"), *folder("launcher.warm")}
 
 

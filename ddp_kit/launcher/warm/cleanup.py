@@ -31,12 +31,12 @@ _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:torch_|nccl-)\S+)$", re.MULTILINE)
 _SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
 
 
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the thread that forked it ends. Works only on Linux.
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Make the kernel send a signal to this process when the thread that forked it ends. Works only on Linux.
 
     `parent`: the process id of the parent. If the parent has already died, this process exits at once.
     """
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, number)
     if os.getppid() != parent:
         os._exit(0)
 

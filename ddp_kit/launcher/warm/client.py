@@ -38,8 +38,8 @@ path = sys.path[0 if sys.flags.safe_path else 1:]
 sys.path.insert(0, sys.argv[1])
 from ddp_kit.launcher.warm import server
 sys.path[:] = path
-hidden, preload = (tuple(filter(None, names.split(","))) for names in sys.argv[5:7])
-server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload, sys.argv[7])
+hidden = tuple(filter(None, sys.argv[5].split(",")))
+server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, sys.argv[6])
 """
 _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for unfinished saves and for helpers
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
@@ -58,7 +58,6 @@ class WarmServer:
         env: Mapping[str, str],
         forks: bool = True,
         print_message: Callable[[str], None] = lambda _: None,
-        preload: Sequence[str] = (),
         forked: "tuple[ForkedProcess, socket.socket] | None" = None,
     ) -> None:
         """Start the server.
@@ -66,10 +65,10 @@ class WarmServer:
         `argv`: the launcher's arguments. They make the server's command line long enough: a worker, which is a fork,
         overwrites it with its own, so that `ps` shows the worker's command. `forks`: whether the server imports torch
         and forks the workers; if not, it starts new interpreters. `print_message`: a function that is called with a
-        message if a signal stops the server. `preload`: modules to import in addition to torch. `forked`: a server that
-        was forked from this process, and this process's end of the channel.
+        message if a signal stops the server. `forked`: a server that was forked from this process, and this process's
+        end of the channel.
         """
-        self._argv, self._env, self._forks, self._preload = argv, env, forks, preload
+        self._argv, self._env, self._forks = argv, env, forks
         adopt_orphans()  # if the server is killed, its children become children of this process
         self._folder: str | None = None  # the answer to `MakeFolder`
         if forked is None:
@@ -93,8 +92,8 @@ class WarmServer:
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if self._forks and name not in self._env}
         package = str(Path(__file__).parents[3])
-        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold", ",".join(hidden)]
-        how += [",".join(self._preload), self._folder or ""]
+        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold"]
+        how += [",".join(hidden), self._folder or ""]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _CODE, *how, *self._argv],

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ddp_kit.env import CACHE_FOLDER, RANK, set_environment
+from ddp_kit.env import CACHE_FOLDER, INSTALLED_PACKAGES, RANK, set_environment
 from ddp_kit.launcher.warm.cleanup import has_children
 from ddp_kit.launcher.warm.messages import Import, Program
-from ddp_kit.launcher.warm.scan import INSTALLED, folder_of, source
+from ddp_kit.launcher.warm.scan import folder_of, source
 
 # --- The statements ---------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def statements(request: Import) -> list[ImportStatement]:
 
 def is_installed(package: str, program: Program) -> bool:
     """Whether the script would import this package from a folder of installed packages."""
-    return any(part in _origin(package, program) for part in INSTALLED)
+    return any(part in _origin(package, program) for part in INSTALLED_PACKAGES)
 
 
 def _origin(package: str, program: Program | None) -> str:

@@ -7,8 +7,8 @@
     exits with the same code       <----------------------------------  sends its exit code
 
 It has imported torch and what the script imports first (imports.py). It has a single thread, and ends when no launch
-has come for some time. A launch that it cannot serve exactly as a new interpreter would is refused: see `facts_here` in
-handover.py, and `_Kept._reason_to_refuse`.
+has come for some time, or when the script is gone. A launch that it cannot serve exactly as a new interpreter would is
+refused: see `facts_here` in handover.py, and `_Kept._reason_to_refuse`.
 """
 
 import ast
@@ -31,10 +31,11 @@ from typing import Any, NoReturn
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS, allocator_defaults, set_environment
 from ddp_kit.launcher.warm import handover, imports, server
-from ddp_kit.launcher.warm.messages import Import, message_of
+from ddp_kit.launcher.warm.messages import Import, Program, message_of
 from ddp_kit.launcher.warm.scan import folder_of
 
 _REQUEST_SECONDS = 2.0  # for a client to send its request
+_LOOK_SECONDS = 1.0  # between two looks whether the script is still there
 _LOCK_SECONDS = 5.0  # for the process that this one replaces to end
 
 Launch = tuple[dict[str, Any], list[int], socket.socket]
@@ -64,7 +65,10 @@ class _Kept:
 
     def serve(self) -> Launch | None:
         """Fork a launcher for each request. Returns in a forked launcher, or None at the end of this process."""
-        while select.select([self._listening], [], [], self._seconds)[0]:
+        deadline = time.monotonic() + self._seconds
+        while time.monotonic() < deadline and not _is_gone(self._request.program):
+            if not select.select([self._listening], [], [], _LOOK_SECONDS)[0]:
+                continue
             with suppress(OSError, EOFError, ValueError, KeyError, TypeError):
                 connection, _ = self._listening.accept()
                 with connection:
@@ -73,6 +77,7 @@ class _Kept:
                         return launch
                     if not continues:
                         break
+            deadline = time.monotonic() + self._seconds
         self._address.unlink(missing_ok=True)
         return None
 
@@ -128,6 +133,10 @@ class _Kept:
             if own:
                 return f"the script's folder has {min(own)}, for which an import has looked"
             return "" if _texts(asked) == self._statements else "the imports of the script have changed"
+
+
+def _is_gone(program: Program) -> bool:
+    return not program.module and not Path(program.name).exists()
 
 
 def _import_of(request: Mapping[str, Any]) -> Import:
@@ -203,7 +212,7 @@ def main(address: str, seconds: float, added: list[str], pipe: int) -> None:
         os.environ.update({name: value for name, value in defaults.items() if name not in asked["env"]})
         hidden = tuple(name for name in HIDDEN_FROM_WORKERS if name not in asked["env"])
         del kept, launch, asked, connection, ours
-        server.main(theirs.detach(), launcher, True, hidden, (), "", imported)
+        server.main(theirs.detach(), launcher, True, hidden, "", imported)
         return
     theirs.close()
     _launch(asked, pid, ours, connection)

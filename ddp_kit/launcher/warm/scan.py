@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES
+from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES, INSTALLED_PACKAGES
 from ddp_kit.launcher.warm.messages import Program
 
 _SETTING = re.compile(
@@ -25,9 +25,7 @@ _NAME_AND_LITERAL = re.compile(r"(\w+)(?:(?:'\] = |': |', |=)'([^'\\]*)'(?=[,)}]
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
 # Prefixes of the variables that the modules of `later_imports` read.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
-INSTALLED = "site-packages", "dist-packages"
-"""Parts of the paths of installed packages."""
-_NOT_USERS = (os.path.dirname(os.__file__), *INSTALLED)  # noqa: PTH120
+_NOT_USERS = (os.path.dirname(os.__file__), *INSTALLED_PACKAGES)  # noqa: PTH120
 _RUNS_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 

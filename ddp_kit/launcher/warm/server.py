@@ -127,7 +127,6 @@ def main(
     launcher: int,
     forks: bool,
     hidden: tuple[str, ...],
-    preload: tuple[str, ...],
     folder: str,
     imported: imports.Imported | None = None,
 ) -> None:
@@ -136,9 +135,8 @@ def main(
     Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does.
 
     `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
-    variables that are set only for this server. `preload`: modules to import in addition to torch. `folder`: the
-    launcher's temporary folder, if an earlier server has created it; else empty. `imported`: what the script's imports
-    did, if the kept process has made them.
+    variables that are set only for this server. `folder`: the launcher's temporary folder, if an earlier server has
+    created it; else empty. `imported`: what the script's imports did, if the kept process has made them.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
@@ -153,8 +151,6 @@ def main(
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     broken = _preload(PRELOADED) if forks else ""
-    if forks and not broken:
-        _preload_further(preload)
     server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder)
     server.imported = imported
     outlive_parent()
@@ -190,15 +186,13 @@ def _preload(names: tuple[str, ...]) -> str:
 
 
 def import_modules(program: Program) -> None:
-    """Import what a program will need beyond torch because it uses an optimizer or a Trainer."""
-    _preload_further(later_imports(program))
+    """Import what a program will need beyond torch because it uses an optimizer or a Trainer.
 
-
-def _preload_further(names: tuple[str, ...]) -> None:
-    """Import modules that the script needs; if that fails, the workers import the rest themselves."""
+    If that fails, the workers import the rest themselves.
+    """
     before = dict(os.environ)
     os.environ.update(WITHOUT_LOG)
-    _preload(names)
+    _preload(later_imports(program))
     for name in WITHOUT_LOG:
         del os.environ[name]
     os.environ.update(before)
