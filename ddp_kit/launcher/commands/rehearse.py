@@ -51,8 +51,8 @@ examples:
 All flags of `ddpkit launch` are accepted, except those for several nodes. The first steps of the script run several
 times: twice undisturbed, with `kill -9` of one rank and a restart, with SIGTERM and the same command again, and with
 --ranks, with SIGTERM and the same command at other numbers of ranks. Choose --steps so that the script saves a
-checkpoint within two thirds of them. Each run has its own folders: checkpoint.dir of a Trainer is replaced, and {run} in
-an argument of the script becomes the name of the run. W&B, MLflow and others are offline.
+checkpoint within two thirds of them. Each run has its own folders: checkpoint.dir of a Trainer is replaced, and {run}
+in an argument of the script becomes the name of the run. W&B, MLflow and others are offline.
 
 exit codes:
   0  every resumed run is the undisturbed run
@@ -81,7 +81,10 @@ def parser(env: Mapping[str, str] | None = None) -> Parser:
     own = flags.add_argument_group("flags of the rehearsal")
     own.add_argument("--steps", metavar="N", type=int, default=40, help="optimizer steps of each run. Default: 40")
     own.add_argument(
-        "--ranks", metavar="N,...", default="", help="also resume at these numbers of ranks, and compare with a tolerance"
+        "--ranks",
+        metavar="N,...",
+        default="",
+        help="also resume at these numbers of ranks, and compare with a tolerance",
     )
     own.add_argument(
         "--step-timeout",
@@ -133,7 +136,9 @@ def run(
     return ExitCode.OK if equal else ExitCode.BROKEN
 
 
-def _parse(argv: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, dict[str, tuple[str, ...]], list[str]]:
+def _parse(
+    argv: Sequence[str], env: Mapping[str, str]
+) -> tuple[argparse.Namespace, dict[str, tuple[str, ...]], list[str]]:
     """The settings of the rehearsal; the flags for `ddpkit launch` by name; the script and its arguments."""
     known = parser(env)
     typed, words = spec.split(argv, known)
@@ -155,7 +160,9 @@ def _parse(argv: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.Namesp
     if settings.steps < _FEWEST_STEPS:
         raise UsageError(f"--steps {settings.steps} is too few", f"use at least {_FEWEST_STEPS}, such as --steps 40")
     if not all(text.isdecimal() and int(text) for text in settings.ranks.split(",") if settings.ranks):
-        raise UsageError(f"--ranks {settings.ranks} is not a list of numbers", "use numbers of ranks, such as --ranks 2,3")
+        raise UsageError(
+            f"--ranks {settings.ranks} is not a list of numbers", "use numbers of ranks, such as --ranks 2,3"
+        )
     for name in ("max_restarts", "keep_warm"):
         typed.pop(name, None)
     return settings, typed, words
@@ -310,9 +317,11 @@ class _Rehearsal:
         title = "undisturbed, twice"
         found = [each for each in noisy if each.kind != "random"] and list(noisy)
         if found:
-            summary = f"differ from step {found[0].step}: {_list(found)}"
-            cause = "the script is random by itself: it does not seed all random generators, or uses operations that "
-            cause += "are not deterministic. What differs here is not compared below"
+            summary = f"differ from step {found[0].step}: {compare.described(found)}"
+            cause = (
+                "the script is random by itself: it does not seed all random generators, or uses operations that are "
+                "not deterministic. What differs here is not compared below"
+            )
             return Result(title, False, summary, tuple(noisy), cause)
         if repeated is not None:
             summary = f"equal, but from step {repeated.step}: {repeated.description}"
@@ -343,10 +352,7 @@ class _Rehearsal:
         note = ""
         if made.ignored_sigterm:
             note = f"the script continued after SIGTERM until step {attempts[-2][0][-1].step}, where it was ended"
-        if ranks is None:
-            begin = compare.begins_at(first, resumed)
-        else:
-            begin = compare.begins_at_step(first, resumed)
+        begin = compare.begins_at(first, resumed) if ranks is None else compare.begins_at_step(first, resumed)
         if begin is None:
             summary = "cannot be compared: nothing shows with which step the resumed run begins"
             cause = CAUSES["weights"] if "weights" not in ignored else "the script is random by itself"
@@ -369,17 +375,13 @@ class _Rehearsal:
         where = f"resumed with step {steps[0]}, compared until step {steps[1]}"
         if not found or (ranks is None and compare.is_harmless(found)):
             if found:
-                note = f"{found[0].description} differs from step {found[0].step}, but nothing that was compared used it"
+                note = (
+                    f"{found[0].description} differs from step {found[0].step}, but nothing that was compared used it"
+                )
             how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
-        summary = f"differs from step {found[0].step}: {_list(found)} ({where})"
+        summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
         return Result(title, False, summary, tuple(found), CAUSES[found[0].kind], note)
-
-
-def _list(found: Sequence[Difference]) -> str:
-    """The differences at the first step; those that may only follow from them are counted."""
-    now = [each.description for each in found if each.step == found[0].step]
-    return "; ".join(now[:3]) + (f"; and {len(now) - 3} more" if len(now) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -407,7 +409,13 @@ class _Run:
     ) -> None:
         self.folder = folder
         self.ends: list[_End] = []
-        self._title, self._flags, self._steps, self._step_timeout, self._report = title, flags, steps, step_timeout, report
+        self._title, self._flags, self._steps, self._step_timeout, self._report = (
+            title,
+            flags,
+            steps,
+            step_timeout,
+            report,
+        )
         self._words = [words[0], *(word.replace(_RUN, name) for word in words[1:])]
         self._env = {**env, **{variable: value.format(folder=folder) for variable, value in OFFLINE.items()}}
         self._env[REHEARSAL] = str(folder)
@@ -492,7 +500,8 @@ class _Run:
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> bool:
         """Wait for the end of a launch. Returns True if no step came for too long."""
-        sizes, since = {}, time.monotonic()
+        sizes: dict[Path, int] = {}
+        since = time.monotonic()
         while True:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)

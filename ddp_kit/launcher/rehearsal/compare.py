@@ -6,6 +6,7 @@ Pure functions over the lines of `lines.py`.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from ddp_kit.launcher.rehearsal.lines import Line, Recording
@@ -33,20 +34,18 @@ class Difference:
 CAUSES = {
     "start": "the script finds no checkpoint when it starts again, or does not load it",
     "global batch": "the batch size of each rank is fixed, so the global batch grows with the number of ranks",
-    "weights": "the checkpoint was saved at another moment than its step count, the weights are not loaded, or a rank "
-    "loads another file",
-    "optimizer": "the optimizer's state_dict is not in the checkpoint, or is loaded into another optimizer than the one "
-    "that steps",
-    "learning rate": "the scheduler's state_dict is not in the checkpoint, or the scheduler is made after the optimizer's "
-    "state is loaded",
+    "weights": "the weights were saved at another moment than the step count, are not loaded, or a rank loads another "
+    "file",
+    "optimizer": "the optimizer's state_dict is not in the checkpoint, or the optimizer is made anew after it is loaded",
+    "learning rate": "the scheduler's state_dict is not in the checkpoint, or the scheduler is made after the state of "
+    "the optimizer is loaded",
     "settings": "the options of the optimizer's parameter groups are not those of the checkpoint",
     "scaler": "the state_dict of the gradient scaler is not in the checkpoint",
-    "passes": "a counter of micro-batches starts again, or the checkpoint was saved between two accumulated micro-batches",
+    "passes": "a counter of micro-batches starts again, or the checkpoint was saved between accumulated micro-batches",
     "samples": "the position in the data is not in the checkpoint: the epoch, and the batches of it that are done",
-    "random": "the random states of Python, NumPy and torch are not in the checkpoint, or are restored before something "
-    "draws from them",
-    "buffers": "buffers such as BatchNorm's running statistics differ between ranks, but those of one rank are saved or "
-    "restored",
+    "random": "the random states of Python, NumPy and torch are not in the checkpoint, or something draws from them "
+    "after they are restored",
+    "buffers": "buffers such as BatchNorm's statistics differ between ranks, but one rank's are saved or restored",
     "copies": "a copy of the weights, such as an exponential moving average, is not in the checkpoint",
     "loss": "an operation that is not deterministic, or state of the script that is not in the checkpoint",
     "epochs": "DistributedSampler.set_epoch(epoch) is not called before each epoch",
@@ -149,20 +148,20 @@ def is_harmless(found: Sequence[Difference]) -> bool:
 
 def repeated_epoch(run: Recording) -> Difference | None:
     """The first epoch for which a shuffling DistributedSampler gave the samples of the previous one, in this order."""
-    for rank, lines in run.items():
-        epochs: list[tuple[int, int, list[str]]] = []  # step at which an epoch begins, its number, its batches
+    for lines in run.values():
+        epochs: list[tuple[int, int, list[str]]] = []  # the step at which an epoch begins, its number, its batches
         for line in lines:
-            begun = [number for shuffles, number in line.epochs if shuffles]
-            if len(begun) != len(line.epochs):
-                return None  # other loaders take part, so the batches cannot be assigned
-            epochs += [(line.step, number, []) for number in begun]
-            if epochs:
-                epochs[-1][2].extend(whole for _, _, whole in line.batches)
-        for (_, number, batches), (step, next_number, next_batches) in zip(epochs, epochs[1:], strict=False):
+            begins = {position: number for position, shuffles, number in line.epochs if shuffles}
+            for position, (_, _, whole) in enumerate(line.batches):
+                if position in begins:
+                    epochs.append((line.step, begins[position], []))
+                if epochs:
+                    epochs[-1][2].append(whole)
+        for (_, number, batches), (step, next_number, next_batches) in pairwise(epochs):
             size = min(len(batches), len(next_batches))
-            if number == next_number and len(batches) > 1 and size > 1 and batches[:size] == next_batches[:size]:
+            if number == next_number and size > 1 and batches[:size] == next_batches[:size]:
                 text = "the epoch that begins here has the samples of the previous one, in the same order"
-                return Difference("epochs", step, text, () if len(run) == 1 else (rank,) if rank else ())
+                return Difference("epochs", step, text)
     return None
 
 
@@ -256,11 +255,10 @@ def _samples(pair: _Pair) -> str:
     if before == now:
         return ""
     for line in pair.expected_lines:
-        if now and [whole for _, _, whole in line.batches][-1:] == now[-1:]:
-            if line.step == pair.expected.step:
-                break
-            begins = "; the samples start again" if line.step == 1 else "; the epoch starts again" if line.epochs else ""
-            return f"the samples are those of step {line.step}{begins}"
+        if now and now[0] in [whole for _, _, whole in line.batches] and line.step != pair.expected.step:
+            if line.step == 1:
+                return "the samples start again, with those of step 1"
+            return f"the samples are those of step {line.step}" + ", where the epoch begins" * bool(line.epochs)
     if len(before) != len(now):
         return f"batches per step {len(before)} -> {len(now)}"
     return "the samples are other ones"
@@ -294,7 +292,7 @@ def _copies(pair: _Pair) -> str:
 
 def _loss(pair: _Pair) -> str:
     before, now = pair.expected.losses, pair.line.losses
-    if len(before) != len(now) or all(a == b or (a != a and b != b) for a, b in zip(before, now, strict=True)):  # noqa: PLR0124
+    if len(before) != len(now) or all(a == b or (a != a and b != b) for a, b in zip(before, now, strict=True)):
         return ""
     return f"loss {_changes(before, now)}"
 
@@ -312,6 +310,20 @@ _KINDS: Mapping[str, Callable[[_Pair], str]] = {
     "copies": _copies,
     "loss": _loss,
 }
+
+
+_FOLLOWS_FROM = {
+    "buffers": {"weights", "passes", "samples", "random"},
+    "loss": set(CAUSES) - {"loss"},
+}
+"""Kinds that follow at once from others."""
+
+
+def described(found: Sequence[Difference]) -> str:
+    """The differences at the first step, without those that follow from others."""
+    now = [each for each in found if each.step == found[0].step]
+    kinds = {each.kind for each in now}
+    return "; ".join(each.description for each in now if not _FOLLOWS_FROM.get(each.kind, set()) & kinds)
 
 
 # --- Another number of ranks ------------------------------------------------------------------------------------------
@@ -344,14 +356,14 @@ def differences_in_total(reference: Recording, resumed: Recording, begin: int, n
     tolerance, or within ten times the distance between two undisturbed runs (`noise`).
     """
     found: dict[str, Difference] = {}
-    for index, (expected, lines) in enumerate(zip(_by_line(reference, begin), _by_line(resumed), strict=False)):
+    for expected, lines in zip(_by_line(reference, begin), _by_line(_without_skipped(resumed)), strict=False):
         first, line = expected[0], lines[0]
         texts = {
             "learning rate": _learning_rate(_Pair([first], 0, [line])),
             "optimizer": f"the optimizer's state is empty ({', '.join(first.state)} missing)"
             if first.state and not line.state
             else "",
-            **_samples_in_total(expected, lines, is_first=index == 0),
+            **_samples_in_total(expected, lines),
         }
         before, now = _mean_loss(expected), _mean_loss(lines)
         if before is not None and now is not None and _distance(before, now) > max(LOSS_TOLERANCE, 10 * noise):
@@ -379,17 +391,24 @@ def _by_line(recording: Recording, begin: int = 0) -> Iterator[list[Line]]:
         yield list(lines)
 
 
-def _samples_in_total(expected: Sequence[Line], lines: Sequence[Line], *, is_first: bool) -> dict[str, str]:
+def _without_skipped(resumed: Recording) -> Recording:
+    """An attempt whose first lines have no more batches than the second ones.
+
+    A resumed script may first draw the batches that are done, or one batch ahead.
+    """
+    return {
+        rank: [replace(lines[0], batches=lines[0].batches[-len(lines[1].batches) :]), *lines[1:]]
+        if len(lines) > 1 and lines[1].batches
+        else lines
+        for rank, lines in resumed.items()
+    }
+
+
+def _samples_in_total(expected: Sequence[Line], lines: Sequence[Line]) -> dict[str, str]:
     """The difference between the samples of a step over all ranks."""
     batches, expected_batches = ([batch for line in each for batch in line.batches] for each in (lines, expected))
     if not batches or not expected_batches:
         return {}
-    if is_first:  # a resumed script may first draw the batches that are done, or one batch ahead
-        shortest = min(len(line.batches) for line in (*lines, *expected))
-        batches, expected_batches = (
-            [batch for line in each for batch in line.batches[len(line.batches) - shortest :]]
-            for each in (lines, expected)
-        )
     size, expected_size = (sum(number for number, _, _ in each) for each in (batches, expected_batches))
     if size != expected_size:
         return {"global batch": f"the global batch has {size} samples instead of {expected_size}"}
@@ -403,7 +422,7 @@ def _mean_loss(lines: Sequence[Line]) -> float | None:
 
 
 def _distance(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b), 1e-12) if a == a and b == b else float(a == a or b == b)  # noqa: PLR0124
+    return abs(a - b) / max(abs(a), abs(b), 1e-12) if a == a and b == b else float(a == a or b == b)
 
 
 # --- When the script saves --------------------------------------------------------------------------------------------

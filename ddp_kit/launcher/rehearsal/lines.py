@@ -79,8 +79,9 @@ class Line:
     Two sets of samples have the same sum, in any order and on any number of ranks. Batches that were given while
     gradients are disabled, as in an evaluation, are not listed.
     """
-    epochs: tuple[tuple[bool, int], ...] = ()
-    """Iterations over a DataLoader that began since the previous line: whether a DistributedSampler shuffles, its epoch."""
+    epochs: tuple[tuple[int, bool, int], ...] = ()
+    """Iterations over a DataLoader with a DistributedSampler that began since the previous line: number of `batches`
+    before it, whether the sampler shuffles, and its epoch."""
     random: Mapping[str, str] = field(default_factory=dict)
     """Checksums of the states of the global random generators."""
     buffers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

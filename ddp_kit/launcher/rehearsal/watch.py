@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from numbers import Number
 from pathlib import Path
@@ -22,7 +22,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler
@@ -76,7 +80,7 @@ def install(folder: Path) -> None:
         save(obj, f, *args, **kwargs)
 
     DataLoader.__iter__ = watched_loader  # type: ignore[method-assign]
-    _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign, assignment]
     torch.autograd.backward = watched_backward
     torch.save = watched_save
 
@@ -99,7 +103,7 @@ class Watch:
         self._has_trained = False
         self._losses: list[float] = []
         self._batches: list[tuple[int, int, str]] = []
-        self._epochs: list[tuple[bool, int]] = []
+        self._epochs: list[tuple[int, bool, int]] = []
         self._files: dict[str, int] = {}
         self._written()  # files that exist already are not written by this attempt
 
@@ -111,7 +115,7 @@ class Watch:
             return
         for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
-                self._epochs.append((bool(sampler.shuffle), int(sampler.epoch)))
+                self._epochs.append((len(self._batches), bool(sampler.shuffle), int(sampler.epoch)))
                 return
 
     def note_batch(self, batch: object) -> None:
@@ -144,7 +148,7 @@ class Watch:
         """
         name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
         if self._step and isinstance(name, str | os.PathLike):
-            path = Path(os.path.abspath(name))  # noqa: PTH100  # links are kept
+            path = Path(os.path.abspath(os.fspath(name)))  # noqa: PTH100  # links are kept
             if not any(path.is_relative_to(folder) for folder in (self._folder, *self._instructions.folders)):
                 (self._folder / ELSEWHERE_FILE).write_text(os.fspath(name))
                 self._end()
@@ -276,10 +280,7 @@ class Watch:
                 dicts.append(each)
         own = {id(tensors) for module in modules.values() for tensors in (module._parameters, module._buffers)}
         children = {
-            id(child)
-            for module in modules.values()
-            for child in (module._modules or {}).values()
-            if child is not None
+            id(child) for module in modules.values() for child in (module._modules or {}).values() if child is not None
         }
         roots = [module for module in modules.values() if id(module) not in children and hasattr(module, "_parameters")]
         return roots, [tensors for tensors in dicts if id(tensors) not in own], scalers
@@ -328,12 +329,13 @@ def _bytes(tensor: Tensor) -> memoryview:
     if local.layout is not torch.strided:
         local = local.to_dense()
     flat = local.cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(content)
 
 
 def checksum(tensor: Tensor) -> str:
     """Checksum of the values of a tensor on this rank."""
-    if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if tensor.is_meta or isinstance(tensor, UninitializedTensorMixin):
         return ""
     return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
 
@@ -385,7 +387,7 @@ def _random_states() -> dict[str, str]:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in sys.modules:
         states["NumPy"] = xxhash.xxh3_64_hexdigest(pickle.dumps(numpy.random.get_state()))
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["CUDA"] = checksum(torch.cuda.get_rng_state())
     return states
 
@@ -413,7 +415,7 @@ def _is_dict_of_tensors(values: dict[Any, Any]) -> bool:
     """Whether the first and all other values of a dict are tensors, with names as keys."""
     with suppress(RuntimeError):  # another thread changes the dict
         name, value = next(iter(values.items()))
-        return isinstance(name, str) and isinstance(value, Tensor) and all(isinstance(v, Tensor) for v in values.values())
+        return (
+            isinstance(name, str) and isinstance(value, Tensor) and all(isinstance(v, Tensor) for v in values.values())
+        )
     return False
-
-

@@ -4,7 +4,6 @@ It has everything that a checkpoint must contain: momentum, a schedule, a gradie
 epochs, dropout, BatchNorm statistics of each rank, and an average of the weights. Arguments: FOLDER [FAULT].
 """
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -126,7 +125,7 @@ for epoch in range(first_epoch, EPOCHS):
                 "batch": batch + 1,
             }
             torch.save(content, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)
+            path.with_suffix(".tmp").replace(path)
             dist.barrier()
 if rank == 0:
     print("trained", step)
