@@ -36,7 +36,7 @@ CAUSES = {
     "global batch": "the batch size of each rank is fixed, so the global batch grows with the number of ranks",
     "weights": "the weights were saved at another moment than the step count, are not loaded, or a rank loads another "
     "file",
-    "optimizer": "the optimizer's state_dict is not in the checkpoint, or the optimizer is made anew after it is loaded",
+    "optimizer": "the optimizer's state_dict is not in the checkpoint, or is loaded into another optimizer",
     "learning rate": "the scheduler's state_dict is not in the checkpoint, or the scheduler is made after the state of "
     "the optimizer is loaded",
     "settings": "the options of the optimizer's parameter groups are not those of the checkpoint",
