@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
-from ddp_kit.env import OFFLINE, REHEARSAL
+from ddp_kit.env import KEEP_WARM, OFFLINE, REHEARSAL
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
@@ -226,7 +226,7 @@ class _Rehearsal:
             moved = self._run(f"at-{ranks}-ranks")
             moved.launch(signal=signal.SIGTERM, step=at)
             moved.launch(ranks=ranks)
-            title = f"SIGTERM at step {at} and the same command at {ranks} ranks"
+            title = f"SIGTERM at step {at} and the same command at {ranks} rank{'s' * (ranks > 1)}"
             results.append(self._compare(title, moved, first, ignored, noise=noise, ranks=ranks))
         return results
 
@@ -418,7 +418,7 @@ class _Run:
         )
         self._words = [words[0], *(word.replace(_RUN, name) for word in words[1:])]
         self._env = {**env, **{variable: value.format(folder=folder) for variable, value in OFFLINE.items()}}
-        self._env[REHEARSAL] = str(folder)
+        self._env |= {REHEARSAL: str(folder), KEEP_WARM: "off"}
         (folder / "tmp").mkdir(parents=True)
         self.own_paths = tuple({path for word in self._words[1:] if name in word for path in _paths(word, name)})
         """The files and folders whose name contains that of the run."""
@@ -428,7 +428,7 @@ class _Run:
     ) -> _End:
         """Launch the script, and wait for its end. `ranks`: another number of ranks."""
         again = bool(self.ends)
-        self._report(f"{self._title}{', again' if again else ''} ...")
+        self._report(f"running {self._words[0]}: {self._title}{', the same command again' if again else ''} ...")
         resumed_steps = self._steps - self._steps // 3
         Instructions(
             launch=len(self.ends),

@@ -313,6 +313,8 @@ _KINDS: Mapping[str, Callable[[_Pair], str]] = {
 
 
 _FOLLOWS_FROM = {
+    "samples": {"passes"},
+    "random": {"passes"},
     "buffers": {"weights", "passes", "samples", "random"},
     "loss": set(CAUSES) - {"loss"},
 }
