@@ -13,13 +13,9 @@ REHEARSALS, RECIPES = PROGRAMS / "rehearsals", ROOT / "examples" / "recipes"
 pytestmark = pytest.mark.slow
 
 
-def rehearse(
-    folder: Path, *words: object, ranks: int = 2, steps: int = 30, code: int | None = 0
-) -> list[dict[str, Any]]:
+def rehearse(folder: Path, *words: object, ranks: int = 2, code: int = 0) -> list[dict[str, Any]]:
     """Run a rehearsal to its end, and return its runs: undisturbed, killed, stopped, and at other numbers of ranks."""
-    done = run(
-        DDPKIT, "rehearse", "--json", "--nproc-per-node", ranks, "--steps", steps, *words, cwd=folder, timeout=400
-    )
+    done = run(DDPKIT, "rehearse", "--json", "--nproc-per-node", ranks, "--steps", 30, *words, cwd=folder, timeout=400)
     assert done.returncode == code, done.stdout + done.stderr
     assert not list(folder.glob("out-*")), "the folders of the runs are removed"
     runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
@@ -82,14 +78,10 @@ def test_rehearsal_names_the_epoch_that_repeats_the_samples_of_the_previous_one(
     ],
     ids=lambda words: Path(words[0]).stem,
 )
-def test_rehearsal_of_a_script_that_resumes_exactly_finds_no_difference(
-    tmp_path: Path, words: tuple[object, ...]
-) -> None:
-    needed = {"accelerated.py": "accelerate", "hf_trainer.py": "transformers", "lora.py": "peft"}.get(
-        Path(str(words[0])).name
-    )
-    if needed is not None and find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+def test_rehearsal_of_an_exact_script_finds_no_difference(tmp_path: Path, words: tuple[object, ...]) -> None:
+    package = {"accelerated": "accelerate", "hf_trainer": "transformers", "lora": "peft"}.get(Path(str(words[0])).stem)
+    if package is not None and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     results = rehearse(tmp_path, *words)
     assert len(results) == 3
     for result in results:

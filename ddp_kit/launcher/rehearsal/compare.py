@@ -316,6 +316,7 @@ _FOLLOWS_FROM = {
     "samples": {"passes"},
     "random": {"passes"},
     "buffers": {"weights", "passes", "samples", "random"},
+    "copies": {"weights"},
     "loss": set(CAUSES) - {"loss"},
 }
 """Kinds that follow at once from others."""
