@@ -26,7 +26,6 @@ def refused(folder: Path, *words: object, code: int = 2) -> str:
     """What a rehearsal that cannot be done says."""
     done = run(DDPKIT, "rehearse", *words, cwd=folder, timeout=400)
     assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr.partition("ValueError")[0]
     return done.stderr
 
 

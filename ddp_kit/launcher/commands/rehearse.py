@@ -379,6 +379,7 @@ class _Rehearsal:
                     f"{found[0].description} differs from step {found[0].step}, but nothing that was compared used it"
                 )
             how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
+            how += " in what is not random by itself" * bool(ignored - {"random"})
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
         summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
         return Result(title, False, summary, tuple(found), CAUSES[found[0].kind], note)

@@ -405,7 +405,7 @@ def _settings(optimizer: Optimizer) -> dict[str, tuple[float, ...]]:
 
 
 def _plain(name: str) -> str:
-    """The name of a tensor without those of wrappers such as DistributedDataParallel."""
+    """The name of a tensor without those of wrappers such as DDP."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
