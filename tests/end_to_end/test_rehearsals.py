@@ -72,7 +72,7 @@ def test_rehearsal_names_the_epoch_that_repeats_the_samples_of_the_previous_one(
         (REHEARSALS / "accelerated.py", "--output_dir", "out-{run}"),
         (REHEARSALS / "hf_trainer.py", "--output_dir", "out-{run}"),
         (RECIPES / "image_classifier.py",),
-        (RECIPES / "token_batches.py", "--checkpoint.dir", "run", "--checkpoint.every_steps", 6),
+        (RECIPES / "token_batches.py", "checkpoint.dir=run", "checkpoint.every_steps=6"),
         (RECIPES / "lora.py",),
     ],
     ids=lambda words: Path(words[0]).stem,
