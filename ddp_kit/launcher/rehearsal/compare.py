@@ -241,8 +241,14 @@ def _scaler(pair: _Pair) -> str:
 
 
 def _passes(pair: _Pair) -> str:
-    before, now = len(pair.expected.losses), len(pair.line.losses)
+    before, now = len(pair.expected.losses), len(_losses(pair))
     return f"backward passes per step {before} -> {now}" if before != now else ""
+
+
+def _losses(pair: _Pair) -> Sequence[float]:
+    """The losses of an attempt's step, without those of trial passes that a script makes when it starts."""
+    count = len(pair.expected.losses)
+    return pair.line.losses[-count:] if pair.number == 0 and count else pair.line.losses
 
 
 def _samples(pair: _Pair) -> str:
@@ -291,7 +297,7 @@ def _copies(pair: _Pair) -> str:
 
 
 def _loss(pair: _Pair) -> str:
-    before, now = pair.expected.losses, pair.line.losses
+    before, now = pair.expected.losses, _losses(pair)
     if len(before) != len(now) or all(a == b or (a != a and b != b) for a, b in zip(before, now, strict=True)):
         return ""
     return f"loss {_changes(before, now)}"

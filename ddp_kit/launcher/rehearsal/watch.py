@@ -47,7 +47,10 @@ _WAIT_SECONDS = 30.0
 """Longest wait for the other ranks at the end."""
 _SIGTERM_SECONDS = 0.3
 """Time for SIGTERM to arrive at the ranks before the next step."""
+_QUIET_SECONDS = 0.5
+"""Time without a change after which a save is complete."""
 _MOST_FILES = 10_000
+_LOGS = (".jsonl", ".json", ".log", ".txt", ".csv", ".yaml", ".yml", ".lock", ".html")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -179,7 +182,7 @@ class Watch:
         instructions = self._instructions
         is_due = instructions.signal and not self._restart and self._step == instructions.step
         if is_due and self._worker.rank == instructions.rank:
-            files = [str(path) for path, _ in self._files_of_run()]
+            files = self._complete_files()
             (self._folder / DISTURBED_FILE).write_text("\n".join(files[:10]))
             if instructions.signal == signal.SIGKILL:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -188,6 +191,15 @@ class Watch:
         if self._step == self._last_step:
             self._wait_for_ranks()
             self._end()
+
+    def _complete_files(self) -> list[str]:
+        """The files of this run, once nothing writes there: a save in the background is complete."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        before, files = None, dict(self._files_of_run())
+        while before != files and time.monotonic() < deadline:
+            time.sleep(_QUIET_SECONDS)
+            before, files = files, dict(self._files_of_run())
+        return [str(path) for path in files]
 
     def _wait_for_ranks(self) -> None:
         """Wait until all ranks have done their last step: none may miss another one in a collective."""
@@ -286,12 +298,13 @@ class Watch:
         return roots, [tensors for tensors in dicts if id(tensors) not in own], scalers
 
     def _files_of_run(self) -> Iterator[tuple[Path, int]]:
-        """The files of this run with their modification times."""
+        """The files of this run with their modification times, without logs and settings."""
         for folder in map(Path, self._instructions.folders):
             with suppress(OSError):
                 paths = [folder] if folder.is_file() else folder.rglob("*")
                 for number, path in enumerate(paths):
-                    if number < _MOST_FILES and path.is_file() and path.stat().st_size:
+                    is_log = path.name.endswith(_LOGS) or "tfevents" in path.name
+                    if number < _MOST_FILES and not is_log and path.is_file() and path.stat().st_size:
                         yield path, path.stat().st_mtime_ns
 
     def _written(self) -> list[str]:
