@@ -90,10 +90,11 @@ def test_rehearsal_of_an_exact_script_finds_no_difference(tmp_path: Path, words:
 
 
 def test_rehearsal_at_another_number_of_ranks_compares_within_a_tolerance(tmp_path: Path) -> None:
-    words = (RECIPES / "image_classifier.py",)
-    *_, moved = rehearse(tmp_path, "--ranks", 1, *words)
-    assert moved["equal"], moved
-    assert "tolerance" in moved["summary"]
+    *results, fewer, more = rehearse(tmp_path, "--ranks", "1,3", REHEARSALS / "trainer.py")
+    assert all(result["equal"] for result in (*results, fewer, more))
+    assert "tolerance" in fewer["summary"]
+    assert "tolerance" in more["summary"]
+    assert not (tmp_path / "run").exists(), "checkpoint.dir is replaced"
     *_, moved = rehearse(tmp_path, "--ranks", 1, REHEARSALS / "plain.py", "out-{run}", code=1)
     assert "the global batch has 8 samples instead of 16" in moved["summary"]
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler
@@ -152,7 +152,7 @@ class Watch:
         name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
         if self._step and isinstance(name, str | os.PathLike):
             path = Path(os.path.abspath(os.fspath(name)))  # noqa: PTH100  # links are kept
-            if not any(path.is_relative_to(folder) for folder in (self._folder, *self._instructions.folders)):
+            if not any(path.is_relative_to(folder) for folder in (str(self._folder), *self._instructions.folders)):
                 (self._folder / ELSEWHERE_FILE).write_text(os.fspath(name))
                 self._end()
 
@@ -348,7 +348,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def checksum(tensor: Tensor) -> str:
     """Checksum of the values of a tensor on this rank."""
-    if tensor.is_meta or isinstance(tensor, UninitializedTensorMixin):
+    if tensor.is_meta or is_lazy(tensor):
         return ""
     return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
 
