@@ -1,4 +1,4 @@
-"""A Trainer whose global batch does not depend on the number of ranks. The folder of its checkpoints has a fixed name."""
+"""A Trainer whose global batch does not depend on the number of ranks, with a fixed folder for its checkpoints."""
 
 import torch
 from torch import nn
