@@ -401,13 +401,20 @@ def _by_line(recording: Recording, begin: int = 0) -> Iterator[list[Line]]:
 
 
 def _without_skipped(resumed: Recording) -> Recording:
-    """An attempt whose first lines have no more batches than the second ones.
+    """An attempt whose first lines have no more batches and losses than the second ones.
 
-    A resumed script may first draw the batches that are done, or one batch ahead.
+    A resumed script may first draw the batches that are done, draw one batch ahead, or make trial passes.
     """
     return {
-        rank: [replace(lines[0], batches=lines[0].batches[-len(lines[1].batches) :]), *lines[1:]]
-        if len(lines) > 1 and lines[1].batches
+        rank: [
+            replace(
+                lines[0],
+                batches=lines[0].batches[-len(lines[1].batches) :] if lines[1].batches else lines[0].batches,
+                losses=lines[0].losses[-len(lines[1].losses) :],
+            ),
+            *lines[1:],
+        ]
+        if len(lines) > 1
         else lines
         for rank, lines in resumed.items()
     }
