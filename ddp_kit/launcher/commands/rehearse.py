@@ -41,7 +41,7 @@ _SHOWN_LINES = 12
 _KEPT_LINES = 200
 _POLL_SECONDS = 0.1
 _END_SECONDS = 40.0
-_OWN = ("steps", "ranks", "step_timeout", "keep", "json")
+_OWN = ("help", "steps", "ranks", "step_timeout", "keep", "json")
 _EPILOG = """\
 examples:
   ddpkit rehearse --nproc-per-node 2 train.py                                a script with a Trainer
@@ -143,7 +143,7 @@ def _parse(
     known = parser(env)
     typed, words = spec.split(argv, known)
     own = [word for name in _OWN for word in typed.pop(name, ())]
-    settings = known.parse_args([*own, *(word for name in ("help",) for word in typed.get(name, ())), "script.py"])
+    settings = known.parse_args([*own, "script.py"])
     launch = spec.parse([*(word for flag in typed.values() for word in flag), *words], env)
     spec.check_script(launch, env)
     if launch.torchrun["nnodes"] not in ("1", "1:1"):
