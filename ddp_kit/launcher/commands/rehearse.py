@@ -410,13 +410,8 @@ class _Run:
     ) -> None:
         self.folder = folder
         self.ends: list[_End] = []
-        self._title, self._flags, self._steps, self._step_timeout, self._report = (
-            title,
-            flags,
-            steps,
-            step_timeout,
-            report,
-        )
+        self._title, self._flags, self._report = title, flags, report
+        self._steps, self._step_timeout = steps, step_timeout
         self._words = [words[0], *(word.replace(_RUN, name) for word in words[1:])]
         self._env = {**env, **{variable: value.format(folder=folder) for variable, value in OFFLINE.items()}}
         self._env |= {REHEARSAL: str(folder), KEEP_WARM: "off"}
@@ -469,13 +464,14 @@ class _Run:
                     except subprocess.TimeoutExpired:
                         process.kill()
             reader.join(_END_SECONDS)
+        text = b"\n".join(list(lines)[-_SHOWN_LINES:]).decode(errors="replace")
         if late:
-            raise UsageError(
-                f"{self._words[0]} made no optimizer step within {self._step_timeout:g} s ({self._title})",
+            kind = RehearsalError if signal or again else UsageError
+            raise kind(
+                f"{self._words[0]} made no optimizer step within {self._step_timeout:g} s ({self._title}):\n{text}",
                 "raise --step-timeout if it is slow; a rehearsal compares steps of torch.optim.Optimizer",
             )
         code = process.returncode
-        text = b"\n".join(list(lines)[-_SHOWN_LINES:]).decode(errors="replace")
         self.ends.append(_End(code if code >= 0 else ExitCode.of_signal(-code), text))
         return self.ends[-1]
 
