@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+from job_processes import has_ended
 from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.warm import handover
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.warm.messages import Import, Program
 
 # --- Facts and messages -----------------------------------------------------------------------------------------------
 
@@ -139,6 +140,15 @@ def test_address_depends_on_the_script_and_on_what_is_imported(
     addresses = {handover.address_of(each, None) for each in (program, other, module)}
     assert len({*addresses, handover.address_of(program, ()), handover.address_of(program, ("numpy",))}) == 5
     assert handover.address_of(same, None) == handover.address_of(program, None)
+
+
+def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    program = Program(sys.executable, "train.py", ())
+    Path(f"{handover.address_of(program, ())}.lock").mkdir()  # stands for a full disk
+    messages: list[str] = []
+    handover.keep_process(Import(program, {}, (), ()), 1.0, messages.append)
+    assert messages == [f"no process is kept: {short_path / 'ddpkit'} cannot be written to: Is a directory"]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +326,26 @@ def test_suspended_client_suspends_the_launcher(folder: Folder) -> None:
         wait_until(lambda: launcher.status() != "stopped", "the launcher continues")
         folder.waits.unlink()
         assert client.wait(seconds(30)) == 0
+
+
+@pytest.mark.slow
+def test_kept_process_is_mentioned_by_other_commands_and_ends_without_its_script(folder: Folder) -> None:
+    assert "kept" not in run(DDPKIT, "devices", env=folder.env).stdout
+    folder.prepare()
+    assert "1 process kept for the next launches" in run(DDPKIT, "devices", env=folder.env).stdout
+    assert "1 process kept for the next launches" in run(DDPKIT, "doctor", env=folder.env).stdout
+    pid = folder.kept()["pid"]
+    folder.script.unlink()
+    wait_until(lambda: has_ended(pid), "the kept process without a script")
+    assert not folder.sockets
+
+
+@pytest.mark.slow
+def test_kept_process_ends_without_its_socket(folder: Folder) -> None:
+    folder.prepare()
+    pid = folder.kept()["pid"]
+    folder.sockets[0].unlink()
+    wait_until(lambda: has_ended(pid), "the kept process without a socket")
 
 
 @pytest.mark.slow
