@@ -2,20 +2,18 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from kept_folder import SCRIPT, Folder
 from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 from ddp_kit.errors import UsageError
@@ -24,14 +22,6 @@ from ddp_kit.launcher.warm import handover
 from ddp_kit.launcher.warm.messages import Program
 
 # --- Facts and messages -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder with a short path: the path of a socket has at most 107 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="kept-"))
-    yield path
-    shutil.rmtree(path)
 
 
 def test_facts_that_differ_are_named() -> None:
@@ -169,86 +159,6 @@ def test_keep_warm_flag_refuses_what_is_no_time(words: str) -> None:
 
 
 # --- With the real command --------------------------------------------------------------------------------------------
-
-
-SCRIPT = """\
-import json
-import os
-import sys
-import time
-
-import torch
-
-print(json.dumps([os.getcwd(), os.umask(0o022), sys.argv[1:], os.environ.get("MINE"), sys.stdin.read()]), flush=True)
-print("to stderr", file=sys.stderr)
-while os.path.exists(os.environ.get("WAITS", "")):
-    time.sleep(0.02)
-if "ERROR" in os.environ:
-    raise ValueError(os.environ["ERROR"])
-sys.exit(int(os.environ.get("CODE", "0")))
-"""
-
-
-class Folder:
-    """A script, and the kept process of its launches."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.script = path / "train.py"
-        self.script.write_text(SCRIPT)
-        self.env: dict[str, str | None] = {"XDG_RUNTIME_DIR": str(path), "DDPKIT_KEEP_WARM": "5m"}
-        self.waits = path / "waits"
-
-    @property
-    def sockets(self) -> list[Path]:
-        return list((self.path / "ddpkit").glob("*.kept"))
-
-    def launch(self, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        return launch("--nproc-per-node", "2", self.script, *words, env=self.env | env, cwd=self.path)
-
-    def kept(self) -> dict[str, Any]:
-        with socket.socket(socket.AF_UNIX) as connection:
-            answer = handover.ask(connection, self.sockets[0], "description")
-        assert answer is not None
-        return answer
-
-    def prepare(self) -> None:
-        """Launch once, and wait for the kept process."""
-        assert self.launch().returncode == 0
-        wait_until(lambda: self.sockets, "the kept process")
-
-    @contextmanager
-    def running(self) -> "Iterator[tuple[subprocess.Popen[str], psutil.Process]]":
-        """A launch from the kept process whose workers run, and its launcher."""
-        self.waits.touch()
-        command = [DDPKIT, "launch", "--nproc-per-node", "2", self.script]
-        with started(
-            *command, env=self.env | {"WAITS": str(self.waits)}, cwd=self.path, stdin=subprocess.DEVNULL
-        ) as client:
-            assert client.stdout is not None
-            for _ in range(2):
-                client.stdout.readline()
-            (launcher,) = psutil.Process(self.kept()["pid"]).children()
-            yield client, launcher
-
-    def processes(self) -> list[psutil.Process]:
-        """All processes of this folder's launches but the kept one."""
-        result = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("XDG_RUNTIME_DIR") == str(self.path) and process.status() != "zombie":
-                    result.append(process)
-            except psutil.Error:
-                continue
-        kept = {self.kept()["pid"]} if self.sockets else set()
-        return [process for process in result if process.pid not in kept]
-
-
-@pytest.fixture
-def folder(short_path: Path) -> Iterator[Folder]:
-    here = Folder(short_path)
-    yield here
-    run(DDPKIT, "warm", "stop", env=here.env)
 
 
 @pytest.mark.slow
