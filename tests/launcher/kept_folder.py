@@ -56,10 +56,10 @@ class Folder:
     def launch(self, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
         return launch("--nproc-per-node", "2", self.script, *words, env=self.env | env, cwd=self.path)
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self, address: Path | None = None) -> dict[str, Any]:
         """What the kept process says of itself."""
         with socket.socket(socket.AF_UNIX) as connection:
-            answer = handover.ask(connection, self.sockets[0], "description")
+            answer = handover.ask(connection, address or self.sockets[0], "description")
         assert answer is not None
         return answer
 

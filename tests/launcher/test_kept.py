@@ -195,6 +195,24 @@ def test_ten_launches_at_the_same_time_use_one_kept_process(folder: Folder) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(seconds(300))
+@pytest.mark.parametrize(("count", "limit"), [(2, "5m"), (2, "1"), (10, "5m")])
+def test_first_launches_at_the_same_time_leave_one_kept_process(folder: Folder, count: int, limit: str) -> None:
+    folder.env["DDPKIT_KEEP_WARM"] = limit
+    with ExitStack() as stack:
+        command = [DDPKIT, "launch", "--nproc-per-node", "1", folder.script]
+        how = {"env": folder.env, "cwd": folder.path, "stdin": subprocess.DEVNULL}
+        clients = [stack.enter_context(started(*command, **how)) for _ in range(count)]
+        assert [client.wait(seconds(120)) for client in clients] == [0] * count
+    if limit == "5m":
+        wait_until(folder.is_kept, "the kept process")
+        wait_until(lambda: not folder.left(), folder.left)
+        assert folder.launch().returncode == 0
+        assert run(DDPKIT, "warm", "stop", env=folder.env).stdout.endswith("stopped\n")
+    wait_until(lambda: not folder.sockets and not folder.left(), folder.left)
+
+
+@pytest.mark.slow
 def test_error_in_a_launch_from_a_kept_process_has_the_same_traceback(folder: Folder) -> None:
     folder.prepare()
     alone = folder.launch(ERROR="seven", DDPKIT_KEEP_WARM="off")
@@ -214,18 +232,6 @@ def test_signal_to_the_client_stops_the_job(folder: Folder, number: signal.Signa
         assert client.wait(seconds(30)) == 128 + number
         assert f"stopped by {number.name}" in (client.stderr.read() if client.stderr else "")
     wait_until(lambda: not folder.processes(), folder.processes)
-
-
-@pytest.mark.slow
-def test_suspended_client_suspends_the_launcher(folder: Folder) -> None:
-    folder.prepare()
-    with folder.running() as (client, launcher):
-        client.send_signal(signal.SIGTSTP)
-        wait_until(lambda: launcher.status() == psutil.Process(client.pid).status() == "stopped", "both are stopped")
-        client.send_signal(signal.SIGCONT)
-        wait_until(lambda: launcher.status() != "stopped", "the launcher continues")
-        folder.waits.unlink()
-        assert client.wait(seconds(30)) == 0
 
 
 @pytest.mark.slow
