@@ -13,13 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from job_processes import has_ended
 from kept_folder import SCRIPT, Folder
 from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.warm import handover
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.warm.messages import Import, Program
 
 # --- Facts and messages -----------------------------------------------------------------------------------------------
 
@@ -131,6 +132,15 @@ def test_address_depends_on_the_script_and_on_what_is_imported(
     assert handover.address_of(same, None) == handover.address_of(program, None)
 
 
+def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    program = Program(sys.executable, "train.py", ())
+    Path(f"{handover.address_of(program, ())}.lock").mkdir()  # stands for a full disk
+    messages: list[str] = []
+    handover.keep_process(Import(program, {}, (), ()), 1.0, messages.append)
+    assert messages == [f"no process is kept: {short_path / 'ddpkit'} cannot be written to: Is a directory"]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -232,6 +242,27 @@ def test_signal_to_the_client_stops_the_job(folder: Folder, number: signal.Signa
         assert client.wait(seconds(30)) == 128 + number
         assert f"stopped by {number.name}" in (client.stderr.read() if client.stderr else "")
     wait_until(lambda: not folder.processes(), folder.processes)
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_kept_process_is_mentioned_by_other_commands_and_ends_without_its_script(folder: Folder) -> None:
+    assert "kept" not in run(DDPKIT, "devices", env=folder.env).stdout
+    folder.prepare()
+    assert "1 process kept for the next launches" in run(DDPKIT, "devices", env=folder.env).stdout
+    assert "1 process kept for the next launches" in run(DDPKIT, "doctor", env=folder.env).stdout
+    pid = folder.kept()["pid"]
+    folder.script.unlink()
+    wait_until(lambda: has_ended(pid), "the kept process without a script")
+    assert not folder.sockets
+
+
+@pytest.mark.slow
+def test_kept_process_ends_without_its_socket(folder: Folder) -> None:
+    folder.prepare()
+    pid = folder.kept()["pid"]
+    folder.sockets[0].unlink()
+    wait_until(lambda: has_ended(pid), "the kept process without a socket")
 
 
 @pytest.mark.slow

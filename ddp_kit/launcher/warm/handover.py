@@ -128,7 +128,7 @@ path = sys.path[0 if sys.flags.safe_path else 1:]
 sys.path.insert(0, sys.argv[1])
 from ddp_kit.launcher.warm import kept
 sys.path[:] = path
-kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]))
+kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]), int(sys.argv[6]))
 """
 _ROOM = "-" * 4096  # for the command lines of launchers and workers, see `WarmServer`
 _LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
@@ -223,6 +223,25 @@ def ask(
     return answer
 
 
+def kept_processes(what: str = "description") -> list[dict[str, Any]]:
+    """The descriptions of the kept processes of this user. `what`: "description", or "stop" to end them."""
+    place, found = folder(), []
+    for address in sorted(place.glob("*.kept")) if place is not None else ():
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = ask(connection, address, what)
+        if answer is not None:
+            found.append(answer)
+        else:  # it was killed
+            address.unlink(missing_ok=True)
+    return found
+
+
+def kept_processes_text() -> str:
+    """How many processes are kept, for other commands; empty if none is."""
+    number = len(kept_processes())
+    return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
+
+
 def keep_process(request: Import | None, seconds: float, print_message: Callable[[str], None]) -> None:
     """Start a kept process for the next launches of a script, which ends at once if the script has one already.
 
@@ -237,21 +256,27 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
             "is too long"
         )
         return
+    try:
+        lock = os.open(f"{address}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        print_message(f"no process is kept: {address.parent} cannot be written to: {error.strerror}")
+        return
     defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     read, write = os.pipe()
-    words = [str(address), str(seconds), ",".join(added), str(read), _ROOM]
+    words = [str(address), str(seconds), ",".join(added), str(read), str(lock), _ROOM]
     with suppress(OSError), os.fdopen(write, "w") as pipe:
         subprocess.Popen(
             [sys.executable, "-u", "-c", _CODE, str(Path(__file__).parents[3]), *words],
             env={**os.environ, **added},
-            pass_fds=[read],
+            pass_fds=[read, lock],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         os.close(read)
+        os.close(lock)
         json.dump(asdict(request), pipe)
 
 
