@@ -245,7 +245,6 @@ def test_signal_to_the_client_stops_the_job(folder: Folder, number: signal.Signa
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_kept_process_is_mentioned_by_other_commands_and_ends_without_its_script(folder: Folder) -> None:
     assert "kept" not in run(DDPKIT, "devices", env=folder.env).stdout
     folder.prepare()
