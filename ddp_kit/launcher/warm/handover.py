@@ -270,7 +270,7 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
     read, write = os.pipe()
     words = [str(address), str(seconds), ",".join(added), str(read), str(lock), _ROOM]
     with suppress(OSError), os.fdopen(write, "w") as pipe:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-u", "-c", _CODE, str(Path(__file__).parents[3]), *words],
             env={**os.environ, **added},
             pass_fds=[read, lock],
@@ -279,6 +279,7 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        process.returncode = 0  # nobody waits for it; Python would warn that it still runs
         os.close(read)
         os.close(lock)
         json.dump(asdict(request), pipe)
