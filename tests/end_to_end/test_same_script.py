@@ -70,6 +70,8 @@ WARM_IS_NOT_COLD: dict[str, str] = {
 KEPT_IS_NOT_WARM: dict[str, str] = {
     "*/*.sys.modules.ddp_kit.launcher.warm.*": "the kept process has imported these modules",
     "*/*.main.depth of the stack": "the script is called from the kept process's code, too",
+    "*/drawn.hash of a word": "all launches have the kept process's hash seed",
+    "no number of threads/stderr": "OpenMP says so in each process that imports torch; the kept process has done it",
     "ends: stacks/stderr": "the script is called from the kept process's code, too",
     "ends: too deep/stderr": "the script is called from the kept process's code, too",
 }

@@ -194,6 +194,7 @@ def test_terminal_that_is_closed_does_not_end_a_job_with_nohup(folder: Folder) -
 
     def close() -> list[str]:
         folder.waits.touch()
+        out.unlink(missing_ok=True)
         with terminal(folder) as shell:
             shell.type(f"nohup sh -c {shlex.quote(f'{COMMAND}; echo ended $?')} > out 2>&1 &\n")
             wait_until(lambda: out.exists() and out.read_text().count("begun") == 2, "the job")
@@ -232,7 +233,7 @@ def test_nohup_command_ignores_hangups(folder: Folder) -> None:
 @pytest.mark.parametrize(("words", "expected"), [("timeout 2", 124), ("timeout -s KILL 2", 137)])
 def test_timeout_ends_the_job(folder: Folder, words: str, expected: int) -> None:
     folder.waits.touch()
-    assert both(folder, lambda: in_bash(folder, f"{words} {COMMAND}")[0]) == expected
+    assert both(folder, lambda: in_bash(folder, f"{words} {COMMAND}; exit $?")[0]) == expected
 
 
 def test_pipe_whose_reader_ends_gives_the_same_status(folder: Folder) -> None:
