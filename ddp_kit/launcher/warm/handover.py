@@ -137,10 +137,7 @@ _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
 
 def folder() -> Path | None:
     """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
-    base = os.environ.get(RUNTIME_FOLDER, "")
-    path = Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
-    if base.startswith("/") and os.access(base, os.W_OK):
-        path = Path(base, "ddpkit")
+    path = _place()
     if len(os.fsencode(path)) > _LONGEST_FOLDER:
         return None
     with suppress(OSError):
@@ -149,6 +146,13 @@ def folder() -> Path | None:
         if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077:
             return path
     return None
+
+
+def _place() -> Path:
+    base = os.environ.get(RUNTIME_FOLDER, "")
+    if base.startswith("/") and os.access(base, os.W_OK):
+        return Path(base, "ddpkit")
+    return Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
 
 
 def hand_over(
@@ -252,8 +256,8 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
     address = address_of(request.program, request.packages)
     if address is None:
         print_message(
-            f"no process is kept: {tempfile.gettempdir()} has no folder for it that only you can access, or the path "
-            "is too long"
+            f"no process is kept: {_place()} is not a folder that only you can access, or its path is too long; set "
+            f"{RUNTIME_FOLDER} to another folder"
         )
         return
     try:
@@ -266,7 +270,7 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
     read, write = os.pipe()
     words = [str(address), str(seconds), ",".join(added), str(read), str(lock), _ROOM]
     with suppress(OSError), os.fdopen(write, "w") as pipe:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-u", "-c", _CODE, str(Path(__file__).parents[3]), *words],
             env={**os.environ, **added},
             pass_fds=[read, lock],
@@ -275,6 +279,7 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        process.returncode = 0  # nobody waits for it; Python would warn that it still runs
         os.close(read)
         os.close(lock)
         json.dump(asdict(request), pipe)
@@ -295,9 +300,11 @@ def _attend(connection: socket.socket, launcher: int) -> int:
         with suppress(ProcessLookupError):
             os.kill(launcher, number)
 
-    def suspend(_number: int, _frame: FrameType | None) -> None:
+    def suspend(number: int, _frame: FrameType | None) -> None:
         forward(signal.SIGSTOP, None)
-        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # the shell sees which signal it was; returns after SIGCONT
+        signal.signal(number, suspend)
         forward(signal.SIGCONT, None)
 
     for number in FORWARDED:

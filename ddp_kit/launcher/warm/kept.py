@@ -104,9 +104,13 @@ class _Kept:
             if pid == 0:
                 self._listening.close()
                 launch = request, [os.dup(descriptor) for descriptor in descriptors], connection.dup()
+                with suppress(OSError):  # the client is gone: `_end_with_client` ends this process
+                    # Sent by the launcher: without an answer, the client is certain that there is no launcher.
+                    handover.send(connection, {"launcher": os.getpid()})
                 return launch, True
             self._launches += pid > 0
-            handover.send(connection, {"launcher": pid} if pid > 0 else self._description() | {"refused": reason})
+            if pid < 0:
+                handover.send(connection, self._description() | {"refused": reason})
             return None, not reason or request["for"] != "launch"
         finally:
             if pid:
