@@ -23,8 +23,9 @@ from ddp_kit.errors import UsageError
 from ddp_kit.launcher.cli import main
 from ddp_kit.launcher.commands.report import run as report
 from ddp_kit.launcher.report.charts import charts_of_run, comparing_charts
+from ddp_kit.launcher.report.comparison import course, differences, first_differences
 from ddp_kit.launcher.report.findings import findings, state
-from ddp_kit.launcher.report.page import differences, page
+from ddp_kit.launcher.report.page import page
 from ddp_kit.launcher.report.run_history import RunHistory, read_runs
 from ddp_kit.profile import Recorder
 
