@@ -208,7 +208,7 @@ class ExactDistributedSampler(Sampler[Any]):
 def checksum(keys: Sequence[Any]) -> str:
     """A checksum of keys in their order, as eight hexadecimal digits. Keys that are no integers: of their `repr`."""
     if isinstance(keys, memoryview | array):
-        return xxhash.xxh32_hexdigest(keys)  # takes 0.1 microseconds for a step of 32 samples
+        return xxhash.xxh32_hexdigest(keys)
     try:
         return xxhash.xxh32_hexdigest(array("q", keys))
     except (TypeError, OverflowError):

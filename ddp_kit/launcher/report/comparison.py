@@ -73,7 +73,7 @@ def _flat(name: str, value: Any) -> dict[str, str]:
 # --- First differences ------------------------------------------------------------------------------------------------
 
 
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     *(f"config.checkpoint.{name}" for name in ("dir", "every_steps", "every_seconds", "keep_last", "save")),
     *(f"config.data.{name}" for name in ("compare_items", "pin_memory", "timeout")),
     *(f"config.profile.{name}" for name in ("steps", "ranks", "dir")),
@@ -159,7 +159,7 @@ def _setting_lines(old: RunHistory, new: RunHistory) -> list[str]:
         text = f"{name.removeprefix('config.')}: {' -> '.join(value or 'not set' for value in values)}"
         if name.startswith(_APART):
             apart.append(text)
-        elif name not in _WITHOUT_EFFECT and values != dirs:  # an argument may name the folder
+        elif name not in WITHOUT_EFFECT and values != dirs:  # an argument may name the folder
             lines.append(f"settings: {text}")
     return lines + ([f"versions and machine: {'; '.join(apart)}"] if apart else [])
 
