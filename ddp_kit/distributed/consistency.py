@@ -45,8 +45,12 @@ def bits(tensors: Iterable[Tensor]) -> Tensor:
                 small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
             else:
                 sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
-    for group in small.values():
-        sums += [_spread(numbers) for numbers in _whole(torch.cat(group))]
+    for (dtype, _), group in small.items():
+        if count := sum(map(Tensor.numel, group)):
+            padding = group[0].new_zeros(-count % max(1, 8 // dtype.itemsize))
+            sums.append(_spread(torch.cat((*group, padding)).view(torch.int64)))
+    if len(sums) == 1:
+        return sums[0]
     return _spread(_stacked(sums, sums[0].device)) if sums else torch.zeros((), dtype=torch.int64)
 
 
@@ -199,8 +203,7 @@ def row(verify: str, optimizer: Optimizer, weights: Iterable[Tensor], device: to
         leaves = pytree.tree_leaves([*optimizer.state.values()])
         tensors = [leaf.to(device) if leaf.is_cpu else leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sums.append(bits(tensors))
-    whole = _stacked(sums, device)
-    return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
+    return _stacked(sums, device).view(torch.int32).double()  # float64 holds 53 bits exactly
 
 
 def weights_checksum(rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]]) -> str | None:

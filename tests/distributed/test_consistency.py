@@ -30,6 +30,13 @@ def test_weights_checksum_covers_the_shards_of_all_ranks() -> None:
     assert found != consistency.weights_checksum(rows(second, first, second, first), replicas)
 
 
+def test_weights_checksum_of_a_rank_without_weights_is_known() -> None:
+    assert consistency.weights_checksum(rows(torch.ones(3), torch.ones(0)), [range(1), range(1, 2)]) is not None
+    assert consistency.bits([torch.ones(0), torch.ones(3, dtype=torch.bool)]) == consistency.bits(
+        [torch.ones(3, dtype=torch.bool)]
+    )
+
+
 def test_weights_checksum_is_unknown_if_the_ranks_do_not_compare_weights() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     assert consistency.weights_checksum([consistency.row("off", optimizer, [], CPU).tolist()], [range(1)]) is None

@@ -26,7 +26,8 @@ def parser() -> Parser:
     flags = Parser(
         prog="ddpkit report",
         description="Write an HTML report about one or more runs: loss, speed, ranks, memory, restarts, configuration, "
-        "advice. The page needs neither a network nor a server. The runs may still be in progress.",
+        "advice; of two runs, also where they first differ. The page needs neither a network nor a server. The runs "
+        "may still be in progress.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
