@@ -209,11 +209,13 @@ def row(verify: str, optimizer: Optimizer, weights: Iterable[Tensor], device: to
 def weights_checksum(rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]]) -> str | None:
     """A checksum of the whole model's weights, as hexadecimal digits; None if `row` was called with "off".
 
-    The arguments are as for `differing`. Of ranks that hold the same weights, one counts.
+    The arguments are as for `differing`. Of ranks that hold the same weights, one counts. If the weights are divided,
+    the number of parts follows a slash, because the checksum depends on the division.
     """
     if len(rows[0]) < 4:
         return None
-    return f"{digest_of(repr([tuple(rows[group[0]][2:4]) for group in replicas]).encode()):014x}"
+    checksum = f"{digest_of(repr([tuple(rows[group[0]][2:4]) for group in replicas]).encode()):014x}"
+    return checksum if len(replicas) == 1 else f"{checksum}/{len(replicas)}"
 
 
 def differing(

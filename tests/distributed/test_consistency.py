@@ -26,6 +26,8 @@ def test_weights_checksum_covers_the_shards_of_all_ranks() -> None:
     first, second = torch.arange(2.0), torch.arange(2.0, 4.0)
     replicas = [range(0, 4, 2), range(1, 4, 2)]
     found = consistency.weights_checksum(rows(first, second, first, second), replicas)
+    assert found is not None
+    assert found[14:] == "/2"
     assert found != consistency.weights_checksum(rows(first, second + 1, first, second + 1), replicas)
     assert found != consistency.weights_checksum(rows(second, first, second, first), replicas)
 

@@ -99,8 +99,25 @@ def test_first_differences_use_the_later_of_repeated_rows(tmp_path: Path) -> Non
 def test_first_differences_of_records_without_checksums_say_so(tmp_path: Path) -> None:
     old = history(tmp_path / "a", [row(10), row(20)])
     lines = first_differences(old, history(tmp_path / "b", rows_to(20)))
-    assert lines[0] == "a and b are equal up to step 20, the last that both have, as far as they are recorded"
+    assert lines[0] == "a and b are equal up to step 20, the last that both have, as far as is known"
     assert lines[1:3] == ["samples: not recorded by a", "weights: not recorded by a"]
+
+
+def test_first_differences_do_not_compare_weights_that_are_divided_in_other_ways(tmp_path: Path) -> None:
+    def recorded(name: str, weights: str, parts: str, **parallel: Any) -> RunHistory:
+        rows = rows_to(20)
+        for line in rows:
+            line["weights_checksum"] = f"{weights}{parts}"
+        return history(tmp_path / name, rows, begin(config={"parallel": parallel}))
+
+    whole, two, tensor = recorded("a", "1", ""), recorded("b", "2", "/2", shard=2), recorded("c", "3", "/2", tensor=2)
+    line = "weights: not comparable, because the runs divide them in different ways among their ranks"
+    for pair in ((whole, two), (two, whole), (two, tensor)):
+        lines = first_differences(*pair)
+        assert lines[0].endswith("are equal up to step 20, the last that both have, as far as is known")
+        assert line in lines
+    assert "weights: different at step 10" in first_differences(two, recorded("d", "4", "/2", shard=2))
+    assert "weights: different at step 10" in first_differences(whole, recorded("e", "5", "", shard=1))
 
 
 def test_first_differences_of_runs_without_rows_have_nothing_to_compare(tmp_path: Path) -> None:

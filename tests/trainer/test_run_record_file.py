@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,14 @@ def test_one_rank_without_a_run_record_computes_no_checksum(monkeypatch: pytest.
     monkeypatch.setattr(consistency, "bits", None)
     monkeypatch.setattr(sampler, "checksum", None)
     assert _recorded(None, torch.ones(80, 2)).step == 6
+
+
+def test_run_record_gives_each_row_the_samples_of_its_own_steps(tmp_path: Path) -> None:
+    """On a GPU, a row is written one log point late: by then, later steps have run."""
+    trainer = _recorded(tmp_path, torch.ones(80, 2), max_steps=3)
+    record, (row,) = trainer._run.record, trainer._run.log_points.rows
+    for step in range(4, 10):
+        record.note_samples(lambda step=step: f"{step:08}")
+    for last in (6, 8):
+        record.on_log(trainer, replace(row, step=last))
+    assert [row["samples_checksums"] for row in _rows(tmp_path)[1:]] == ["000000040000000500000006", "0000000700000008"]

@@ -108,10 +108,15 @@ def course(old: Mapping[int, Any], new: Mapping[int, Any]) -> Course:
 def first_differences(old: RunHistory, new: RunHistory) -> list[str]:
     """Lines of text about where two runs first differ: a summary, the settings, then the results by step."""
     old_values, new_values = _values(old), _values(new)
-    missing = {
-        name: [run.name for run, values in ((old, old_values), (new, new_values)) if not values[name]]
-        for name in old_values
-    }
+    problems: dict[str, str] = {}
+    if _division(old, old_values["weights"]) != _division(new, new_values["weights"]):
+        problems["weights"] = "not comparable, because the runs divide them in different ways among their ranks"
+    for name in old_values:
+        silent = [run.name for run, values in ((old, old_values), (new, new_values)) if not values[name]]
+        if silent:
+            problems[name] = f"not recorded by {' and '.join(silent)}"
+    if "weights" in problems:
+        old_values["weights"].clear()
     # The mean loss of a row can only be compared if its interval began at the same step: a resume shortens it.
     old_begins, new_begins = _begins(old), _begins(new)
     for step in old_begins.keys() & new_begins.keys():
@@ -121,8 +126,8 @@ def first_differences(old: RunHistory, new: RunHistory) -> list[str]:
     lines = [_summary(f"{old.name} and {new.name}", courses), *_setting_lines(old, new)]
     for name, found in courses.items():
         before, after = old_values[name], new_values[name]
-        if missing[name]:
-            lines.append(f"{name}: not recorded by {' and '.join(missing[name])}")
+        if name in problems:
+            lines.append(f"{name}: {problems[name]}")
         elif found.differs is not None:
             equal = f"equal up to step {found.equal:,}, " if found.equal else ""
             change = _change(before[found.differs], after[found.differs]) if name in ("learning rate", "loss") else ""
@@ -138,8 +143,8 @@ def _summary(runs: str, courses: Mapping[str, Course]) -> str:
         last = courses["learning rate"].equal  # every row has one
         if not last:
             return f"{runs} have no log point in common"
-        recorded = "" if courses["samples"].equal and courses["weights"].equal else ", as far as they are recorded"
-        return f"{runs} are equal up to step {last:,}, the last that both have{recorded}"
+        known = "" if courses["samples"].equal and courses["weights"].equal else ", as far as is known"
+        return f"{runs} are equal up to step {last:,}, the last that both have{known}"
     first = min(found.differs for found in differing.values() if found.differs is not None)
     names = [name for name, found in differing.items() if found.differs == first]
     equal = max(differing[name].equal for name in names)
@@ -179,6 +184,13 @@ def _values(run: RunHistory) -> dict[str, dict[int, Any]]:
         },
         "loss": {row["step"]: [row.get("loss")] for row in run.rows},
     }
+
+
+def _division(run: RunHistory, weights: Mapping[int, str]) -> tuple[set[str], dict[str, str]] | None:
+    """What determines how the weights of a run are divided among its ranks; None if each rank has all of them."""
+    parts = {checksum.partition("/")[2] for checksum in weights.values()}
+    parallel = {name: value for name, value in settings(run).items() if name.startswith("config.parallel.")}
+    return (parts, parallel) if parts - {""} else None
 
 
 def _begins(run: RunHistory) -> dict[int, int]:
