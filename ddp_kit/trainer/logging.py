@@ -197,8 +197,8 @@ class Interval:
         self._before_step = 0
         self._plain = True
         self._norm: Tensor | None = None
-        self.cause = ""
-        """The cause of this rank's first loss that is not finite, as text; "" if there is none, or it is unknown."""
+        self.cause = (0, "")
+        """The step and the cause of this rank's first loss that is not finite; (0, "") if none is recorded."""
         self.started = time.perf_counter()
         self.steps = 0
         self.samples = 0
@@ -222,11 +222,11 @@ class Interval:
     @property
     def wants_cause(self) -> bool:
         """Whether no cause is recorded yet."""
-        return not self.cause
+        return not self.cause[1]
 
     def note_cause(self, cause: str) -> None:
         """Record the cause of a loss that is not finite."""
-        self.cause = cause
+        self.cause = self.step, cause
 
     def note_norm(self, norm: Tensor) -> None:
         """Record the global norm of the step's gradient, before clipping."""
@@ -361,7 +361,7 @@ class Reading:
     """The step of each of these losses."""
     arrived: torch.cuda.Event | None
     """Recorded when the copies to the host are complete; None on the CPU."""
-    cause: str
+    cause: tuple[int, str]
     """As in `Interval`."""
 
     def values(self) -> "Values":
@@ -479,6 +479,7 @@ class LogPoints:
             waits=config.non_finite_gradients == "skip"
             or config.precision == "fp16"
             or config.parallel.share_gpus
+            or config.log_every_steps == 1
             or config.memory.offload is not None,
         )
         self.begin(first_step=1)
@@ -632,7 +633,10 @@ def _check_losses(losses: Interval | Reading, context: TrainerContext, *, only_w
     if not only_weights and (found := losses.first_non_finite()) is not None:
         step, rank = found
         what, hint = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}", _HINT
-        cause = gathered_bytes(losses.cause.encode(), losses.world)[rank].decode()
+        cause_step, text = losses.cause
+        # A cause from a later step is that the weights are not finite.
+        own = text if cause_step <= step else ""
+        cause = gathered_bytes(own.encode(), losses.world)[rank].decode()
         if cause:
             what += f"\n  {cause}"
         elif can_repeat(context) and context.config.log_every_steps > 1:
