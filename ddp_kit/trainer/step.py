@@ -283,6 +283,7 @@ class StepLoss:
         self._reduction: Any = None
         self._reduced_weight: Tensor | None = None  # the sum of all ranks' weights, once the reduction is complete
         self._missing_samples = 0  # that user code has omitted from the batches of this step
+        self._gpu = context.world.device if context.world.device.type == "cuda" else None
         self._reads_losses = can_read_losses(context)
         self._passes = 0  # of this rank in the step
         self._note: PassNote | None = None  # of the pass to repeat: the first one that failed, or else the last one
@@ -325,7 +326,7 @@ class StepLoss:
         counted = number if context.strategy.contributes else 0
         context.heartbeat.enter(Phase.FORWARD)
         if (self._reads_losses or not self.agreed) and not self._failed:
-            self._note = PassNote(context, batch, number, self._passes)
+            self._note = PassNote(batch, number, self._passes, self._gpu)
         self._passes += 1
         traceless = nullcontext() if number else without_trace(context)
         with (

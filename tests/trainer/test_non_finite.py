@@ -213,7 +213,7 @@ def test_repeated_pass_leaves_no_trace_and_draws_the_same_numbers() -> None:
     trainer = trainer_for(network(Draws(), nn.BatchNorm1d(4)), log_every_steps=100)
     context = trainer._context
     batch = [*rows()[12:18]]
-    note = PassNote(context, batch, 6, 0)
+    note = PassNote(batch, 6, 0, None)
     squares(trainer.model, batch)
     state, buffers = torch.get_rng_state(), {name: each.clone() for name, each in trainer.model.named_buffers()}
     assert "0 (Linear)" in cause_alone(context, note, None)
