@@ -252,3 +252,16 @@ def test_batch_is_divided_along_the_first_dimension() -> None:
     assert len(encoding["ids"]) == 4
     assert part_of([torch.ones(4), torch.ones(3)], range(2), 4) is None
     assert part_of(["a", "b"], range(1), 2) is None
+
+
+def test_module_inside_compiled_code_is_named_without_another_compilation() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    trainer_for(torch.compile(network(nn.ReLU()), backend=backend)).fit(rows(bad=None))
+    without, failing = len(graphs), torch.compile(network(nn.ReLU()), backend=backend)
+    assert "is 0 (Linear); it comes from sample 13 of train_data alone" in message_of(trainer_for(failing))
+    assert len(graphs) <= 2 * without
