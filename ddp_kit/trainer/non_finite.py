@@ -33,8 +33,12 @@ _SECONDS = 60.0  # the time for the search for samples, because other ranks may 
 
 
 def can_repeat(context: TrainerContext) -> bool:
-    """Whether a pass can be repeated: not in a pipeline, and not with layers that are divided over ranks."""
-    return context.config.parallel.pipeline == context.config.parallel.tensor == 1
+    """Whether a pass can be repeated: not in a pipeline, and not with layers that are divided over ranks.
+
+    With FSDP, not in fp16 either: the ranks could not tell a loss that is not finite from a gradient that overflowed.
+    """
+    parallel, fsdp = context.config.parallel, context.strategy.divides_weights
+    return parallel.pipeline == parallel.tensor == 1 and not (fsdp and context.precision.scales)
 
 
 def can_read_losses(context: TrainerContext) -> bool:

@@ -288,9 +288,7 @@ class StepLoss:
         self._passes = 0  # of this rank in the step
         self._note: PassNote | None = None  # of the pass to repeat: the first one that failed, or else the last one
         self._failed = False  # whether the loss of this pass was not finite
-        self.is_repeated_by_all_ranks = (
-            self._reads_losses and context.strategy.divides_weights and not context.precision.scales
-        )
+        self.is_repeated_by_all_ranks = self._reads_losses and context.strategy.divides_weights
         """Whether all ranks repeat a pass in a step with a gradient that is not finite, to find the cause."""
 
     @property

@@ -77,13 +77,19 @@ def test_host_with_a_scheduler_reads_only_whether_fp16_skipped_a_step(
         ("cuda", {}, False),
         ("cuda", {"log_every_steps": 1}, True),
         ("cpu", {"parallel": {"pipeline": 2}}, False),
+        ("cpu", {"precision": "fp16", "parallel": "ddp"}, True),
+        ("cpu", {"precision": "fp16", "parallel": "fsdp"}, False),
     ],
 )
 def test_losses_are_read_before_the_step_only_where_it_costs_no_wait(
     device: str, settings: dict[str, Any], expected: bool
 ) -> None:
+    config = TrainerConfig(**settings)
     context: Any = SimpleNamespace(
-        config=TrainerConfig(**settings), world=SimpleNamespace(device=torch.device(device)), precision=None
+        config=config,
+        world=SimpleNamespace(device=torch.device(device)),
+        strategy=SimpleNamespace(divides_weights=settings.get("parallel") == "fsdp"),
+        precision=SimpleNamespace(scales=config.precision == "fp16"),
     )
     assert can_read_losses(context) is expected
 
