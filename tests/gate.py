@@ -24,7 +24,7 @@ LAUNCHES = {
         "end_to_end/test_launchers.py::test_workers_have_the_same_environment_as_under_torchrun",
     ),
     "a warm start is as a cold one": (
-        "end_to_end/test_same_script.py::test_warm_and_cold_workers_and_plain_python_look_alike_to_a_script[itself]",
+        "end_to_end/test_same_script.py::test_kept_warm_and_cold_workers_and_plain_python_look_alike_to_a_script[itself]",
         "launcher/test_warm.py::test_warm_worker_is_forked_and_its_exit_code_reported",
         "launcher/test_warm.py::test_workers_die_with_the_server_and_the_launcher_notices",
         "launcher/test_cli.py::test_import_of_the_command_line_imports_neither_torch_nor_nvml",

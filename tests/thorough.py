@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 # A file belongs to the part with the longest prefix of its path; tests/house/test_parts.py checks that there is one.
 PARTS = {
     "launcher": ("launcher",),
+    "kept": ("launcher/test_kept", "launcher/test_killed.py"),
     "contract": ("launcher/test_contract_flags.py", "launcher/test_documented_commands.py", "launcher/test_dry_run.py"),
     "same-script": ("end_to_end/test_same_script.py", "end_to_end/test_launchers.py"),
     "faults": (

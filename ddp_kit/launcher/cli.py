@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -153,7 +152,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         keeps_warm = launch_spec.keep_warm is not None and warm is None and sys.platform == "linux"
         keeps_warm = keeps_warm and launch_spec.may_fork(os.environ) and not launch_spec.dry_run
         if keeps_warm:
-            from ddp_kit.launcher.warm import handover, imports
+            from ddp_kit.launcher.warm import handover
 
             code = handover.hand_over(argv, launch_spec.program(), launch_spec.preloaded(), _print_message)
             if code is not None:
@@ -165,6 +164,8 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
 
             warm = WarmServer(argv, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
         import_agent()
+        import uuid
+
         from ddp_kit.launcher import agent
 
         if _StoppedError.first is not None:
@@ -187,6 +188,8 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 _print_text(description)
                 return ExitCode.OK
             if keeps_warm and launch_spec.keep_warm is not None:
+                from ddp_kit.launcher.warm import imports
+
                 request = job_plan.imports(os.environ, imports.unfit(os.environ))
                 handover.keep_process(request, launch_spec.keep_warm, _print_message)
             result = agent.run(job_plan, warm, _print_message)

@@ -1,8 +1,9 @@
 """A script cannot tell a warm worker from a cold one, nor either from plain python, beyond what the tables here say.
 
 Each probe in `probes/` prints what it sees as one line of JSON. It runs as `python -u probe.py`, as
-`ddpkit launch --cold probe.py` (an interpreter of its own for each worker) and as `ddpkit launch probe.py` (forked from
-a server that has imported torch); what they say, how they end and what they write to stderr is compared name by name.
+`ddpkit launch --cold probe.py` (an interpreter of its own for each worker), as `ddpkit launch --keep-warm probe.py`
+(forked from a server that has imported torch), and by the last command again (forked from the process that it has
+kept); what they say, how they end and what they write to stderr is compared name by name.
 
 Where a probe tells only of the script, `--cold` and warm are what the launcher has such workers from: two servers that
 serve all of these cases, so that torch is not imported for each of them three times.
@@ -16,6 +17,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -32,8 +34,9 @@ from typing import Any
 
 import pytest
 from labels import unlabelled
-from launching import DDPKIT, seconds
+from launching import DDPKIT, seconds, wait_until
 
+from ddp_kit.launcher.warm import handover
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
@@ -43,6 +46,7 @@ Seen = Callable[[str, str], Facts]
 PROBES = Path(__file__).parent / "probes"
 LAUNCH = (str(DDPKIT), "launch", "--nproc-per-node")
 COLD = ("--cold",)
+KEEP = ("--keep-warm=5m",)
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # Where a warm worker may differ from a cold one: case/name of what was seen (with wildcards) -> why.
@@ -60,6 +64,16 @@ WARM_IS_NOT_COLD: dict[str, str] = {
     "*/*.command line of ps": "the words are those of python, but the kernel gives them with blanks in between",
     "*/drawn.hash of a word": "all ranks have the server's hash seed, as with PYTHONHASHSEED",
     "*/launcher": "the last line names the exception; where a script cannot be warm, a line says why",
+}
+
+# Where a worker of a kept process may differ from another warm one.
+KEPT_IS_NOT_WARM: dict[str, str] = {
+    "*/*.sys.modules.ddp_kit.launcher.warm.*": "the kept process has imported these modules",
+    "*/*.main.depth of the stack": "the script is called from the kept process's code, too",
+    "*/drawn.hash of a word": "all launches have the kept process's hash seed",
+    "no number of threads/stderr": "OpenMP says so in each process that imports torch; the kept process has done it",
+    "ends: stacks/stderr": "the script is called from the kept process's code, too",
+    "ends: too deep/stderr": "the script is called from the kept process's code, too",
 }
 
 # Where any worker may differ from plain python.
@@ -197,6 +211,7 @@ CASES = {
     "sets threads": Case(("sets_threads.py",)),
 } | {f"ends: {name}": Case(("endings.py", name), exit_code=code, served=True) for name, code in EXIT_CODES.items()}
 STARTED_COLD = ("no python name", "folder", "zip file", "shadows", "sets threads")
+NEVER_KEPT = ("no python name", "folder", "zip file")
 
 
 @pytest.fixture(scope="module")
@@ -225,35 +240,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(folder: Path) -> Iterator[dict[str, WarmServer]]:
     """What gives the launcher its workers, by way."""
     with chdir(folder):
-        started = {way: WarmServer([], kept() | ONE_THREAD, forks=way == "warm") for way in ("cold", "warm")}
+        started = {way: WarmServer([], inherited() | ONE_THREAD, forks=way == "warm") for way in ("cold", "warm")}
     yield started
     for server in started.values():
         server.close()
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path, servers: dict[str, WarmServer]) -> Seen:
-    """What the probe of a case saw under python, cold or warm, by name; a case runs once, all its ways at a time."""
+def runtime() -> Iterator[Path]:
+    """The folder for the sockets of kept processes, whose path must be short."""
+    with tempfile.TemporaryDirectory(prefix="kept-") as made:
+        yield Path(made)
+        stop_kept(Path(made))
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, servers: dict[str, WarmServer], runtime: Path) -> Seen:
+    """What the probe of a case saw under python, cold, warm or kept, by name.
+
+    A case runs once, all its ways at a time, and then from the kept process.
+    """
 
     @cache
     def all_ways(name: str) -> dict[str, Facts]:
         case = CASES[name]
         words = [word.format(folder=folder) for word in case.words]
+        launch = (*LAUNCH, str(case.processes), *case.flags)
         commands = {
             "python": (sys.executable, "-u", *words),
-            "cold": (*LAUNCH, str(case.processes), *case.flags, *COLD, *words),
-            "warm": (*LAUNCH, str(case.processes), *case.flags, *words),
+            "cold": (*launch, *COLD, *words),
+            "warm": (*launch, *KEEP, *words),
         }
+        place = runtime if case.served else Path(tempfile.mkdtemp(dir=runtime))
         running = {
-            way: Served(case, words, servers[way]) if case.served and way in servers else Running(case, command, folder)
+            way: Served(case, words, servers[way], place)
+            if case.served and way in servers
+            else Running(case, command, folder, place)
             for way, command in commands.items()
-            if way in ways_of(case)
+            if way in ways_of(name)
         }
         try:
-            return {way: one.facts() for way, one in running.items()}
+            facts = {way: one.facts() for way, one in running.items()}
+            if "kept" in ways_of(name):
+                facts["kept"] = facts_of_kept(case, commands["warm"], folder, place)
         finally:
             for one in running.values():
                 one.kill()
+            if not case.served:
+                stop_kept(place)
+        return facts
 
     def one_way(name: str, way: str) -> Facts:
         facts = all_ways(name)[way]
@@ -263,19 +298,58 @@ def seen(folder: Path, servers: dict[str, WarmServer]) -> Seen:
     return one_way
 
 
-def ways_of(case: Case) -> tuple[str, ...]:
-    return ("python", "cold", "warm") if case.is_for_python else ("cold", "warm")
+def ways_of(name: str) -> tuple[str, ...]:
+    python = ("python",) if CASES[name].is_for_python else ()
+    return (*python, "cold", "warm", *(() if name in NEVER_KEPT else ("kept",)))
 
 
-def kept() -> dict[str, str]:
+def inherited() -> dict[str, str]:
     """What a probe's environment has of this one's."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
+
+
+def environment(case: Case, runtime: Path) -> dict[str, str]:
+    return inherited() | dict(case.env) | {"XDG_RUNTIME_DIR": str(runtime)}
+
+
+def facts_of_kept(case: Case, command: Sequence[str], cwd: Path, runtime: Path) -> Facts:
+    """What a probe sees that is forked from its kept process."""
+    program = program_of(command[command.index(KEEP[0]) + 1 :])
+    with chdir(cwd), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_RUNTIME_DIR", str(runtime))
+        address = handover.address_of(program, None)
+    assert address is not None
+    if case.served and not address.exists():
+        Running(case, command, cwd, runtime).facts()
+    wait_until(address.exists, "the kept process")
+    before = ask_kept(address, "description")["launches"]
+    facts = Running(case, command, cwd, runtime).facts()
+    assert ask_kept(address, "description")["launches"] == before + 1, facts
+    return facts
+
+
+def ask_kept(address: Path, what: str) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        answer = handover.ask(connection, address, what)
+    assert answer is not None
+    return answer
+
+
+def stop_kept(runtime: Path) -> None:
+    for address in runtime.glob("ddpkit/*.kept"):
+        ask_kept(address, "stop")
+
+
+def program_of(words: Sequence[str]) -> Program:
+    module = words[0] == "-m"
+    name, *arguments = words[module:]
+    return Program(sys.executable, name, tuple(arguments), module)
 
 
 class Running:
     """A process that runs a probe, with pipes or on a terminal of its own."""
 
-    def __init__(self, case: Case, command: Sequence[str], cwd: Path) -> None:
+    def __init__(self, case: Case, command: Sequence[str], cwd: Path, runtime: Path) -> None:
         streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.case, self.terminal, prepared = case, -1, case.prepared
         if case.terminal:
@@ -289,7 +363,7 @@ class Running:
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=kept() | dict(case.env),
+            env=environment(case, runtime),
             preexec_fn=prepared,
             start_new_session=case.terminal,
             **streams,
@@ -329,15 +403,12 @@ class Running:
 class Served:
     """A worker of one of the servers that runs a probe."""
 
-    def __init__(self, case: Case, words: Sequence[str], server: WarmServer) -> None:
+    def __init__(self, case: Case, words: Sequence[str], server: WarmServer, runtime: Path) -> None:
         self._server = server
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # closed by `facts`
         command = (sys.executable, "-u", *words)
-        module = words[0] == "-m"
-        name, *arguments = words[module:]
-        program = Program(sys.executable, name, tuple(arguments), module)
         streams = [file.fileno() for file in self._files]
-        self._process = server.start(command, kept() | dict(case.env), program, streams)
+        self._process = server.start(command, environment(case, runtime), program_of(words), streams)
 
     def facts(self) -> Facts:
         """Wait for the end; as of `Running`, and what the launcher would have said of the start."""
@@ -413,11 +484,14 @@ def differences(case: str, one: Facts, other: Facts, *excused: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_warm_and_cold_workers_and_plain_python_look_alike_to_a_script(case: str, seen: Seen) -> None:
+def test_kept_warm_and_cold_workers_and_plain_python_look_alike_to_a_script(case: str, seen: Seen) -> None:
     assert not differences(case, seen(case, "cold"), seen(case, "warm"), *WARM_IS_NOT_COLD)
     for way in ("cold", "warm") if CASES[case].is_for_python else ():
         excused = WORKER_IS_NOT_PYTHON | (WARM_IS_NOT_COLD if way == "warm" else {})
         assert not differences(case, seen(case, "python"), seen(case, way), *excused), way
+    if "kept" in ways_of(case):
+        excused = KEPT_IS_NOT_WARM | ({"*/launcher": "the other ways have none"} if CASES[case].served else {})
+        assert not differences(case, seen(case, "warm"), seen(case, "kept"), *excused)
     cold = any("starting cold" in line for line in seen(case, "warm")["launcher"])
     assert cold == (case in STARTED_COLD)
 
@@ -439,7 +513,7 @@ def test_two_workers_draw_different_numbers(seen: Seen) -> None:
 @pytest.mark.parametrize("flag", ["--redirects", "--tee"])
 @pytest.mark.parametrize("way", [COLD, ()], ids=["cold", "warm"])
 def test_log_files_have_every_byte_of_the_output(flag: str, way: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in kept().items() if name != "HOME"}
+    environment = {name: value for name, value in inherited().items() if name != "HOME"}
     given: Any = {"cwd": folder, "env": environment, "capture_output": True, "timeout": seconds(200)}
     plain = subprocess.run([sys.executable, "-u", "writes.py"], **given)
     logs = ["--log-dir", str(tmp_path), flag, "3"]

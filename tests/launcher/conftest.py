@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kept_folder import Folder, script_folder, short_folder
 from launching import clean_environment, seconds
 
 from ddp_kit.launcher.warm.client import WarmServer
@@ -99,3 +100,17 @@ def forked_ddpkit(
             return subprocess.CompletedProcess(list(map(str, words)), code, out.read(), err.read())
 
     return run
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short path."""
+    with short_folder() as path:
+        yield path
+
+
+@pytest.fixture
+def folder() -> Iterator[Folder]:
+    """A folder with a script, and the kept process of its launches."""
+    with script_folder() as here:
+        yield here

@@ -73,6 +73,7 @@ def healthy(tmp_path: Path) -> Machine:
         locked_memory=(-1, -1),
         clock_synchronised=True,
         space=lambda _: TEN_GIB,
+        kept_processes="1 process kept",
         root=tmp_path,
     )
 

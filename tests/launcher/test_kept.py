@@ -2,36 +2,27 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from job_processes import has_ended
+from kept_folder import SCRIPT, Folder
 from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.warm import handover
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.warm.messages import Import, Program
 
 # --- Facts and messages -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder with a short path: the path of a socket has at most 107 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="kept-"))
-    yield path
-    shutil.rmtree(path)
 
 
 def test_facts_that_differ_are_named() -> None:
@@ -141,6 +132,15 @@ def test_address_depends_on_the_script_and_on_what_is_imported(
     assert handover.address_of(same, None) == handover.address_of(program, None)
 
 
+def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    program = Program(sys.executable, "train.py", ())
+    Path(f"{handover.address_of(program, ())}.lock").mkdir()  # stands for a full disk
+    messages: list[str] = []
+    handover.keep_process(Import(program, {}, (), ()), 1.0, messages.append)
+    assert messages == [f"no process is kept: {short_path / 'ddpkit'} cannot be written to: Is a directory"]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -169,86 +169,6 @@ def test_keep_warm_flag_refuses_what_is_no_time(words: str) -> None:
 
 
 # --- With the real command --------------------------------------------------------------------------------------------
-
-
-SCRIPT = """\
-import json
-import os
-import sys
-import time
-
-import torch
-
-print(json.dumps([os.getcwd(), os.umask(0o022), sys.argv[1:], os.environ.get("MINE"), sys.stdin.read()]), flush=True)
-print("to stderr", file=sys.stderr)
-while os.path.exists(os.environ.get("WAITS", "")):
-    time.sleep(0.02)
-if "ERROR" in os.environ:
-    raise ValueError(os.environ["ERROR"])
-sys.exit(int(os.environ.get("CODE", "0")))
-"""
-
-
-class Folder:
-    """A script, and the kept process of its launches."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.script = path / "train.py"
-        self.script.write_text(SCRIPT)
-        self.env: dict[str, str | None] = {"XDG_RUNTIME_DIR": str(path), "DDPKIT_KEEP_WARM": "5m"}
-        self.waits = path / "waits"
-
-    @property
-    def sockets(self) -> list[Path]:
-        return list((self.path / "ddpkit").glob("*.kept"))
-
-    def launch(self, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        return launch("--nproc-per-node", "2", self.script, *words, env=self.env | env, cwd=self.path)
-
-    def kept(self) -> dict[str, Any]:
-        with socket.socket(socket.AF_UNIX) as connection:
-            answer = handover.ask(connection, self.sockets[0], "description")
-        assert answer is not None
-        return answer
-
-    def prepare(self) -> None:
-        """Launch once, and wait for the kept process."""
-        assert self.launch().returncode == 0
-        wait_until(lambda: self.sockets, "the kept process")
-
-    @contextmanager
-    def running(self) -> "Iterator[tuple[subprocess.Popen[str], psutil.Process]]":
-        """A launch from the kept process whose workers run, and its launcher."""
-        self.waits.touch()
-        command = [DDPKIT, "launch", "--nproc-per-node", "2", self.script]
-        with started(
-            *command, env=self.env | {"WAITS": str(self.waits)}, cwd=self.path, stdin=subprocess.DEVNULL
-        ) as client:
-            assert client.stdout is not None
-            for _ in range(2):
-                client.stdout.readline()
-            (launcher,) = psutil.Process(self.kept()["pid"]).children()
-            yield client, launcher
-
-    def processes(self) -> list[psutil.Process]:
-        """All processes of this folder's launches but the kept one."""
-        result = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("XDG_RUNTIME_DIR") == str(self.path) and process.status() != "zombie":
-                    result.append(process)
-            except psutil.Error:
-                continue
-        kept = {self.kept()["pid"]} if self.sockets else set()
-        return [process for process in result if process.pid not in kept]
-
-
-@pytest.fixture
-def folder(short_path: Path) -> Iterator[Folder]:
-    here = Folder(short_path)
-    yield here
-    run(DDPKIT, "warm", "stop", env=here.env)
 
 
 @pytest.mark.slow
@@ -285,6 +205,24 @@ def test_ten_launches_at_the_same_time_use_one_kept_process(folder: Folder) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(seconds(300))
+@pytest.mark.parametrize(("count", "limit"), [(2, "5m"), (2, "1"), (10, "5m")])
+def test_first_launches_at_the_same_time_leave_one_kept_process(folder: Folder, count: int, limit: str) -> None:
+    folder.env["DDPKIT_KEEP_WARM"] = limit
+    with ExitStack() as stack:
+        command = [DDPKIT, "launch", "--nproc-per-node", "1", folder.script]
+        how = {"env": folder.env, "cwd": folder.path, "stdin": subprocess.DEVNULL}
+        clients = [stack.enter_context(started(*command, **how)) for _ in range(count)]
+        assert [client.wait(seconds(120)) for client in clients] == [0] * count
+    if limit == "5m":
+        wait_until(folder.is_kept, "the kept process")
+        wait_until(lambda: not folder.left(), folder.left)
+        assert folder.launch().returncode == 0
+        assert run(DDPKIT, "warm", "stop", env=folder.env).stdout.endswith("stopped\n")
+    wait_until(lambda: not folder.sockets and not folder.left(), folder.left)
+
+
+@pytest.mark.slow
 def test_error_in_a_launch_from_a_kept_process_has_the_same_traceback(folder: Folder) -> None:
     folder.prepare()
     alone = folder.launch(ERROR="seven", DDPKIT_KEEP_WARM="off")
@@ -307,15 +245,23 @@ def test_signal_to_the_client_stops_the_job(folder: Folder, number: signal.Signa
 
 
 @pytest.mark.slow
-def test_suspended_client_suspends_the_launcher(folder: Folder) -> None:
+def test_kept_process_is_mentioned_by_other_commands_and_ends_without_its_script(folder: Folder) -> None:
+    assert "kept" not in run(DDPKIT, "devices", env=folder.env).stdout
     folder.prepare()
-    with folder.running() as (client, launcher):
-        client.send_signal(signal.SIGTSTP)
-        wait_until(lambda: launcher.status() == psutil.Process(client.pid).status() == "stopped", "both are stopped")
-        client.send_signal(signal.SIGCONT)
-        wait_until(lambda: launcher.status() != "stopped", "the launcher continues")
-        folder.waits.unlink()
-        assert client.wait(seconds(30)) == 0
+    assert "1 process kept for the next launches" in run(DDPKIT, "devices", env=folder.env).stdout
+    assert "1 process kept for the next launches" in run(DDPKIT, "doctor", env=folder.env).stdout
+    pid = folder.kept()["pid"]
+    folder.script.unlink()
+    wait_until(lambda: has_ended(pid), "the kept process without a script")
+    assert not folder.sockets
+
+
+@pytest.mark.slow
+def test_kept_process_ends_without_its_socket(folder: Folder) -> None:
+    folder.prepare()
+    pid = folder.kept()["pid"]
+    folder.sockets[0].unlink()
+    wait_until(lambda: has_ended(pid), "the kept process without a socket")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from ddp_kit.errors import size_text
 from ddp_kit.launcher.devices.gpus import MEANING, Gpu, GpuProcess, Process, gpus, links, visible
 from ddp_kit.launcher.devices.reservations import holders
 from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.warm.handover import kept_processes_text
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
 
@@ -23,14 +24,14 @@ def parser() -> Parser:
 
 def text(env: Mapping[str, str]) -> str:
     """Text that lists the GPUs of this machine, the processes that use them, and the launches that reserved them."""
-    machine = gpus()
+    machine, kept = gpus(), [text for text in (kept_processes_text(),) if text]
     if not machine:
-        return "this machine has no NVIDIA GPU, or no driver for one"
+        return "\n".join(["this machine has no NVIDIA GPU, or no driver for one", *kept])
     positions = {gpu.uuid: str(position) for position, (_, gpu) in enumerate(visible(machine, env))}
     lines = [*_table(machine, positions, holders())]
     if VISIBLE_GPUS in env:
         lines += ["", f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}: --gpus can use {len(positions)} of {len(machine)} GPUs"]
-    return "\n".join([*lines, *_links(links())])
+    return "\n".join([*lines, *_links(links()), *kept])
 
 
 def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], holders: Mapping[str, Process]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """`ddpkit warm`: list and stop the processes that `ddpkit launch --keep-warm` keeps."""
 
 import argparse
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from ddp_kit.errors import size_text
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.launcher.warm.handover import ask, folder
+from ddp_kit.launcher.warm.handover import kept_processes
 
 _EPILOG = """\
 examples:
@@ -34,13 +33,8 @@ def parser() -> Parser:
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     """List or stop the kept processes, and return the exit code."""
     stops = parser().parse_args(argv).action == "stop"
-    place, lines = folder(), []
-    for address in sorted(place.glob("*.kept")) if place is not None else []:
-        with socket.socket(socket.AF_UNIX) as connection:
-            kept = ask(connection, address, "stop" if stops else "description")
-        if kept is None:  # it was killed
-            address.unlink(missing_ok=True)
-            continue
+    lines = []
+    for kept in kept_processes("stop" if stops else "description"):
         age = time.strftime("%H:%M:%S", time.gmtime(time.time() - kept["since"]))
         imported = ", ".join(kept["imports"]) or "imports torch"
         lines.append(

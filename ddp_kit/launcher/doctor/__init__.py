@@ -42,6 +42,7 @@ CHECKS: dict[str, Check] = {
     "loopback": checks.loopback,
     "ports": checks.ports,
     "host name": checks.host_name,
+    "kept processes": checks.kept_processes,
     "driver": checks.driver,
     "visible GPUs": checks.visible_gpus,
     "GPU processes": checks.orphaned_processes,

@@ -251,6 +251,11 @@ def checkpoints(machine: Machine) -> CheckResult:
     return ok(found)
 
 
+def kept_processes(machine: Machine) -> CheckResult | None:
+    """Name the kept processes, which use memory."""
+    return ok(machine.kept_processes) if machine.kept_processes else None
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free

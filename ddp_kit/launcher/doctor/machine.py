@@ -24,6 +24,7 @@ from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices import gpus as devices
 from ddp_kit.launcher.devices.gpus import Gpu, query
 from ddp_kit.launcher.warm.cleanup import die_with_parent
+from ddp_kit.launcher.warm.handover import kept_processes_text
 
 # --- NVIDIA driver ----------------------------------------------------------------------------------------------------
 # The driver's state, as NVML reports it. A broken driver is a result, not an exception.
@@ -262,6 +263,8 @@ class Machine:
     """Whether the clock is synchronised, or None if not known."""
     space: Callable[[Path], tuple[int, int]]
     """A function that returns the total and the free bytes of a folder's file system."""
+    kept_processes: str = ""
+    """How many processes are kept for the next launches, as text; empty if none is."""
     root: Path = Path("/")
     """The folder that contains `proc`, `sys` and `dev`."""
 
@@ -282,6 +285,7 @@ class Machine:
             locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK),
             clock_synchronised=_clock_synchronised(),
             space=_space,
+            kept_processes=kept_processes_text(),
         )
 
 

@@ -128,7 +128,7 @@ path = sys.path[0 if sys.flags.safe_path else 1:]
 sys.path.insert(0, sys.argv[1])
 from ddp_kit.launcher.warm import kept
 sys.path[:] = path
-kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]))
+kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]), int(sys.argv[6]))
 """
 _ROOM = "-" * 4096  # for the command lines of launchers and workers, see `WarmServer`
 _LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
@@ -137,10 +137,7 @@ _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
 
 def folder() -> Path | None:
     """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
-    base = os.environ.get(RUNTIME_FOLDER, "")
-    path = Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
-    if base.startswith("/") and os.access(base, os.W_OK):
-        path = Path(base, "ddpkit")
+    path = _place()
     if len(os.fsencode(path)) > _LONGEST_FOLDER:
         return None
     with suppress(OSError):
@@ -149,6 +146,13 @@ def folder() -> Path | None:
         if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077:
             return path
     return None
+
+
+def _place() -> Path:
+    base = os.environ.get(RUNTIME_FOLDER, "")
+    if base.startswith("/") and os.access(base, os.W_OK):
+        return Path(base, "ddpkit")
+    return Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
 
 
 def hand_over(
@@ -223,6 +227,25 @@ def ask(
     return answer
 
 
+def kept_processes(what: str = "description") -> list[dict[str, Any]]:
+    """The descriptions of the kept processes of this user. `what`: "description", or "stop" to end them."""
+    place, found = folder(), []
+    for address in sorted(place.glob("*.kept")) if place is not None else ():
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = ask(connection, address, what)
+        if answer is not None:
+            found.append(answer)
+        else:  # it was killed
+            address.unlink(missing_ok=True)
+    return found
+
+
+def kept_processes_text() -> str:
+    """How many processes are kept, for other commands; empty if none is."""
+    number = len(kept_processes())
+    return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
+
+
 def keep_process(request: Import | None, seconds: float, print_message: Callable[[str], None]) -> None:
     """Start a kept process for the next launches of a script, which ends at once if the script has one already.
 
@@ -233,25 +256,32 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
     address = address_of(request.program, request.packages)
     if address is None:
         print_message(
-            f"no process is kept: {tempfile.gettempdir()} has no folder for it that only you can access, or the path "
-            "is too long"
+            f"no process is kept: {_place()} is not a folder that only you can access, or its path is too long; set "
+            f"{RUNTIME_FOLDER} to another folder"
         )
+        return
+    try:
+        lock = os.open(f"{address}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        print_message(f"no process is kept: {address.parent} cannot be written to: {error.strerror}")
         return
     defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     read, write = os.pipe()
-    words = [str(address), str(seconds), ",".join(added), str(read), _ROOM]
+    words = [str(address), str(seconds), ",".join(added), str(read), str(lock), _ROOM]
     with suppress(OSError), os.fdopen(write, "w") as pipe:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-u", "-c", _CODE, str(Path(__file__).parents[3]), *words],
             env={**os.environ, **added},
-            pass_fds=[read],
+            pass_fds=[read, lock],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        process.returncode = 0  # nobody waits for it; Python would warn that it still runs
         os.close(read)
+        os.close(lock)
         json.dump(asdict(request), pipe)
 
 
@@ -270,9 +300,11 @@ def _attend(connection: socket.socket, launcher: int) -> int:
         with suppress(ProcessLookupError):
             os.kill(launcher, number)
 
-    def suspend(_number: int, _frame: FrameType | None) -> None:
+    def suspend(number: int, _frame: FrameType | None) -> None:
         forward(signal.SIGSTOP, None)
-        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # the shell sees which signal it was; returns after SIGCONT
+        signal.signal(number, suspend)
         forward(signal.SIGCONT, None)
 
     for number in FORWARDED:

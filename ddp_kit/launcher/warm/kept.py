@@ -7,8 +7,8 @@
     exits with the same code       <----------------------------------  sends its exit code
 
 It has imported torch and what the script imports first (imports.py). It has a single thread, and ends when no launch
-has come for some time, or when the script is gone. A launch that it cannot serve exactly as a new interpreter would is
-refused: see `facts_here` in handover.py, and `_Kept._reason_to_refuse`.
+has come for some time, or when the script or the socket is gone. A launch that it cannot serve exactly as a new
+interpreter would is refused: see `facts_here` in handover.py, and `_Kept._reason_to_refuse`.
 """
 
 import ast
@@ -31,11 +31,11 @@ from typing import Any, NoReturn
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS, allocator_defaults, set_environment
 from ddp_kit.launcher.warm import handover, imports, server
-from ddp_kit.launcher.warm.messages import Import, Program, message_of
+from ddp_kit.launcher.warm.messages import Import, message_of
 from ddp_kit.launcher.warm.scan import folder_of
 
 _REQUEST_SECONDS = 2.0  # for a client to send its request
-_LOOK_SECONDS = 1.0  # between two looks whether the script is still there
+_LOOK_SECONDS = 1.0  # between two looks whether the script and the socket are still there
 _LOCK_SECONDS = 5.0  # for the process that this one replaces to end
 
 Launch = tuple[dict[str, Any], list[int], socket.socket]
@@ -66,7 +66,7 @@ class _Kept:
     def serve(self) -> Launch | None:
         """Fork a launcher for each request. Returns in a forked launcher, or None at the end of this process."""
         deadline = time.monotonic() + self._seconds
-        while time.monotonic() < deadline and not _is_gone(self._request.program):
+        while time.monotonic() < deadline and self._is_wanted():
             if not select.select([self._listening], [], [], _LOOK_SECONDS)[0]:
                 continue
             with suppress(OSError, EOFError, ValueError, KeyError, TypeError):
@@ -80,6 +80,11 @@ class _Kept:
             deadline = time.monotonic() + self._seconds
         self._address.unlink(missing_ok=True)
         return None
+
+    def _is_wanted(self) -> bool:
+        """Whether the script and the socket still exist; a system may remove the socket when the user logs out."""
+        program = self._request.program
+        return self._address.exists() and (program.module or Path(program.name).exists())
 
     def _answer(self, connection: socket.socket) -> tuple[Launch | None, bool]:
         """Answer a client. Returns the launch in a forked launcher, and whether this process continues."""
@@ -99,9 +104,13 @@ class _Kept:
             if pid == 0:
                 self._listening.close()
                 launch = request, [os.dup(descriptor) for descriptor in descriptors], connection.dup()
+                with suppress(OSError):  # the client is gone: `_end_with_client` ends this process
+                    # Sent by the launcher: without an answer, the client is certain that there is no launcher.
+                    handover.send(connection, {"launcher": os.getpid()})
                 return launch, True
             self._launches += pid > 0
-            handover.send(connection, {"launcher": pid} if pid > 0 else self._description() | {"refused": reason})
+            if pid < 0:
+                handover.send(connection, self._description() | {"refused": reason})
             return None, not reason or request["for"] != "launch"
         finally:
             if pid:
@@ -135,10 +144,6 @@ class _Kept:
             return "" if _texts(asked) == self._statements else "the imports of the script have changed"
 
 
-def _is_gone(program: Program) -> bool:
-    return not program.module and not Path(program.name).exists()
-
-
 def _import_of(request: Mapping[str, Any]) -> Import:
     message = message_of("Import", dict(request["import"]))
     assert isinstance(message, Import)
@@ -169,15 +174,16 @@ def _state(path: str) -> tuple[int, int, int] | None:
     return state.st_mtime_ns, state.st_size, state.st_ino
 
 
-def main(address: str, seconds: float, added: list[str], pipe: int) -> None:
+def main(address: str, seconds: float, added: list[str], pipe: int, lock: int) -> None:
     """Serve launches. Returns at the end, and in a forked worker after its script.
 
     `address`: the path of the socket. `seconds`: how long to wait for the next launch. `added`: names of variables that
-    are set for this process only. `pipe`: a descriptor from which to read what to import, as JSON.
+    are set for this process only. `pipe`: a descriptor from which to read what to import, as JSON. `lock`: a descriptor
+    of the file that the process of this address has locked.
     """
     with os.fdopen(pipe) as file:
         request = file.read()
-    lock = os.open(f"{address}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.set_inheritable(lock, False)
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
