@@ -44,6 +44,9 @@ class LogRow:
     """The peak number of bytes that torch has allocated on each rank's GPU so far; empty on a CPU."""
     mfu: float | None = None
     """Model FLOPs utilisation over all ranks, from 0 to 1; None: not known, see `TrainerConfig.mfu`."""
+    weights_checksum: str | None = None
+    """A checksum of the model's parameters after the row's step; None with `verify_ranks="off"`, and with one rank
+    that writes no run record."""
 
     @property
     def data_seconds(self) -> float:

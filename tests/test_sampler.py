@@ -19,6 +19,7 @@ from ddp_kit.data.sampler import (
     TrainBatches,
     UserEvalBatches,
     UserTrainBatches,
+    checksum,
     plan_batches,
 )
 from ddp_kit.errors import DataError
@@ -63,6 +64,27 @@ def test_sampler_step_has_the_same_samples_at_every_number_of_ranks(
 @given(first_step=st.integers(0, 4), world_size=st.integers(1, 4))
 def test_sampler_from_a_later_step_yields_the_rest_of_the_epoch(first_step: int, world_size: int) -> None:
     assert steps_of(50, 10, world_size, 1, first_step) == steps_of(50, 10, world_size, 1)[first_step:]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("own", [None, [7, 3, 9, 1, 5, 0, 2, 4, 6, 8]], ids=["shuffled", "sampler"])
+def test_checksum_of_a_step_covers_all_ranks_in_order(world_size: int, own: list[int] | None) -> None:
+    sampler = ExactDistributedSampler(range(10), 0, world_size, shuffle=True, seed=0, user_sampler=own)
+    batches = TrainBatches(sampler, plan_batches(4, None, None, world_size), drop_last=False)
+    list(batches)
+    order = list(sampler.order())
+    assert [batches.checksum(step) for step in range(3)] == [checksum(order[at : at + 4]) for at in (0, 4, 8)]
+    of_batches = UserTrainBatches([order[at : at + 2] for at in range(0, 10, 2)], 0, 1, 2, drop_last=False, seed=0)
+    assert of_batches.checksum(1) == batches.checksum(1)
+    divided = DividedTrainBatches([order[:4], order[4:8]], 0, BatchPlan(1, 2, 1, world_size), seed=0)
+    assert divided.checksum(1) == batches.checksum(1)
+
+
+def test_checksum_of_keys_depends_on_their_order_and_kind() -> None:
+    different = [[1, 2], [2, 1], [1], [], ["1", "2"], [(1, "a"), (2, "b")], [10**30, 1]]
+    assert len({checksum(keys) for keys in different}) == len(different)
+    assert checksum(range(3)) == checksum([0, 1, 2]) == checksum(torch.arange(3).numpy().data)
+    assert checksum(("a", "b")) == checksum(["a", "b"])
 
 
 def test_sampler_order_changes_with_epoch_and_seed() -> None:

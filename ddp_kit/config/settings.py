@@ -582,7 +582,7 @@ class TrainerConfig(_Settings):
         default="weights",
         description="What the ranks compare at each log point. weights: the model's weights; all: weights and "
         "optimizer state. A comparison reads these tensors once, and needs no additional collective. Learning rates "
-        "are always compared.",
+        "are always compared. The record of the run has the checksum of the weights, unless this is off.",
     )
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -123,6 +123,12 @@ class Feed(Protocol):
     def batch(self) -> Any:
         """Return the batch of the next pass, on the device; a `Partial` if samples were left out of it."""
 
+    def samples_checksum(self) -> str | None:
+        """A checksum of the samples of the step that `next` returned last, over all ranks; None for a stream.
+
+        Call it after the step's batches were read, on a rank that has at least one.
+        """
+
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
     """Yield (number of samples, batch on the device) for each batch of a stream.
@@ -225,6 +231,9 @@ class MapFeed:
             self._last = self._filler_batch()
         return with_copied_containers(self._last)
 
+    def samples_checksum(self) -> str:
+        return self._batches.checksum(self._number - 1)
+
 
 class StreamFeed:
     """The feed of an iterable dataset of unknown length. Every rank reads its own stream.
@@ -308,6 +317,9 @@ class StreamFeed:
 
     def batch(self) -> Any:
         return next(self._waiting)
+
+    def samples_checksum(self) -> None:
+        """Return None, because the samples of a stream have no index."""
 
     def _padded(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
         """Add zero-weight passes until this rank has as many passes as the rank with the most. A collective."""

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from random import Random, SystemRandom
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
-from torch import Generator, Tensor
+import xxhash
+from torch import Generator
 from torch.utils.data import Sampler
 
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
@@ -184,7 +185,7 @@ class ExactDistributedSampler(Sampler[Any]):
         if not self._shuffle:
             return range(self.total_size)
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        return _LazyInts(torch.randperm(self.total_size, generator=generator))
+        return torch.randperm(self.total_size, generator=generator).numpy().data  # a memoryview: 8 bytes per key
 
     def fingerprint(self) -> str:
         """A hash of this epoch's order if the user's own sampler determines the order; "" otherwise."""
@@ -204,21 +205,14 @@ class ExactDistributedSampler(Sampler[Any]):
         return split(self.total_size, self._world_size, self.rank)
 
 
-class _LazyInts(Sequence[int]):
-    """A sequence of ints stored in an int64 tensor, which takes 8 bytes per value; a list of ints takes 36."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __len__(self) -> int:
-        return len(self._tensor)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return cast("int | list[int]", self._tensor[index].tolist())
+def checksum(keys: Sequence[Any]) -> str:
+    """A checksum of keys in their order, as eight hexadecimal digits. Keys that are no integers: of their `repr`."""
+    if isinstance(keys, memoryview | array):
+        return xxhash.xxh32_hexdigest(keys)
+    try:
+        return xxhash.xxh32_hexdigest(array("q", keys))
+    except (TypeError, OverflowError):
+        return xxhash.xxh32_hexdigest(repr([*keys]).encode())
 
 
 class _Steps(Sampler[list[Any]]):
@@ -287,6 +281,7 @@ class TrainBatches(_Steps):
         self._drop_last = drop_last
         self._full = self._ranges(plan.global_batch)
         self._full_passes = tuple(map(len, self._full))
+        self._order: Sequence[Any] = ()  # of the epoch over which this object iterates
         self.set_position(sampler.epoch, 0)
 
     def set_position(self, epoch: int, first_step: int) -> None:
@@ -332,8 +327,13 @@ class TrainBatches(_Steps):
         """The keys of the samples in this rank's pass `number` of step `step`; None if there is no such pass."""
         return next(islice(self._of_step(self._sampler.order(), step), number, None), None)
 
+    def checksum(self, step: int) -> str:
+        """A checksum of the samples of step `step`, over all ranks. Call it after the step's batches were yielded."""
+        start = step * self._plan.global_batch
+        return checksum(self._order[start : start + self.samples(step)])
+
     def __iter__(self) -> Iterator[list[Any]]:
-        order = self._sampler.order()
+        order = self._order = self._sampler.order()
         for step in range(self.first_step, self.steps):
             yield from self._of_step(order, step)
 
@@ -419,6 +419,10 @@ class UserTrainBatches(_Steps):
         """The keys of the samples in this rank's pass `number` of step `step`; None if there is no such pass."""
         return next(iter(self._drawn.rank_batches[step][number : number + 1]), None)
 
+    def checksum(self, step: int) -> str:
+        """A checksum of the samples of step `step`, over all ranks."""
+        return self._drawn.checksums[step]
+
     def __iter__(self) -> Iterator[list[Any]]:
         rank_batches = self._drawn.rank_batches
         return (batch for step in range(self.first_step, self.steps) for batch in rank_batches[step])
@@ -434,6 +438,7 @@ class UserTrainBatches(_Steps):
             rank_batches,
             [sum(map(len, step)) for step in steps],
             [tuple(map(len, step)) for step in rank_batches],
+            [checksum([*chain(*step)]) for step in steps],
             blake2b(repr(batches).encode()).hexdigest(),
             batches[:1],
         )
@@ -476,6 +481,8 @@ class _EpochBatches:
     """The number of samples in each step, over all ranks."""
     passes: list[tuple[int, ...]]
     """The sizes of this rank's batches in each step."""
+    checksums: list[str]
+    """A checksum of the samples of each step, over all ranks."""
     fingerprint: str
     """A hash of the batches of all ranks."""
     first: list[list[Any]]

@@ -45,8 +45,12 @@ def bits(tensors: Iterable[Tensor]) -> Tensor:
                 small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
             else:
                 sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
-    for group in small.values():
-        sums += [_spread(numbers) for numbers in _whole(torch.cat(group))]
+    for (dtype, _), group in small.items():
+        if count := sum(map(Tensor.numel, group)):
+            padding = group[0].new_zeros(-count % max(1, 8 // dtype.itemsize))
+            sums.append(_spread(torch.cat((*group, padding)).view(torch.int64)))
+    if len(sums) == 1:
+        return sums[0]
     return _spread(_stacked(sums, sums[0].device)) if sums else torch.zeros((), dtype=torch.int64)
 
 
@@ -125,12 +129,12 @@ def facts_of_optimizer(
         sums.append(sum((bits([tensor]).to(parameter.device) for tensor in tensors), zero))
     numbers = _stacked(sums, world.device).tolist()
     return {
-        f"the state of the optimizer (first difference: {name})": f"{number} {_plain(state)}"
+        f"the state of the optimizer (first difference: {name})": f"{number} {plain(state)}"
         for (name, state), number in zip(states.items(), numbers, strict=True)
     }
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """Describe a value as text, so that equal values give equal text in every process.
 
     Numbers have full precision, and tensors are described by shape and dtype. Other objects are described by their name
@@ -139,9 +143,9 @@ def _plain(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {plain(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_plain, value)) + "]"
+        return "[" + ", ".join(map(plain, value)) + "]"
     if value is None or isinstance(value, int | float | complex | str | bytes):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
@@ -149,23 +153,28 @@ def _plain(value: Any) -> str:
 
 def settings_of(optimizer: Optimizer) -> str:
     """An optimizer's class and the options of its parameter groups as text; equal settings give equal text."""
-    groups = [
+    sizes = [{"params": len(group["params"])} for group in optimizer.param_groups]
+    groups = [options | size for options, size in zip(options_of(optimizer), sizes, strict=True)]
+    return f"{type(optimizer).__name__} {plain(groups)}"
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group of an optimizer, without its parameters; scalar tensors as numbers."""
+    return [
         {
             name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             for name, value in group.items()
             if name != "params"
         }
-        | {"params": len(group["params"])}
         for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__} {_plain(groups)}"
 
 
 def schedule(scheduler: LRScheduler | None) -> str:
     """A scheduler's class and state, including the schedulers inside it, as text."""
     if scheduler is None:
         return "none"
-    return f"{type(scheduler).__name__} {_plain(scheduler.state_dict())}"
+    return f"{type(scheduler).__name__} {plain(scheduler.state_dict())}"
 
 
 def rates(optimizer: Optimizer) -> int:
@@ -194,8 +203,19 @@ def row(verify: str, optimizer: Optimizer, weights: Iterable[Tensor], device: to
         leaves = pytree.tree_leaves([*optimizer.state.values()])
         tensors = [leaf.to(device) if leaf.is_cpu else leaf for leaf in leaves if isinstance(leaf, Tensor)]
         sums.append(bits(tensors))
-    whole = _stacked(sums, device)
-    return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
+    return _stacked(sums, device).view(torch.int32).double()  # float64 holds 53 bits exactly
+
+
+def weights_checksum(rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]]) -> str | None:
+    """A checksum of the whole model's weights, as hexadecimal digits; None if `row` was called with "off".
+
+    The arguments are as for `differing`. Of ranks that hold the same weights, one counts. If the weights are divided,
+    the number of parts follows a slash, because the checksum depends on the division.
+    """
+    if len(rows[0]) < 4:
+        return None
+    checksum = f"{digest_of(repr([tuple(rows[group[0]][2:4]) for group in replicas]).encode()):014x}"
+    return checksum if len(replicas) == 1 else f"{checksum}/{len(replicas)}"
 
 
 def differing(

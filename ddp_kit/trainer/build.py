@@ -192,8 +192,10 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     counted = check_fits(context.model, strategy, optimizer, context.stepped_optimizer)
     position, state, clock = Position(), RunState(), step_clock(world.device)
     step = joint_step(context, clock, updates, schedulers) if updates else optimizer_step_for(context, clock)
-    record = RunRecord(config, world, model.description)
-    log_points = LogPoints(context, clock, call_callbacks, record.advise, model.flops.utilisation)
+    record = RunRecord(config, world, model.description, optimizer)
+    log_points = LogPoints(
+        context, clock, call_callbacks, record.advise, model.flops.utilisation, recorded=record.is_written
+    )
     random = RandomPart(world, settings.seed, strategy.data_rank, position)
     best = BestPart(settings.checkpoint, position)
     saved_parts = (

@@ -456,11 +456,13 @@ class LogPoints:
         call_callbacks: Callable[..., None],
         advise: Callable[[str], None],
         utilisation: Callable[[float], float | None],
+        *,
+        recorded: bool,
     ) -> None:
         """`call_callbacks`: a function that is called with "on_log" and a row, and passes the row to every callback.
 
         `advise`: a function that is called with each line of advice. `utilisation`: a function that returns the MFU for
-        a given number of samples per second.
+        a given number of samples per second. `recorded`: whether this rank writes a run record.
         """
         config = context.config
         self._context = context
@@ -468,6 +470,7 @@ class LogPoints:
         self._call_callbacks = call_callbacks
         self._advise = advise
         self._utilisation = utilisation
+        self._recorded = recorded
         self._rates: list[Tensor | float] = []  # the learning rates of the current step
         self._late: list[_Point] = []
         self._reads_late = context.world.device.type == "cuda"
@@ -523,9 +526,12 @@ class LogPoints:
     def _close(self, step: int, epoch: int) -> None:
         """End the interval after this step, and begin another. A collective."""
         context, world, checksums = self._context, self._context.world, None
-        if world.world_size > 1:
+        verify = context.config.verify_ranks
+        if world.world_size == 1 and verify == "all":
+            verify = "weights"  # for the record: there is no other rank to compare with
+        if world.world_size > 1 or (self._recorded and verify != "off"):
             weights = context.strategy.local_parameters()
-            checksums = consistency.row(context.config.verify_ranks, context.optimizer, weights, world.device)
+            checksums = consistency.row(verify, context.optimizer, weights, world.device)
         rates = tuple(map(float, self._rates))
         reading = self.interval.close(self._clock, checksums)
         self._late.append(_Point(step, epoch, rates, reading, compilations(), self._clock.idle))
@@ -573,6 +579,7 @@ class LogPoints:
             rank_seconds=tuple(times.own for times in values.times),
             rank_memory=values.memory,
             mfu=mfu,
+            weights_checksum=consistency.weights_checksum(values.facts, self._context.strategy.replicas),
         )
 
     def check_before_save(self, step: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ddp_kit import __version__
 from ddp_kit.callbacks.callback import Callback
@@ -20,6 +21,7 @@ from ddp_kit.callbacks.json_lines_logger import JSONLinesLogger
 from ddp_kit.callbacks.rows import columns, file_row
 from ddp_kit.config.settings import TrainerConfig, absolute
 from ddp_kit.data.sampler import BatchPlan
+from ddp_kit.distributed.consistency import options_of, plain
 from ddp_kit.distributed.world import World, rank_count
 from ddp_kit.env import (
     RECORD_ATTEMPTS,
@@ -36,6 +38,7 @@ from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
 from ddp_kit.torch_internals import compilations
+from ddp_kit.trainer.updates import optimizer_kind
 
 # --- Log lines at the start and the end -------------------------------------------------------------------------------
 
@@ -179,6 +182,7 @@ def _duration(seconds: float) -> str:
 # JSON Lines files, whose format is in docs/run-record.md:
 #
 #     begin()          a line in attempts.jsonl: model, configuration and first step; removes rows of later steps
+#     note_samples()   the checksum of a step's samples, for the next line of a log point
 #     on_log()         a line in rows.jsonl per log point; on_evaluate(): one per evaluation
 #     advise()         a line in attempts.jsonl per line of advice
 #     on_fit_end()     a line in attempts.jsonl with the result
@@ -199,17 +203,25 @@ class RunRecord(Callback):
     continues without a run record.
     """
 
-    def __init__(self, config: TrainerConfig, world: World, model: str) -> None:
-        """`model`: a description of the model."""
+    def __init__(self, config: TrainerConfig, world: World, model: str, optimizer: Optimizer) -> None:
+        """`model`: a description of the model. `optimizer`: the optimizer, before a checkpoint is loaded."""
         self._config, self._world, self._model = config, world, model
+        self._optimizer = described_optimizer(optimizer)
         saved = config.checkpoint.dir
         self._folder = noted_record_folder() if saved is None else absolute(saved) / RECORD_FOLDER
         self._rows: _Rows | None = None
         self._attempts: _Rows | None = None
         self._has_begun = False
         self._advised: list[str] = []  # since the last log point
+        self._samples: list[str | None] = []  # checksums of the steps that are in no row yet
+        self._samples_after = 0  # the step before the first of them
         self._began = time.monotonic()
         self._attempt = attempt_id() or f"{uuid.uuid4()}.0"
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank writes the record."""
+        return self._folder is not None and self._world.is_main
 
     def begin(self, step: int, total: int | None, planned_memory: int | None) -> None:
         """Record that training begins or continues after `step`.
@@ -217,6 +229,7 @@ class RunRecord(Callback):
         `total`: the optimizer steps of the run, if known. `planned_memory`: bytes per device, if there is a plan.
         """
         first, self._has_begun = not self._has_begun, True
+        self._samples, self._samples_after = [], step
         if self._folder is None:
             return
         if self._world.is_main:
@@ -230,6 +243,11 @@ class RunRecord(Callback):
         if first and self._world.local_rank == 0 and self._folder is not None:
             note_record_folder(self._folder)
 
+    def note_samples(self, checksum: Callable[[], str | None]) -> None:
+        """Record the samples of the step that has run. `checksum`: a function that returns their checksum, if known."""
+        if self._rows is not None:
+            self._samples.append(checksum())
+
     def on_log(self, trainer: Any, row: LogRow) -> None:  # noqa: ARG002
         for line in self._advised:
             self._add("advice", row.step, text=line)
@@ -239,6 +257,13 @@ class RunRecord(Callback):
             facts["rank_memory"] = row.rank_memory
         if count := compilations():
             facts["compilations"] = count
+        if row.weights_checksum is not None:
+            facts["weights_checksum"] = row.weights_checksum
+        steps = row.step - self._samples_after
+        checksums = [checksum for checksum in self._samples[:steps] if checksum is not None]  # None: a stream
+        self._samples, self._samples_after = self._samples[steps:], row.step
+        if checksums:
+            facts["samples_checksums"] = "".join(checksums)
         self._add_row("train", row.step, dict(columns(row)), facts)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -280,6 +305,7 @@ class RunRecord(Callback):
             "ranks": self._world.world_size,
             "devices": [torch.cuda.get_device_name(device) if device.type == "cuda" else device.type],
             "model": self._model,
+            "optimizer": self._optimizer,
             "config": self._config.model_dump(mode="json"),
             "versions": _versions(),
             "git": None if commit is None else {"commit": commit, "changed": bool(changed)},
@@ -303,6 +329,22 @@ class RunRecord(Callback):
         except (OSError, ConfigError) as error:  # ConfigError: the file is from another program
             logger.warning("cannot write the run record to {} ({}); the run continues without it", self._folder, error)
             self._folder = self._rows = self._attempts = None
+
+
+def described_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """The class of an optimizer, and the options of its parameter groups as JSON values, by number if several.
+
+    The learning rate is that from which a scheduler begins.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for number, options in enumerate(options_of(optimizer)):
+        options["lr"] = options.pop("initial_lr", options.get("lr"))
+        groups[str(number)] = {
+            name: value if isinstance(value, bool | int | float | str | None) else plain(value)
+            for name, value in options.items()
+            if name != "param_names"
+        }
+    return {"class": optimizer_kind(optimizer), **(groups if len(groups) > 1 else groups["0"])}
 
 
 class _Rows(JSONLinesLogger):

@@ -561,6 +561,7 @@ class Trainer:
                     run.profiler.before_step(self.step + 1)
                     feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
                     heartbeat.enter(Phase.DATA)
+                    run.record.note_samples(feed.samples_checksum)
                     share = feed.next()  # while the device is busy with the step
                     run.clock.end(DATA)
                     step = self._advance(feed, done.step_samples, ends_epoch=share is None)

@@ -10,6 +10,7 @@ import torch
 
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.pieces import Piece
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,40 @@ def test_checkpoints_command_diff_shows_the_differences(ddpkit: Command, folder:
         "+ model: new: F32 [1]",
         "  progress.epoch: 1 -> 2",
         "+ progress.more: null",
-        "(tensors are compared by name, type and shape, not by value)",
+    ]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A checkpoint of another run, whose first difference from `alike` is in the second tensor of the model."""
+    for name, value in (("alike", 1.0), ("other", 2.0)):
+        with Saver(tmp_path / name, keep_last=1, background=False) as saver:
+            model = {"a": torch.ones(3), "b": torch.full((3,), value), "c": torch.full((3,), value)}
+            saver.save(9, {"ema": {"a": torch.full((3,), value)}, "model": model})
+    return tmp_path / "other" / name_of(9)
+
+
+def test_checkpoints_command_diff_of_two_runs_names_the_first_tensor(ddpkit: Command, other: Path) -> None:
+    run = ddpkit("checkpoints", "alike", "--diff", "9", f"other/{name_of(9)}", cwd=other.parent.parent)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        f"step 9 -> other/{name_of(9)}: 1 difference",
+        "  model: b: other values (the first tensor with other values)",
+    ]
+    run = ddpkit("checkpoints", "alike", "--diff", "9", "9", cwd=other.parent.parent)
+    assert run.stdout.splitlines() == ["step 9 -> step 9: no differences"]
+
+
+def test_checkpoints_command_diff_of_tensors_in_other_pieces_compares_no_values(
+    ddpkit: Command, tmp_path: Path
+) -> None:
+    for name, weight in (("whole", torch.arange(6.0)), ("half", Piece(torch.arange(3.0), (6,), (0,)))):
+        with Saver(tmp_path / name, keep_last=1, background=False) as saver:
+            saver.save(9, {"model": {"w": weight}})
+    run = ddpkit("checkpoints", "whole", "--diff", "9", f"half/{name_of(9)}", cwd=tmp_path)
+    assert run.stdout.splitlines() == [
+        f"step 9 -> half/{name_of(9)}: no differences",
+        "(values of 1 tensor are not compared: the checkpoints divide them in different ways)",
     ]
 
 
@@ -84,6 +118,7 @@ def test_checkpoints_command_diff_shows_the_differences(ddpkit: Command, folder:
         (["nowhere"], "there are no checkpoints in nowhere"),
         (["runs", "--diff", "9", "10"], "there is no checkpoint of step 10"),
         (["runs", "--diff", "9"], "expected 2 arguments"),
+        (["runs", "--diff", "9", "elsewhere"], "elsewhere"),
         ([f"runs/{name_of(9)}/manifest.json"], "is a file, not a folder"),
         ([], "the following arguments are required: DIR"),
     ],

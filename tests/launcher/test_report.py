@@ -23,8 +23,9 @@ from ddp_kit.errors import UsageError
 from ddp_kit.launcher.cli import main
 from ddp_kit.launcher.commands.report import run as report
 from ddp_kit.launcher.report.charts import charts_of_run, comparing_charts
+from ddp_kit.launcher.report.comparison import differences, first_differences
 from ddp_kit.launcher.report.findings import findings, state
-from ddp_kit.launcher.report.page import differences, page
+from ddp_kit.launcher.report.page import page
 from ddp_kit.launcher.report.run_history import RunHistory, read_runs
 from ddp_kit.profile import Recorder
 
@@ -438,7 +439,10 @@ RECORDED: dict[str, list[dict[str, Any]]] = {
         {**DONE, "attempt": "job.1"},
         end("job.1", step=900),
     ],
-    "rows": [row(i, rank_memory=[GIB, GIB], compilations=i, accuracy=0.5) for i in range(1, 20)]
+    "rows": [
+        row(i, rank_memory=[GIB, GIB], compilations=i, accuracy=0.5, weights_checksum="0a", samples_checksums="0" * 8)
+        for i in range(1, 20)
+    ]
     + [evaluation(i, loss=i, f1=0.5) for i in (1, 2, 3)],
     "samples": [sample(i) for i in range(3)],
 }  # fmt: skip
@@ -473,6 +477,7 @@ def is_readable_or_refused(run: Path) -> bool:
         assert str(refused).isprintable() or "\n" in str(refused)
         return False
     page((history,), {}).encode(errors="backslashreplace")
+    first_differences(history, history)
     state(history)
     return True
 

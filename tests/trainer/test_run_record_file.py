@@ -3,16 +3,25 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.data import sampler
+from ddp_kit.data.sampler import ExactDistributedSampler, checksum
+from ddp_kit.distributed import consistency
 from ddp_kit.env import ERROR_FILE, RECORD_NOTE
+from ddp_kit.launcher.report.comparison import first_differences
 from ddp_kit.launcher.report.findings import state
 from ddp_kit.launcher.report.run_history import read_runs
+from ddp_kit.trainer.run_record import described_optimizer
 
 
 def _trained(folder: Path, steps: int) -> Trainer:
@@ -93,3 +102,95 @@ def test_run_record_is_announced_to_the_launcher_when_training_begins(
     assert note.read_text() == ""
     trainer.fit(torch.ones(8, 2))
     assert note.read_text() == str(tmp_path / "run" / "record")
+
+
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "record" / "rows.jsonl").read_text().splitlines()]
+
+
+def _recorded(folder: Path | None, data: Any, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    defaults = {"max_steps": 6, "global_batch_size": 4, "log_every_steps": 3, "checkpoint": {"dir": folder}}
+    config = TrainerConfig(**defaults | settings)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config, scheduler=scheduler)
+    trainer.fit(data)
+    return trainer
+
+
+def test_run_record_has_checksums_of_the_weights_and_of_the_samples_of_each_step(tmp_path: Path) -> None:
+    trainer = _recorded(tmp_path, torch.ones(80, 2))
+    first, second = _rows(tmp_path)
+    assert second["weights_checksum"] == _checksum(trainer.model) != first["weights_checksum"]
+    order = ExactDistributedSampler(range(80), 0, 1, shuffle=True, seed=0).order()
+    expected = [checksum([*order[4 * step : 4 * step + 4]]) for step in range(6)]
+    assert first["samples_checksums"] + second["samples_checksums"] == "".join(expected)
+    (run,) = read_runs([tmp_path])
+    assert run.unreadable == 0
+
+
+def _checksum(model: nn.Module) -> str | None:
+    row = consistency.row(
+        "weights", torch.optim.SGD(model.parameters(), lr=1.0), model.parameters(), torch.device("cpu")
+    )
+    return consistency.weights_checksum([row.tolist()], [range(1)])
+
+
+def test_run_record_of_a_resumed_run_has_the_checksums_of_an_undisturbed_one(tmp_path: Path) -> None:
+    _recorded(tmp_path / "whole", torch.arange(160.0).view(80, 2) / 160, max_steps=25, log_every_steps=5)
+    for steps in (13, 25):
+        _recorded(tmp_path / "resumed", torch.arange(160.0).view(80, 2) / 160, max_steps=steps, log_every_steps=5)
+    lines = first_differences(*read_runs([tmp_path / "resumed", tmp_path / "whole"]))
+    assert lines[0] == "resumed and whole are equal up to step 25, the last that both have", lines
+    assert lines[1].startswith("samples: equal up to step 25"), lines
+
+
+def test_run_record_describes_the_optimizer_that_the_script_has_created(tmp_path: Path) -> None:
+    for steps in (3, 6):
+        _recorded(tmp_path, torch.ones(80, 2), max_steps=steps)
+    (run,) = read_runs([tmp_path])
+    for attempt in run.attempts:
+        described = attempt.begin["optimizer"]
+        assert (described["class"], described["lr"], described["momentum"]) == ("SGD", 0.1, 0.9)
+        assert not {"initial_lr", "params"} & {*described}
+    groups = [{"params": [torch.ones(1)], "betas": (0.5, 0.9)}, {"params": [torch.ones(2)], "lr": torch.tensor(2.0)}]
+    described = described_optimizer(torch.optim.Adam(groups, lr=1.0))
+    assert (described["0"]["betas"], described["1"]["lr"]) == ("[0.5, 0.9]", 2.0)
+    assert json.dumps(described)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(80, 2))
+
+
+def test_run_record_of_a_stream_has_no_checksums_of_samples(tmp_path: Path) -> None:
+    _recorded(tmp_path, Stream())
+    assert [("weights_checksum" in row, "samples_checksums" in row) for row in _rows(tmp_path)] == [(True, False)] * 2
+
+
+def test_run_record_with_verify_ranks_off_has_no_checksum_of_the_weights(tmp_path: Path) -> None:
+    _recorded(tmp_path, torch.ones(80, 2), verify_ranks="off")
+    assert not any("weights_checksum" in row for row in _rows(tmp_path))
+
+
+def test_one_rank_without_a_run_record_computes_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "bits", None)
+    monkeypatch.setattr(sampler, "checksum", None)
+    assert _recorded(None, torch.ones(80, 2)).step == 6
+
+
+def test_run_record_gives_each_row_the_samples_of_its_own_steps(tmp_path: Path) -> None:
+    """On a GPU, a row is written one log point late: by then, later steps have run."""
+    trainer = _recorded(tmp_path, torch.ones(80, 2), max_steps=3)
+    record, (row,) = trainer._run.record, trainer._run.log_points.rows
+    for step in range(4, 10):
+        record.note_samples(lambda step=step: f"{step:08}")
+    for last in (6, 8):
+        record.on_log(trainer, replace(row, step=last))
+    assert [row["samples_checksums"] for row in _rows(tmp_path)[1:]] == ["000000040000000500000006", "0000000700000008"]

@@ -3,19 +3,24 @@
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ddp_kit.checkpoint.format import (
     STATE,
     StoredCheckpoint,
+    TensorRecord,
     checkpoints,
+    examine,
     left_branches,
     leftovers,
+    open_file,
     part_of,
+    read_header,
     read_state,
-    tensor_table,
     verified,
 )
 from ddp_kit.errors import CheckpointError, UsageError, size_text
@@ -30,6 +35,7 @@ exit codes:
 _BEST = "whole, and the best so far when it was saved"
 _SHOWN = 60  # maximum number of characters shown of a value
 _MISSING = object()
+_BLOCK = 1 << 20
 
 
 def parser() -> Parser:
@@ -46,8 +52,8 @@ def parser() -> Parser:
         "--diff",
         nargs=2,
         metavar="STEP",
-        type=int,
-        help="print how the checkpoints of two steps differ: names, shapes and types of tensors, and all other values",
+        help="print how the checkpoints of two steps differ: names, shapes and types of tensors, the first tensor with "
+        "other values, and all other values; instead of a step, also the folder of a checkpoint, as of another run",
     )
     return flags
 
@@ -65,18 +71,12 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
             f"there are no checkpoints in {args.dir}", "name the folder that contains the step-... folders"
         )
     if args.diff:
-        by_step = {checkpoint.step: checkpoint for checkpoint in stored}
-        for step in args.diff:
-            if step not in by_step:
-                steps = ", ".join(map(str, by_step))
-                raise UsageError(
-                    f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}"
-                )
-        stored = tuple(map(by_step.__getitem__, args.diff))
+        stored = tuple(_checkpoint(word, stored) for word in args.diff)
     if args.verify:
         stored = tuple(map(verified, stored))
     if args.diff and all(checkpoint.whole for checkpoint in stored):
-        print_text("\n".join(_differences(*stored)))
+        titles = [f"step {word}" if word.isdecimal() else word for word in args.diff]
+        print_text("\n".join(_differences(" -> ".join(titles), *stored)))
         return ExitCode.OK
     print_text("\n".join(_table(stored)))
     for path in left:
@@ -126,11 +126,87 @@ def _age(created: str) -> str:
 # --- Differences ------------------------------------------------------------------------------------------------------
 
 
-def _differences(old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:
-    lines = [*_changed(_tensors(old), _tensors(new)), *_changed(_values(old), _values(new))]
-    yield f"step {old.step} -> step {new.step}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
+def _checkpoint(word: str, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+    """The checkpoint of a step, or the one in a folder. `stored`: the checkpoints by step. Raises `UsageError`."""
+    by_step = {str(checkpoint.step): checkpoint for checkpoint in stored}
+    if word in by_step:
+        return by_step[word]
+    if word.isdecimal():
+        raise UsageError(
+            f"there is no checkpoint of step {word}", f"the folder has checkpoints of steps {', '.join(by_step)}"
+        )
+    try:
+        return examine(Path(word))
+    except CheckpointError as error:
+        raise UsageError(error.message, error.hint) from None
+
+
+def _differences(title: str, old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:
+    old_pieces, new_pieces = _pieces(old), _pieces(new)
+    tables = [{piece.name: str(piece.record) for piece in pieces} for pieces in (old_pieces, new_pieces)]
+    lines = [*_changed(*tables), *_first_changed_tensor(old_pieces, new_pieces), *_changed(_values(old), _values(new))]
+    yield f"{title}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
     yield from lines
-    yield "(tensors are compared by name, type and shape, not by value)"
+    places = [{(piece.name, piece.record) for piece in pieces} for pieces in (old_pieces, new_pieces)]
+    divided = {name for name, _ in places[0] ^ places[1] if tables[0].get(name) == tables[1].get(name)}
+    if divided:
+        count = f"{len(divided)} tensor{'' if len(divided) == 1 else 's'}"
+        yield f"(values of {count} are not compared: the checkpoints divide them in different ways)"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor in a file, or a piece of a tensor."""
+
+    name: str
+    """The part and the tensor, such as `model: layer.weight`."""
+    record: TensorRecord
+    path: Path
+    offset: int
+    """Where its values begin in the file."""
+    hash: str
+    """The hash of the file."""
+
+
+def _pieces(checkpoint: StoredCheckpoint) -> list[_Piece]:
+    """The tensors of a checkpoint, those of the model first."""
+    pieces: list[_Piece] = []
+    for file in checkpoint.manifest.files if checkpoint.manifest else ():
+        if (part := part_of(file.name)) is not None:
+            path = checkpoint.path / file.name
+            try:
+                with open_file(path) as opened:
+                    table, header = read_header(opened, file.bytes)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{path} cannot be read: {error}", "add --verify to check all files") from None
+            begins = accumulate((record.bytes for record in table.values()), initial=len(header))
+            pieces += [
+                _Piece(f"{part}: {name}", record, path, begin, file.hash)
+                for (name, record), begin in zip(table.items(), begins, strict=False)
+            ]
+    return sorted(pieces, key=lambda piece: not piece.name.startswith("model: "))
+
+
+def _first_changed_tensor(old: Sequence[_Piece], new: Sequence[_Piece]) -> Iterator[str]:
+    """A line with the name of the first tensor whose values differ, if any. Files with equal hashes are not read."""
+    new_by_place = {(piece.name, piece.record): piece for piece in new}
+    for piece in old:
+        other = new_by_place.get((piece.name, piece.record))
+        if other is not None and (piece.hash, piece.offset) != (other.hash, other.offset):
+            try:
+                equal = all(map(bytes.__eq__, _blocks(piece), _blocks(other)))
+            except OSError as error:
+                raise UsageError(f"{error.filename or piece.path} cannot be read: {error}", "try again") from None
+            if not equal:
+                yield f"  {piece.name}: other values (the first tensor with other values)"
+                return
+
+
+def _blocks(piece: _Piece) -> Iterator[bytes]:
+    with open_file(piece.path) as file:
+        file.seek(piece.offset)
+        for begin in range(0, piece.record.bytes, _BLOCK):
+            yield file.read(min(_BLOCK, piece.record.bytes - begin))
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -147,21 +223,6 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-
-def _tensors(checkpoint: StoredCheckpoint) -> dict[str, str]:
-    """Map the name of each tensor, such as `model: layer.weight`, to its type and shape."""
-    tensors: dict[str, str] = {}
-    for file in checkpoint.manifest.files if checkpoint.manifest else ():
-        if (part := part_of(file.name)) is not None:
-            try:
-                table = tensor_table(checkpoint.path / file.name)
-            except (OSError, ValueError) as error:
-                raise UsageError(
-                    f"{checkpoint.path / file.name} cannot be read: {error}", "add --verify to check all files"
-                ) from None
-            tensors |= {f"{part}: {name}": str(record) for name, record in table.items()}
-    return tensors
 
 
 def _values(checkpoint: StoredCheckpoint) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from textwrap import indent
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.report.charts import write_pictures
+from ddp_kit.launcher.report.comparison import first_differences
 from ddp_kit.launcher.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.launcher.report.page import MARK, page
 from ddp_kit.launcher.report.run_history import RunHistory, read_runs
@@ -15,7 +16,7 @@ from ddp_kit.launcher.report.run_history import RunHistory, read_runs
 _EPILOG = """\
 examples:
   ddpkit report runs/1                  write report.html
-  ddpkit report runs/1 runs/2           show both runs in each chart, and the settings that differ
+  ddpkit report runs/1 runs/2           show both runs in each chart, and where they first differ
   ddpkit report runs/1 --images plots   also write the charts as SVG files
 """
 
@@ -25,7 +26,8 @@ def parser() -> Parser:
     flags = Parser(
         prog="ddpkit report",
         description="Write an HTML report about one or more runs: loss, speed, ranks, memory, restarts, configuration, "
-        "advice. The page needs neither a network nor a server. The runs may still be in progress.",
+        "advice; of two runs, also where they first differ. The page needs neither a network nor a server. The runs "
+        "may still be in progress.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -61,6 +63,9 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None
     for run in runs:
         _print_findings(run, profiles[run.name], print_text)
+    if len(runs) == 2:
+        summary, *details = first_differences(*runs)
+        print_text("\n".join([summary, *(f"  {line}" for line in details)]))
     size = args.out.stat().st_size / 1000
     print_text(f"{args.out}: {size:,.0f} kB" + (f"; {len(pictures)} charts in {args.images}" if pictures else ""))
     return 0

@@ -1,4 +1,4 @@
-"""Build the report as one HTML page, including the settings that differ between runs."""
+"""Build the report as one HTML page."""
 
 import json
 import re
@@ -8,79 +8,16 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from itertools import accumulate
-from pathlib import PurePath
 from typing import Any
 
 from ddp_kit import __version__
-from ddp_kit.env import VARIABLES_OF_ONE_RUN
 from ddp_kit.launcher.report.charts import Chart, charts_of_run, comparing_charts
+from ddp_kit.launcher.report.comparison import differences, first_differences, settings
 from ddp_kit.launcher.report.findings import Finding, Profile, duration, findings, state
 from ddp_kit.launcher.report.run_history import Attempt, RunHistory
 from ddp_kit.launcher.trace.memory_file import MemorySummary
 
-# --- Settings ---------------------------------------------------------------------------------------------------------
-
-_PARTS = ("command", "model", "devices", "ranks", "nodes", "host", "config", "versions", "git", "environment")
-
-
-def settings(run: RunHistory) -> dict[str, str]:
-    """The settings that the last attempt was started with, by name."""
-    settings_by_name: dict[str, str] = {}
-    for part in _PARTS:
-        settings_by_name.update(_flat(part, run.last.begin.get(part)))
-    return settings_by_name
-
-
-def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
-    """The settings that differ between runs, as pairs: the name, and the values in all runs (empty where not set)."""
-    all_settings = [_arguments(run.last.begin.get("command", ())) | settings(run) for run in runs]
-    names = dict.fromkeys(name for settings_of_run in all_settings for name in settings_of_run if name != "command")
-    table = [(name, tuple(settings_of_run.get(name, "") for settings_of_run in all_settings)) for name in names]
-    differs_anyway = tuple(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN)
-    return [
-        (name, values)
-        for name, values in table
-        if len(set(values)) > 1 and not name.startswith(differs_anyway) and not _names_the_folders(values, runs)
-    ]
-
-
-def _arguments(command: Sequence[str]) -> dict[str, str]:
-    """The arguments of a script by name: `--lr 0.1` and `--lr=0.1` are `--lr`; others are named by their position."""
-    arguments: dict[str, str] = {}
-    flag = ""
-    for position, word in enumerate(command):
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            arguments[flag] = value if equals else "yes"
-            flag = "" if equals else flag
-        elif flag:
-            arguments[flag], flag = word, ""
-        else:
-            arguments["script" if position == 0 else f"argument {position}"] = word
-    return arguments
-
-
-def _names_the_folders(values: Sequence[str], runs: Sequence[RunHistory]) -> bool:
-    """Whether the value of each run is a path that ends like its own folder, which says nothing about the run."""
-    named = [(PurePath(run.name).parts, value) for run, value in zip(runs, values, strict=True)]
-    # Without a slash, the value may be what the folder is named after: runs/0.1 for --lr 0.1.
-    return all("/" in value and PurePath(value).parts[-len(name) :] == name for name, value in named)
-
-
-def _flat(name: str, value: Any) -> dict[str, str]:
-    if isinstance(value, Mapping):
-        flat: dict[str, str] = {}
-        for key, part in value.items():
-            flat.update(_flat(f"{name}.{key}", part))
-        return flat
-    if isinstance(value, list):
-        return {name: " ".join(str(part) for part in value)}
-    return {} if value is None else {name: str(value)}
-
-
-# --- HTML page --------------------------------------------------------------------------------------------------------
-# Self-contained: it loads nothing from the network.
-
+# The page is self-contained: it loads nothing from the network.
 
 MARK = '<meta name="generator" content="ddpkit report'
 """Tag by which `ddpkit report` recognises its own files."""
@@ -136,6 +73,9 @@ def _body(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]],
     yield f"{_figures(comparing_charts(runs), charts)}</section>\n"
     if several:
         yield f"<section><h2>Findings</h2>\n{_all_findings(runs)}</section>\n"
+        if len(runs) == 2:
+            lines = "".join(f"<li>{escape(line)}</li>\n" for line in first_differences(*runs))
+            yield f"<section><h2>Where they first differ</h2>\n<ul>{lines}</ul></section>\n"
         yield f"<section><h2>What differs</h2>\n{_differences(runs)}</section>\n"
     for number, run in enumerate(runs):
         title = f"<h2>{escape(run.name) if several else 'Ranks and machine'}</h2>"

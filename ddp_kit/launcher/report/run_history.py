@@ -239,6 +239,8 @@ class _End(_Timed):
 class _Row(_Placed):
     rank_seconds: list[float | None] = []
     rank_memory: list[float] = []
+    samples_checksums: str = ""
+    weights_checksum: str = ""
 
 
 class _Sample(_Timed):
