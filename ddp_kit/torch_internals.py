@@ -38,6 +38,19 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
+class CommunicationError(Exception):
+    """Code ran a collective where it must not: see `WithoutCollectives`."""
+
+
+class WithoutCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which a collective raises `CommunicationError` before it sends anything."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise CommunicationError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def abort_process_groups() -> None:
     """Abort all process groups without waiting for other ranks, and end their NCCL kernels."""
     distributed_c10d._abort_process_group()

@@ -568,7 +568,8 @@ class TrainerConfig(_Settings):
     log_every_steps: Count = Field(
         default=10,
         description="Optimizer steps between log points. On a GPU, the values of a log point are read at the next log "
-        "point, so that the host does not wait for the device.",
+        "point, so that the host does not wait for the device; with 1, it waits for the loss of each pass, and the "
+        "error for a loss that is not finite names its cause.",
     )
     mfu: bool = Field(
         default=False,

@@ -167,7 +167,7 @@ class TrainerSettings(TypedDict, total=False):
     deterministic: bool
     """Use only algorithms with bitwise reproducible results; may be slower."""
     log_every_steps: int
-    """Optimizer steps between log points. On a GPU, the values of a log point are read at the next log point, so that the host does not wait for the device."""
+    """Optimizer steps between log points. On a GPU, the values of a log point are read at the next log point, so that the host does not wait for the device; with 1, it waits for the loss of each pass, and the error for a loss that is not finite names its cause."""
     mfu: bool
     """Log the model FLOPs utilisation, on GPUs whose peak rate is known. To count FLOPs, the loss function is called once more after the first step, with fake tensors, which have shapes but no values."""
     eval_every_steps: int | None

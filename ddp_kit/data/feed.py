@@ -80,6 +80,11 @@ class Share(NamedTuple):
 
     A pass of 0 samples has zero weight; it only makes the number of passes equal on all ranks.
     """
+    keys: Callable[[int], Sequence[Any] | None] = lambda _pass: None
+    """A function that returns the indices in the dataset of the samples of a pass, given by its index in this share.
+
+    None if they are unknown.
+    """
 
 
 class Feed(Protocol):
@@ -212,7 +217,7 @@ class MapFeed:
         if self._filler_batch is not None:
             self._left = len(passes)
             passes += (0,) * (self._batches.max_passes(number) - self._left)
-        return Share(self._batches.samples(number), passes)
+        return Share(self._batches.samples(number), passes, partial(self._batches.keys, number))
 
     def batch(self) -> Any:
         if self._filler_batch is None:

@@ -323,6 +323,10 @@ class TrainBatches(_Steps):
         """The `fingerprint` of the `ExactDistributedSampler` for this epoch."""
         return self._sampler.fingerprint()
 
+    def keys(self, step: int, number: int) -> list[Any] | None:
+        """The keys of the samples in this rank's pass `number` of step `step`; None if there is no such pass."""
+        return next(islice(self._of_step(self._sampler.order(), step), number, None), None)
+
     def checksum(self, step: int) -> str:
         """A checksum of the samples of step `step`, over all ranks. Call it after the step's batches were yielded."""
         start = step * self._plan.global_batch
@@ -331,9 +335,12 @@ class TrainBatches(_Steps):
     def __iter__(self) -> Iterator[list[Any]]:
         order = self._order = self._sampler.order()
         for step in range(self.first_step, self.steps):
-            start = step * self._plan.global_batch
-            for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
-                yield list(order[start + positions.start : start + positions.stop])
+            yield from self._of_step(order, step)
+
+    def _of_step(self, order: Sequence[Any], step: int) -> Iterator[list[Any]]:
+        start = step * self._plan.global_batch
+        for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
+            yield list(order[start + positions.start : start + positions.stop])
 
     def _ranges(self, samples: int) -> tuple[range, ...]:
         return self._plan.micro_batches(self._sampler.rank, samples)
@@ -407,6 +414,10 @@ class UserTrainBatches(_Steps):
     def fingerprint(self) -> str:
         """A hash of the batches of all ranks in this epoch."""
         return self._drawn.fingerprint
+
+    def keys(self, step: int, number: int) -> list[Any] | None:
+        """The keys of the samples in this rank's pass `number` of step `step`; None if there is no such pass."""
+        return next(iter(self._drawn.rank_batches[step][number : number + 1]), None)
 
     def checksum(self, step: int) -> str:
         """A checksum of the samples of step `step`, over all ranks."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.consistency import Difference, first_difference
-from ddp_kit.distributed.world import World, gathered
+from ddp_kit.distributed.world import World, gathered, gathered_bytes
 from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, bad_weight, exact_weight
@@ -22,6 +22,7 @@ from ddp_kit.records import LogRow, Step, StepTimes
 from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.context import LoggedValues, TrainerContext, as_table, over_all_ranks
+from ddp_kit.trainer.non_finite import can_repeat
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
 # At most one line of advice per interval; none if nothing stands out.
@@ -196,6 +197,8 @@ class Interval:
         self._before_step = 0
         self._plain = True
         self._norm: Tensor | None = None
+        self.cause = (0, "")
+        """The step and the cause of this rank's first loss that is not finite; (0, "") if none is recorded."""
         self.started = time.perf_counter()
         self.steps = 0
         self.samples = 0
@@ -215,6 +218,15 @@ class Interval:
             self._sums.append(value.detach())
             self._weights.append(samples)
         self._step_of.append(self.step)
+
+    @property
+    def wants_cause(self) -> bool:
+        """Whether no cause is recorded yet."""
+        return not self.cause[1]
+
+    def note_cause(self, cause: str) -> None:
+        """Record the cause of a loss that is not finite."""
+        self.cause = self.step, cause
 
     def note_norm(self, norm: Tensor) -> None:
         """Record the global norm of the step's gradient, before clipping."""
@@ -267,7 +279,19 @@ class Interval:
             table, logged = _to_pinned(table), _to_pinned(logged)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return Reading(world, self.steps, self.samples, seconds, table, [*means], logged, pairs, self._step_of, arrived)
+        return Reading(
+            world,
+            self.steps,
+            self.samples,
+            seconds,
+            table,
+            [*means],
+            logged,
+            pairs,
+            self._step_of,
+            arrived,
+            self.cause,
+        )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """The (step, rank) of the first non-finite loss of the current interval; None if all losses are finite.
@@ -337,6 +361,8 @@ class Reading:
     """The step of each of these losses."""
     arrived: torch.cuda.Event | None
     """Recorded when the copies to the host are complete; None on the CPU."""
+    cause: tuple[int, str]
+    """As in `Interval`."""
 
     def values(self) -> "Values":
         """Wait for the copy to the host, and return the values. A collective if any rank has logged values."""
@@ -456,6 +482,7 @@ class LogPoints:
             waits=config.non_finite_gradients == "skip"
             or config.precision == "fp16"
             or config.parallel.share_gpus
+            or config.log_every_steps == 1
             or config.memory.offload is not None,
         )
         self.begin(first_step=1)
@@ -561,7 +588,7 @@ class LogPoints:
             return
         for point in self._late:  # the errors that the next log point would raise
             self._check(point, point.reading.values())
-        _check_losses(self.interval)
+        _check_losses(self.interval, self._context)
         device = self._context.world.device  # with a device map, weights are on several
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
         sums = [
@@ -578,7 +605,7 @@ class LogPoints:
         skips = self._context.config.non_finite_gradients == "skip"
         if isfinite(values.weight) and (skips or (isfinite(values.loss) and isfinite(values.norm))):
             return
-        _check_losses(point.reading, only_weights=skips)
+        _check_losses(point.reading, self._context, only_weights=skips)
         if not skips and not isfinite(values.norm) and not self._context.precision.scales:
             raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
 
@@ -606,11 +633,20 @@ class LogPoints:
         )
 
 
-def _check_losses(losses: Interval | Reading, *, only_weights: bool = False) -> None:
+def _check_losses(losses: Interval | Reading, context: TrainerContext, *, only_weights: bool = False) -> None:
     """Raise `LossError` for the first weight or loss that is not finite. A collective."""
     if (found := losses.first_non_finite(WEIGHT)) is not None:
         raise bad_weight(*found)
     if not only_weights and (found := losses.first_non_finite()) is not None:
         step, rank = found
-        what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
-        raise LossError(what, _HINT, step)
+        what, hint = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}", _HINT
+        cause_step, text = losses.cause
+        # A cause from a later step is that the weights are not finite.
+        own = text if cause_step <= step else ""
+        cause = gathered_bytes(own.encode(), losses.world)[rank].decode()
+        if cause:
+            what += f"\n  {cause}"
+        elif can_repeat(context) and context.config.log_every_steps > 1:
+            resumes = ", which resumes from the last checkpoint" if context.config.checkpoint.dir is not None else ""
+            hint += f"; to learn the module and the samples, run the same command with log_every_steps=1{resumes}"
+        raise LossError(what, hint, step)

@@ -1,5 +1,6 @@
 """An optimizer step: calls of the loss function, the exact gradient of the global batch, and the update."""
 
+import cmath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.data.collate import Partial
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
+from ddp_kit.distributed.world import gathered, gathered_bytes
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
@@ -25,6 +27,7 @@ from ddp_kit.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepCloc
 from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
+from ddp_kit.trainer.non_finite import PassNote, can_read_losses, can_repeat, cause_alone, cause_with_all_ranks
 from ddp_kit.trainer.snapshots import BufferCopies, without_trace
 
 # --- The optimizer step -----------------------------------------------------------------------------------------------
@@ -39,6 +42,13 @@ class StepRecorder(Protocol):
 
     def add(self, value: Tensor | Loss, samples: int) -> None:
         """Record the loss of one pass."""
+
+    @property
+    def wants_cause(self) -> bool:
+        """Whether to find the cause of a loss that is not finite: only of the first one that is recorded."""
+
+    def note_cause(self, cause: str) -> None:
+        """Record the cause of a loss that is not finite, as text."""
 
     def note_norm(self, norm: Tensor) -> None:
         """Record the norm of the step's gradient."""
@@ -122,6 +132,8 @@ class OptimizerStep:
             # Equal on all ranks. Waits for the device in each step.
             if self._skips_non_finite and not bool(torch.isfinite(norm)):
                 return False
+            if loss.is_repeated_by_all_ranks and not bool(torch.isfinite(norm)):
+                loss.note_cause_with_all_ranks()
             if measure_norm:
                 recorder.note_norm(norm)
             if config.max_grad_norm is not None:
@@ -239,7 +251,7 @@ class PipelineStep(OptimizerStep):
 # --- The loss of a step -----------------------------------------------------------------------------------------------
 
 
-_UNKNOWN, _PLAIN, _WEIGHTED = range(3)  # kinds of loss
+_UNKNOWN, _PLAIN, _WEIGHTED, _NOT_FINITE = range(4)  # kinds of loss
 _IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 
@@ -271,6 +283,13 @@ class StepLoss:
         self._reduction: Any = None
         self._reduced_weight: Tensor | None = None  # the sum of all ranks' weights, once the reduction is complete
         self._missing_samples = 0  # that user code has omitted from the batches of this step
+        self._gpu = context.world.device if context.world.device.type == "cuda" else None
+        self._reads_losses = can_read_losses(context)
+        self._passes = 0  # of this rank in the step
+        self._note: PassNote | None = None  # of the pass to repeat: the first one that failed, or else the last one
+        self._failed = False  # whether the loss of this pass was not finite
+        self.is_repeated_by_all_ranks = self._reads_losses and context.strategy.divides_weights
+        """Whether all ranks repeat a pass in a step with a gradient that is not finite, to find the cause."""
 
     @property
     def agreed(self) -> bool:
@@ -287,6 +306,7 @@ class StepLoss:
         self._share, self._recorder = share, recorder
         self._weight, self._missing_samples = 0.0, 0
         self._reduction = self._reduced_weight = None
+        self._passes, self._note, self._failed = 0, None, False
         if not share.passes:
             self._context.heartbeat.enter(Phase.BACKWARD)
             if not self.agreed:
@@ -303,6 +323,9 @@ class StepLoss:
             number, batch = min(batch.samples, samples), batch.batch
         counted = number if context.strategy.contributes else 0
         context.heartbeat.enter(Phase.FORWARD)
+        if (self._reads_losses or not self.agreed) and not self._failed:
+            self._note = PassNote(batch, number, self._passes, self._gpu)
+        self._passes += 1
         traceless = nullcontext() if number else without_trace(context)
         with (
             traceless,
@@ -320,6 +343,8 @@ class StepLoss:
             )
         total = value.loss if isinstance(value, Loss) else value
         total = total if total.ndim == 0 else total.reshape(())
+        if self._reads_losses and number and not cmath.isfinite(total.item()):
+            self._note_failure()
         if number < samples and not isinstance(value, Loss):
             self._note_missing(samples - number, samples)
         if counted:
@@ -358,17 +383,25 @@ class StepLoss:
             return _ratio(samples, present)
         return None
 
-    def agree(self, value: "Tensor | Loss | LossError | None" = None) -> None:
+    def agree(self, value: "Tensor | Loss | LossError | None" = None, *, finite: bool = True) -> None:
         """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
 
-        `value`: this rank's first loss, or its error; None if the rank has no samples. Raises `LossError` if the kinds
-        of loss differ, or if any rank has an error.
+        `value`: this rank's first loss, or its error; None if the rank has no samples. `finite`: whether the loss is
+        finite, if it has to be. Raises `LossError` if the kinds of loss differ, if any rank has an error, or if a loss
+        is not finite.
         """
         if value is None:
             # With fp16, this creates the scale of the loss, which is needed to unscale gradients.
             self._context.precision.scaled(torch.zeros((), device=self._context.world.device))
         kind = _UNKNOWN if value is None else _WEIGHTED if isinstance(value, Loss) else _PLAIN
-        kinds = {*first_losses(self._context.world, kind, value if isinstance(value, LossError) else None)}
+        of_ranks = first_losses(
+            self._context.world,
+            kind if finite else _NOT_FINITE,
+            value if isinstance(value, LossError) else None,
+        )
+        if _NOT_FINITE in of_ranks:
+            raise self._first_loss_not_finite(of_ranks.index(_NOT_FINITE), value)
+        kinds = {*of_ranks}
         if len(kinds - {_UNKNOWN}) > 1:
             raise LossError(
                 "the loss function returned a plain tensor on some ranks and a Loss on others",
@@ -406,7 +439,7 @@ class StepLoss:
         self._missing_samples += missing
 
     def _first_value(self, batch: object) -> "Tensor | Loss":
-        gradients_before = self._parameters.any_gradient
+        gradients_before, finite = self._parameters.any_gradient, True
         try:
             value = self._value(batch)
             if self._parameters.any_gradient and not gradients_before:
@@ -418,19 +451,61 @@ class StepLoss:
                     "return a real one, such as .abs() or .real of it",
                 )
             lenient = self._context.config.non_finite_gradients == "skip" or self._context.precision.scales
-            if not lenient and not bool(torch.isfinite(total)):
-                raise LossError(
-                    f"the loss is {total.item():g} in the first step of this run, on rank {self._context.world.rank}",
-                    "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
-                    "torch.autograd.set_detect_anomaly(True) names the operation",
-                )
-            self._advise(value, batch)
+            finite = lenient or bool(torch.isfinite(total))
+            if finite:
+                self._advise(value, batch)
         except LossError as error:
             called = self._parameters.any_gradient and not gradients_before
             self.agree(backward_called() if called else error)  # raises the error on all ranks
             raise
-        self.agree(value)
+        self.agree(value, finite=finite)
         return value
+
+    def _first_loss_not_finite(self, rank: int, value: "Tensor | Loss | LossError | None") -> LossError:
+        """The error for a first loss that is not finite, first on `rank`. A collective. `value`: as for `agree`."""
+        context, note, text = self._context, self._note, ""
+        if context.world.rank == rank:
+            total = value.loss if isinstance(value, Loss) else value
+            assert isinstance(total, Tensor), "only a loss can be not finite"
+            text = f"the loss is {total.item():g} in the first step of this run, on rank {rank}"
+        if can_repeat(context) and note is not None:
+            if context.strategy.divides_weights:
+                cause = cause_with_all_ranks(context, note, self._keys(note), failed=bool(text))
+            else:
+                cause = cause_alone(context, note, self._keys(note)) if text else ""
+            text = f"{text}\n  {cause}"
+        message = gathered_bytes(text.encode(), context.world)[rank].decode()
+        error = LossError(
+            message,
+            "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
+            "torch.autograd.set_detect_anomaly(True) names the operation",
+        )
+        error.reported_elsewhere = context.world.rank != rank
+        return error
+
+    def _note_failure(self) -> None:
+        """Note that the loss of this pass is not finite, and the cause, unless all ranks have to repeat a pass."""
+        if self._failed or not self._recorder.wants_cause:
+            return
+        self._failed, context, note = True, self._context, self._note
+        if not context.strategy.divides_weights and note is not None:
+            self._recorder.note_cause(cause_alone(context, note, self._keys(note)))
+
+    def note_cause_with_all_ranks(self) -> None:
+        """After a step with a gradient that is not finite, find the cause on ranks with a loss that is not finite.
+
+        A collective; does nothing if all losses are finite.
+        """
+        context, note = self._context, self._note
+        if note is not None and any(failed for (failed,) in gathered(context.world, [self._failed])):
+            cause = cause_with_all_ranks(context, note, self._keys(note), failed=self._failed)
+            if cause:
+                self._recorder.note_cause(cause)
+
+    def _keys(self, note: PassNote) -> Sequence[Any] | None:
+        """The indices in the dataset of the samples of a pass; None if they are unknown."""
+        keys = self._share.keys(note.number)
+        return keys if keys is not None and len(keys) == note.samples else None
 
     def _advise(self, value: "Tensor | Loss", batch: object) -> None:
         """Log advice if the loss is probably a mean over tokens: such a mean depends on how samples are grouped."""
@@ -637,6 +712,13 @@ class _ClosureRecorder:
         self.mean.add(value, samples)
         if self.first:
             self._recorder.add(value, samples)
+
+    @property
+    def wants_cause(self) -> bool:
+        return self.first and self._recorder.wants_cause
+
+    def note_cause(self, cause: str) -> None:
+        self._recorder.note_cause(cause)
 
     def note_norm(self, norm: Tensor) -> None:
         if self.first:

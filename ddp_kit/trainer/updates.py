@@ -284,6 +284,13 @@ class _UpdateRecorder:
             self._recorder.add(value, samples)
         self._logged.note(f"loss/{self._name}", value, samples)
 
+    @property
+    def wants_cause(self) -> bool:
+        return self._recorder.wants_cause
+
+    def note_cause(self, cause: str) -> None:
+        self._recorder.note_cause(f"update {self._name!r} at step {self.step}: {cause}")
+
     def note_norm(self, norm: Tensor) -> None:
         self.norms.append(norm)
 

@@ -18,7 +18,9 @@ from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
 from ddp_kit.metrics import Mean
 from ddp_kit.timing import StepClock
+from ddp_kit.trainer import step
 from ddp_kit.trainer.logging import Interval, LogPoints
+from ddp_kit.trainer.non_finite import can_read_losses
 
 
 def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -42,7 +44,10 @@ def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("loss", [mean, weighted])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
-def test_host_reads_no_value_between_log_points(reads: Reads, precision: str, loss: Any) -> None:
+def test_host_reads_no_value_between_log_points(
+    reads: Reads, precision: str, loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "can_read_losses", lambda _context: False)  # as on a GPU
     steps = steps_of(loss, precision=precision)
     next(steps)  # the first one is looked at more closely
     with reads:
@@ -51,7 +56,10 @@ def test_host_reads_no_value_between_log_points(reads: Reads, precision: str, lo
     assert not reads.of
 
 
-def test_host_with_a_scheduler_reads_only_whether_fp16_skipped_a_step(reads: Reads) -> None:
+def test_host_with_a_scheduler_reads_only_whether_fp16_skipped_a_step(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "can_read_losses", lambda _context: False)
     for precision, expected in (("bf16", 0), ("fp16", 5)):
         steps = steps_of(precision=precision, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.9))
         next(steps)
@@ -59,6 +67,31 @@ def test_host_with_a_scheduler_reads_only_whether_fp16_skipped_a_step(reads: Rea
             for _ in range(5):
                 next(steps)
         assert len(reads.of) == expected, reads.of
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cpu", {}, True),
+        ("cpu", {"non_finite_gradients": "skip"}, False),
+        ("cuda", {}, False),
+        ("cuda", {"log_every_steps": 1}, True),
+        ("cpu", {"parallel": {"pipeline": 2}}, False),
+        ("cpu", {"precision": "fp16", "parallel": "ddp"}, True),
+        ("cpu", {"precision": "fp16", "parallel": "fsdp"}, False),
+    ],
+)
+def test_losses_are_read_before_the_step_only_where_it_costs_no_wait(
+    device: str, settings: dict[str, Any], expected: bool
+) -> None:
+    config = TrainerConfig(**settings)
+    context: Any = SimpleNamespace(
+        config=config,
+        world=SimpleNamespace(device=torch.device(device)),
+        strategy=SimpleNamespace(divides_weights=settings.get("parallel") == "fsdp"),
+        precision=SimpleNamespace(scales=config.precision == "fp16"),
+    )
+    assert can_read_losses(context) is expected
 
 
 def test_weights_of_any_type_are_summed_at_a_log_point() -> None:
