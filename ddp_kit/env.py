@@ -71,6 +71,14 @@ FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 PLAN_RANKS = "DDPKIT_PLAN_RANKS"
 PLAN_RANKS_PER_NODE = "DDPKIT_PLAN_RANKS_PER_NODE"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
+# Set by `ddpkit rehearse` so that the workers record their steps: the folder of the run.
+REHEARSAL = "DDPKIT_REHEARSAL"
+# Variables that keep a rehearsal out of the records of trackers, on the network and on disk. {folder}: that of the run.
+OFFLINE = {
+    "WANDB_MODE": "offline", "WANDB_DIR": "{folder}", "MLFLOW_TRACKING_URI": "file:{folder}/mlruns",
+    "COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": "{folder}", "NEPTUNE_MODE": "offline",
+    "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "offline", "TRACKIO_DIR": "{folder}", "TMPDIR": "{folder}/tmp",
+}  # fmt: skip
 # 1: precision="fp8" computes its float8 products in float32, on any device; for tests.
 EMULATE_FP8 = "DDPKIT_EMULATE_FP8"
 
@@ -164,6 +172,17 @@ def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
         return None
     ranks = _number(env, PLAN_RANKS)
     return PlanRequest(ranks, _number(env, PLAN_RANKS_PER_NODE, ranks), _number(env, PLAN_MEMORY))
+
+
+def rehearsal_folder() -> Path | None:
+    """The folder of this run in a rehearsal (`ddpkit rehearse`); None in any other run."""
+    folder = os.environ.get(REHEARSAL)
+    return Path(folder) if folder else None
+
+
+def restarts() -> int:
+    """How often the launcher has restarted the workers after a failure."""
+    return _number(os.environ, RESTART_COUNT, 0)
 
 
 def emulates_fp8() -> bool:

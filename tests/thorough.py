@@ -33,6 +33,7 @@ PARTS = {
     "strategy": ("end_to_end/test_third_strategy.py", "end_to_end/test_third_strategy_whole.py"),
     "checkpoints": ("checkpoint", "end_to_end/test_resume.py"),
     "fuzz": ("checkpoint/test_fuzz.py",),
+    "rehearsals": ("end_to_end/test_rehearsals.py",),
     "chaos": ("end_to_end/test_chaos.py",),
     "recipes": ("end_to_end/test_recipes.py", "end_to_end/test_examples.py", "end_to_end/test_adapted.py"),
     "benchmarks": ("end_to_end/test_benchmarks.py",),

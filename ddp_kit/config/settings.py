@@ -31,7 +31,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import __version__
 from ddp_kit.config import combinations
-from ddp_kit.env import rank_for_messages
+from ddp_kit.env import rank_for_messages, rehearsal_folder
 from ddp_kit.errors import ConfigError, kind_of, nearest
 from ddp_kit.uncaught import show_without_traceback
 
@@ -269,6 +269,15 @@ class CheckpointConfig(_Settings):
         description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not '
         "resume.",
     )
+
+    @field_validator("dir")
+    @classmethod
+    def _in_folder_of_rehearsal(cls, folder: Path | None) -> Path | None:
+        """In a rehearsal (`ddpkit rehearse`), checkpoints are saved in a folder of this run alone."""
+        rehearsal = rehearsal_folder()
+        if rehearsal is None or folder is None or folder.is_relative_to(rehearsal):
+            return folder
+        return rehearsal.joinpath("checkpoints", *folder.absolute().parts[1:])
 
 
 _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {

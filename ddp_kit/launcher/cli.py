@@ -37,6 +37,7 @@ commands:
   top           show what each rank of the running jobs is doing
   report        write an HTML report about runs: loss, speed, ranks, memory, restarts, advice
   submit        run a script on several nodes, through the scheduler of a cluster or ssh
+  rehearse      show whether a resumed run of a script is the same run
   plan          estimate the memory per device before a run, and suggest changes if it does not fit
   checkpoints   list the checkpoints in a folder, verify them, or compare two of them
   export        write the weights of a checkpoint to safetensors files
@@ -54,6 +55,7 @@ examples:
   ddpkit report runs/1                         write report.html about the run in this folder
   ddpkit submit --on ENGINE --nodes 4 --gpus 8 train.py   launch on four nodes of a cluster
   ddpkit plan --gpus 8 --memory 80GiB train.py   check whether the job fits in memory; needs no GPU
+  ddpkit rehearse --gpus 4 train.py            kill and stop the first steps, resume, compare every step
   ddpkit checkpoints runs/1 --verify           read every byte of the checkpoints and compare hashes
   ddpkit export runs/1 model.safetensors       write the newest checkpoint's weights for other programs
   ddpkit doctor --dir /data/checkpoints        check this machine and the folder for checkpoints
@@ -224,6 +226,16 @@ def plan(argv: Sequence[str]) -> int:
     return run(argv, os.environ)
 
 
+def rehearse(argv: Sequence[str]) -> int:
+    """`ddpkit rehearse`: show whether a resumed run of a script is the same run."""
+    from ddp_kit.launcher.commands.rehearse import RehearsalError, run
+
+    try:
+        return run(argv, os.environ, _print_text, _print_message)
+    except RehearsalError as error:
+        return _report(error, ExitCode.BROKEN)
+
+
 def top(argv: Sequence[str]) -> int:
     """`ddpkit top`: show what each rank of the jobs on this machine is doing."""
     from ddp_kit.launcher.commands.top import run
@@ -351,6 +363,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": report,
     "submit": submit,
     "plan": plan,
+    "rehearse": rehearse,
     "checkpoints": checkpoints,
     "export": export,
     "doctor": doctor,

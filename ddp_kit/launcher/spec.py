@@ -425,10 +425,10 @@ def parse(
     parser of the installed torchrun if it may have flags that are not listed here; called only for an unknown flag.
     """
     known = parser(env)
-    flags, words = _split(argv, known)
+    flags, words = split(argv, known)
     if any(name.startswith("-") for name in flags) and (torchrun := later_torchrun()) is not None:
         known = parser(env, torchrun)
-        flags, words = _split(argv, known)
+        flags, words = split(argv, known)
     settings = vars(known.parse_known_args([word for typed in flags.values() for word in typed])[0])
     for name, typed in flags.items():
         if name.startswith("-"):
@@ -474,7 +474,7 @@ def parser(env: Mapping[str, str], later_torchrun: argparse.ArgumentParser | Non
     return known
 
 
-def _split(argv: Sequence[str], known: Parser) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def split(argv: Sequence[str], known: Parser) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Split `argv` into the launcher's flags, by the names of their settings, and the words from the script on.
 
     Flags are written out in full. An unknown or ambiguous flag has its own spelling as its name. argparse alone would

@@ -28,6 +28,7 @@ FLOOR = {
 }  # fmt: skip
 LAUNCHER_LAYER = {  # of a folder or module of launcher/
     "parser": 0, "diagnosis": 0, "verdict": 0, "clusters.request": 0, "warm.messages": 0, "trace": 0,
+    "rehearsal": 0,
     "job": 1, "output": 1, "devices": 1, "clusters": 1,
     "spec": 2,
     "rendezvous": 3,
@@ -249,9 +250,15 @@ def test_no_module_outside_the_launcher_imports_it() -> None:
             assert not any(other.startswith("launcher") for other in own_imports(path)), path.name
 
 
-def test_launcher_imports_torch_only_in_the_agent() -> None:
+def test_launcher_imports_torch_only_in_the_agent_and_in_the_watch_of_a_rehearsal() -> None:
     with_torch = {path for path in (PACKAGE / "launcher").rglob("*.py") if _uses(path, "torch")}
-    assert {path.parent.name for path in with_torch} == {"agent"}
+    assert {path.parent.name for path in with_torch} == {"agent", "rehearsal"}
+    assert {name_of(path) for path in with_torch if path.parent.name == "rehearsal"} == {"launcher.rehearsal.watch"}
+
+
+def test_watch_of_a_rehearsal_is_imported_by_name_only_in_its_workers() -> None:
+    for path in modules():
+        assert "launcher.rehearsal.watch" not in own_imports(path), f"{path.name} would import torch"
 
 
 def _uses(path: Path, root: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import doctor, spec
-from ddp_kit.launcher.commands import checkpoints, devices, env, export, plan, report, submit, top, warm
+from ddp_kit.launcher.commands import checkpoints, devices, env, export, plan, rehearse, report, submit, top, warm
 from ddp_kit.launcher.parser import Parser
 
 _EPILOG = """\
@@ -48,6 +48,7 @@ def _combined_parser(file: object, folder: object) -> argparse.ArgumentParser:
         "top": top.parser(),
         "submit": submit.parser(),
         "plan": plan.parser(),
+        "rehearse": rehearse.parser(),
         "checkpoints": checkpoints.parser(),
         "export": export.parser(),
         "report": report.parser(),

@@ -29,7 +29,16 @@ from threading import main_thread
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddp_kit.env import BLAS_THREADS, LOCAL_RANK, NOTE_AT_START, READ_BY_TORCH, STACKS_SIGNAL, THREADS, set_environment
+from ddp_kit.env import (
+    BLAS_THREADS,
+    LOCAL_RANK,
+    NOTE_AT_START,
+    READ_BY_TORCH,
+    STACKS_SIGNAL,
+    THREADS,
+    rehearsal_folder,
+    set_environment,
+)
 from ddp_kit.errors import DdpKitError
 from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory, note_exiting
 from ddp_kit.launcher import diagnosis
@@ -275,6 +284,9 @@ def run_as_main(program: Program, warnings: dict[Any, Any]) -> None:
     """
     sys.orig_argv[:] = program.command_line
     before = _read_by_torch()
+    rehearsal = rehearsal_folder()
+    if rehearsal is not None:
+        import_module("ddp_kit.launcher.rehearsal.watch").install(rehearsal)
     try:
         main = ModuleType("__main__")
         vars(main).update(__builtins__=builtins, __annotations__={})

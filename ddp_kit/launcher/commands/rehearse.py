@@ -1,0 +1,518 @@
+"""`ddpkit rehearse`: show whether a resumed run of a script is the same run."""
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+from ddp_kit.env import KEEP_WARM, OFFLINE, REHEARSAL
+from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher import spec
+from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.rehearsal import compare
+from ddp_kit.launcher.rehearsal.compare import CAUSES, Difference
+from ddp_kit.launcher.rehearsal.lines import (
+    DISTURBED_FILE,
+    ELSEWHERE_FILE,
+    LAUNCHER_FILE,
+    Instructions,
+    Recording,
+    read_attempts,
+)
+from ddp_kit.launcher.warm.cleanup import die_with_parent
+
+_RUN = "{run}"
+_FEWEST_STEPS = 4
+_SHOWN_LINES = 12
+_KEPT_LINES = 200
+_POLL_SECONDS = 0.1
+_END_SECONDS = 40.0
+_OWN = ("help", "steps", "ranks", "step_timeout", "keep", "json")
+_EPILOG = """\
+examples:
+  ddpkit rehearse --nproc-per-node 2 train.py                                a script with a Trainer
+  ddpkit rehearse --nproc-per-node 2 train.py --output_dir out-{run}         any other script
+  ddpkit rehearse --steps 60 --gpus 4 --ranks 2,3 train.py --output_dir out-{run}
+
+All flags of `ddpkit launch` are accepted, except those for several nodes. The first steps of the script run several
+times: twice undisturbed, with `kill -9` of one rank and a restart, with SIGTERM and the same command again, and with
+--ranks, with SIGTERM and the same command at other numbers of ranks. Choose --steps so that the script saves a
+checkpoint within two thirds of them. Each run has its own folders: checkpoint.dir of a Trainer is replaced, and {run}
+in an argument of the script becomes the name of the run. W&B, MLflow and others are offline.
+
+exit codes:
+  0  every resumed run is the undisturbed run
+  1  a run differs, or fails
+  2  the command line is invalid, or the script cannot be rehearsed
+"""
+
+
+class RehearsalError(LaunchError):
+    """A run of the rehearsal failed, so nothing can be compared."""
+
+
+def parser(env: Mapping[str, str] | None = None) -> Parser:
+    """Create the argument parser of `ddpkit rehearse`: its own flags, and those of `ddpkit launch`."""
+    flags = Parser(
+        prog="ddpkit rehearse",
+        usage="ddpkit rehearse [flags] script.py [script arguments]",
+        description="Show whether a resumed run of a script is the same run: its first steps run undisturbed, killed, "
+        "and stopped, and every step is compared.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[spec.parser(env or {})],
+        add_help=False,
+        conflict_handler="resolve",
+    )
+    own = flags.add_argument_group("flags of the rehearsal")
+    own.add_argument("--steps", metavar="N", type=int, default=40, help="optimizer steps of each run. Default: 40")
+    own.add_argument(
+        "--ranks",
+        metavar="N,...",
+        default="",
+        help="also resume at these numbers of ranks, and compare with a tolerance",
+    )
+    own.add_argument(
+        "--step-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="longest time for one optimizer step, or from the start to the first one. Default: 300",
+    )
+    own.add_argument("--keep", action="store_true", help="keep the folders of the runs, and what they printed")
+    own.add_argument("--json", action="store_true", help="print the result as JSON")
+    return flags
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one disturbance has shown."""
+
+    disturbance: str
+    equal: bool
+    summary: str
+    differences: tuple[Difference, ...] = ()
+    cause: str = ""
+    note: str = ""
+
+
+def run(
+    argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None], report: Callable[[str], None]
+) -> int:
+    """Run the rehearsal and print one line per disturbance. `report`: prints a message about the progress."""
+    settings, flags, words = _parse(argv, env)
+    with _folder(keep=settings.keep, report=report) as folder:
+        rehearsal = _Rehearsal(settings, flags, words, env, folder, report)
+        try:
+            results = rehearsal.results()
+        finally:
+            if not settings.keep:
+                rehearsal.remove_folders()
+    equal = all(result.equal for result in results)
+    if settings.json:
+        content = {"equal": equal, "steps": rehearsal.steps, "runs": [asdict(result) for result in results]}
+        print_text(json.dumps(content, indent=2))
+    else:
+        for result in results:
+            print_text(f"{result.disturbance}: {result.summary}")
+            if result.cause:
+                print_text(f"  usual cause: {result.cause}")
+            if result.note:
+                print_text(f"  note: {result.note}")
+    return ExitCode.OK if equal else ExitCode.BROKEN
+
+
+def _parse(
+    argv: Sequence[str], env: Mapping[str, str]
+) -> tuple[argparse.Namespace, dict[str, tuple[str, ...]], list[str]]:
+    """The settings of the rehearsal; the flags for `ddpkit launch` by name; the script and its arguments."""
+    known = parser(env)
+    typed, words = spec.split(argv, known)
+    own = [word for name in _OWN for word in typed.pop(name, ())]
+    settings = known.parse_args([*own, "script.py"])
+    launch = spec.parse([*(word for flag in typed.values() for word in flag), *words], env)
+    spec.check_script(launch, env)
+    if launch.torchrun["nnodes"] not in ("1", "1:1"):
+        raise UsageError(
+            f"--nnodes {launch.torchrun['nnodes']}: a rehearsal runs on one node", "omit the flags for several nodes"
+        )
+    if not launch.may_fork(env) or sys.platform != "linux":
+        raise UsageError(
+            "a rehearsal watches forked workers, but these workers are started with a new interpreter",
+            "omit --cold, --no-python, --run-path and PYTHON_EXEC; a rehearsal needs Linux",
+        )
+    if launch.dry_run:
+        raise UsageError("--dry-run starts nothing that could be compared", "omit --dry-run")
+    if settings.steps < _FEWEST_STEPS:
+        raise UsageError(f"--steps {settings.steps} is too few", f"use at least {_FEWEST_STEPS}, such as --steps 40")
+    if not all(text.isdecimal() and int(text) for text in settings.ranks.split(",") if settings.ranks):
+        raise UsageError(
+            f"--ranks {settings.ranks} is not a list of numbers", "use numbers of ranks, such as --ranks 2,3"
+        )
+    for name in ("max_restarts", "keep_warm"):
+        typed.pop(name, None)
+    return settings, typed, words
+
+
+@contextmanager
+def _folder(*, keep: bool, report: Callable[[str], None]) -> Iterator[Path]:
+    """A folder for what the runs record, print and save; removed at the end, unless it is kept."""
+    folder = Path(tempfile.mkdtemp(prefix="ddpkit-rehearsal-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            report(f"the runs are in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Rehearsal:
+    """The runs of one rehearsal."""
+
+    def __init__(
+        self,
+        settings: argparse.Namespace,
+        flags: Mapping[str, tuple[str, ...]],
+        words: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        report: Callable[[str], None],
+    ) -> None:
+        self.steps = settings.steps
+        self._settings, self._flags, self._words, self._env = settings, flags, words, env
+        self._folder, self._report = folder, report
+        self._script = words[0]
+        self._token = secrets.token_hex(3)
+        self._runs: list[_Run] = []
+
+    def results(self) -> list[Result]:
+        """Run everything, and compare."""
+        first = self._undisturbed("undisturbed-1")
+        second = self._undisturbed("undisturbed-2")
+        self._check_separate(first, second)
+        noisy = compare.differences(first, second)
+        repeated = compare.repeated_epoch(first)
+        results = [self._result_of_undisturbed(noisy, repeated)]
+        ignored = frozenset(each.kind for each in noisy)
+        at, rank = self._disturbance(first)
+
+        killed = self._run("killed")
+        killed.launch(signal=signal.SIGKILL, step=at, rank=rank, max_restarts=1)
+        title = f"kill -9 of rank {rank} at step {at} and a restart"
+        results.append(self._compare(title, killed, first, ignored))
+
+        stopped = self._run("stopped")
+        stopped.launch(signal=signal.SIGTERM, step=at)
+        stopped.launch()
+        results.append(self._compare(f"SIGTERM at step {at} and the same command again", stopped, first, ignored))
+
+        noise = compare.loss_distance(first, second)
+        for ranks in [int(text) for text in self._settings.ranks.split(",") if text]:
+            moved = self._run(f"at-{ranks}-ranks")
+            moved.launch(signal=signal.SIGTERM, step=at)
+            moved.launch(ranks=ranks)
+            title = f"SIGTERM at step {at} and the same command at {ranks} rank{'s' * (ranks > 1)}"
+            results.append(self._compare(title, moved, first, ignored, noise=noise, ranks=ranks))
+        return results
+
+    def remove_folders(self) -> None:
+        """Remove the folders that the script made from {run} in its arguments."""
+        for each in self._runs:
+            for path in each.own_paths:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def _run(self, name: str) -> "_Run":
+        made = _Run(
+            name,
+            f"rehearsal-{self._token}-{name}",
+            self._folder / name,
+            self._flags,
+            self._words,
+            self._env,
+            self.steps,
+            self._settings.step_timeout,
+            self._report,
+        )
+        self._runs.append(made)
+        return made
+
+    def _undisturbed(self, name: str) -> Recording:
+        """Run the script without a disturbance. Raises an error if that does not work."""
+        made = self._run(name)
+        end = made.launch()
+        attempts = made.attempts()
+        if (made.folder / ELSEWHERE_FILE).exists():
+            path = (made.folder / ELSEWHERE_FILE).read_text()
+            raise UsageError(
+                f"{self._script} saves {path}, in a folder that all runs would share",
+                "put {run} into the argument that names this folder, such as --output_dir out-{run}: it becomes the "
+                "name of the run",
+            )
+        if end.code:
+            raise RehearsalError(
+                f"{self._script} fails without any disturbance, with exit code {end.code}:\n{end.last_lines}",
+                "fix this error first",
+            )
+        recording = attempts[-1] if attempts else {}
+        steps = min((lines[-1].step if lines else 0 for lines in recording.values()), default=0)
+        if not recording:
+            raise UsageError(
+                f"the workers of {self._script} were not forked, so they are not watched",
+                "see the message of `ddpkit launch`, and move what prevents it behind `import torch`",
+            )
+        if not steps:
+            raise UsageError(
+                f"{self._script} ended without a step of a torch.optim.Optimizer after a backward pass",
+                "a rehearsal compares optimizer steps; check that the script trains with these arguments",
+            )
+        if steps < _FEWEST_STEPS:
+            raise UsageError(
+                f"{self._script} ended after step {steps}", f"make it train for at least {_FEWEST_STEPS} steps"
+            )
+        if steps < self.steps:
+            self._report(f"{self._script} ended after step {steps}, so {steps} steps are compared")
+            self.steps = steps
+        return recording
+
+    def _check_separate(self, first: Recording, second: Recording) -> None:
+        """Raise `UsageError` if the second run has resumed from what the first one saved."""
+        begin = compare.begins_at(first, second)
+        weights = second[0][0].weights
+        if begin and weights != first[0][0].weights and weights in [line.weights for line in first[0]]:
+            raise UsageError(
+                f"the second run of {self._script} began with the weights that the first one had at step "
+                f"{first[0][begin].step}: it resumes from a folder that all runs share",
+                "put {run} into the argument that names this folder, such as --output_dir out-{run}: it becomes the "
+                "name of the run",
+            )
+
+    def _disturbance(self, first: Recording) -> tuple[int, int]:
+        """The step after which the disturbance comes, and the rank that is killed: the last one.
+
+        The step is at two thirds, or three steps after the first save if that is later.
+        """
+        saved = compare.first_save(first)
+        at = max(2 * self.steps // 3, 0 if saved is None else min(saved + 3, self.steps - 2))
+        return at, max(first)
+
+    def _result_of_undisturbed(self, noisy: Sequence[Difference], repeated: Difference | None) -> Result:
+        title = "undisturbed, twice"
+        found = [each for each in noisy if each.kind != "random"] and list(noisy)
+        if found:
+            summary = f"differ from step {found[0].step}: {compare.described(found)}"
+            cause = (
+                "the script is random by itself: it does not seed all random generators, or uses operations that are "
+                "not deterministic. What differs here is not compared below"
+            )
+            return Result(title, False, summary, tuple(noisy), cause)
+        if repeated is not None:
+            summary = f"equal, but from step {repeated.step}: {repeated.description}"
+            return Result(title, False, summary, (repeated,), CAUSES["epochs"])
+        return Result(title, True, f"equal in all {self.steps} steps", tuple(noisy))
+
+    def _compare(
+        self,
+        title: str,
+        made: "_Run",
+        first: Recording,
+        ignored: frozenset[str],
+        *,
+        noise: float = 0.0,
+        ranks: int | None = None,
+    ) -> Result:
+        """Compare the last attempt of a disturbed run with the undisturbed run."""
+        disturbed = made.folder / DISTURBED_FILE
+        if not disturbed.exists():
+            return Result(title, False, "the run ended before this step", cause=made.last_lines())
+        attempts = [attempt for attempt in made.attempts() if all(attempt.values())]
+        if made.ends[-1].code:
+            summary = f"the resumed run fails with exit code {made.ends[-1].code}:\n{made.ends[-1].last_lines}"
+            return Result(title, False, summary, cause="the script cannot load its own checkpoint")
+        if len(attempts) < 2:
+            return Result(title, False, "the resumed run ended without an optimizer step: it counts as finished")
+        resumed = attempts[-1]
+        note = ""
+        if made.ignored_sigterm:
+            note = f"the script continued after SIGTERM until step {attempts[-2][0][-1].step}, where it was ended"
+        begin = compare.begins_at(first, resumed) if ranks is None else compare.begins_at_step(first, resumed)
+        if begin is None:
+            summary = "cannot be compared: nothing shows with which step the resumed run begins"
+            cause = CAUSES["weights"] if "weights" not in ignored else "the script is random by itself"
+            return Result(title, False, summary, cause=cause, note=note)
+        if begin == 0 and not disturbed.read_text():
+            summary = "not shown: the script had saved nothing, and starts again at step 1"
+            cause = "more --steps are needed until it saves; or it saves nothing"
+            return Result(title, False, summary, cause=cause, note=note)
+        if begin == 0:
+            text = "the run starts again at step 1, although files were saved"
+            start = Difference("start", 1, text)
+            return Result(title, False, text, (start,), CAUSES["start"], note)
+        if ranks is None:
+            found = compare.differences(first, resumed, begin, ignored)
+        else:
+            found = compare.differences_in_total(first, resumed, begin, noise)
+        steps = compare.compared_steps(first, {0: resumed[0]}, begin)
+        if steps is None:
+            return Result(title, False, "not shown: the resumed run has no step in common", note=note)
+        where = f"resumed with step {steps[0]}, compared until step {steps[1]}"
+        if not found or (ranks is None and compare.is_harmless(found)):
+            if found:
+                note = (
+                    f"{found[0].description} differs from step {found[0].step}, but nothing that was compared used it"
+                )
+            how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
+            how += " in what is not random by itself" * bool(ignored - {"random"})
+            return Result(title, True, f"{how} ({where})", tuple(found), note=note)
+        summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
+        return Result(title, False, summary, tuple(found), CAUSES[found[0].kind], note)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of one launch."""
+
+    code: int
+    last_lines: str
+
+
+class _Run:
+    """One run with folders of its own: one launch, or two with the same command."""
+
+    def __init__(
+        self,
+        title: str,
+        name: str,
+        folder: Path,
+        flags: Mapping[str, tuple[str, ...]],
+        words: Sequence[str],
+        env: Mapping[str, str],
+        steps: int,
+        step_timeout: float,
+        report: Callable[[str], None],
+    ) -> None:
+        self.folder = folder
+        self.ends: list[_End] = []
+        self._title, self._flags, self._report = title, flags, report
+        self._steps, self._step_timeout = steps, step_timeout
+        self._words = [words[0], *(word.replace(_RUN, name) for word in words[1:])]
+        self._env = {**env, **{variable: value.format(folder=folder) for variable, value in OFFLINE.items()}}
+        self._env |= {REHEARSAL: str(folder), KEEP_WARM: "off"}
+        (folder / "tmp").mkdir(parents=True)
+        self.own_paths = tuple({path for word in self._words[1:] if name in word for path in _paths(word, name)})
+        """The files and folders whose name contains that of the run."""
+
+    def launch(
+        self, signal: int = 0, step: int = 0, rank: int = 0, max_restarts: int = 0, ranks: int | None = None
+    ) -> _End:
+        """Launch the script, and wait for its end. `ranks`: another number of ranks."""
+        again = bool(self.ends)
+        self._report(f"running {self._words[0]}: {self._title}{', the same command again' if again else ''} ...")
+        resumed_steps = self._steps - self._steps // 3
+        Instructions(
+            launch=len(self.ends),
+            steps=resumed_steps if again else self._steps,
+            steps_after_restart=resumed_steps,
+            folders=(str(self.folder / "checkpoints"), *map(str, self.own_paths)),
+            signal=signal,
+            step=step,
+            rank=rank,
+        ).write(self.folder)
+        flags = dict(self._flags)
+        if ranks is not None:
+            name = "gpus" if "gpus" in flags else "nproc_per_node"
+            flags = {flag: typed for flag, typed in flags.items() if flag not in ("gpus", "nproc_per_node")}
+            flags[name] = (f"--{name.replace('_', '-')}", str(ranks))
+        typed = [word for flag in flags.values() for word in flag]
+        command = [sys.executable, "-m", "ddp_kit", "launch", *typed, "--max-restarts", str(max_restarts), *self._words]
+        with subprocess.Popen(
+            command,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        ) as process:
+            (self.folder / LAUNCHER_FILE).write_text(str(process.pid))
+            lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+            reader = Thread(target=self._read, args=(process, lines), daemon=True)
+            reader.start()
+            try:
+                late = self._wait(process)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    try:
+                        process.wait(_END_SECONDS)
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+            reader.join(_END_SECONDS)
+        text = b"\n".join(list(lines)[-_SHOWN_LINES:]).decode(errors="replace")
+        if late:
+            kind = RehearsalError if signal or again else UsageError
+            raise kind(
+                f"{self._words[0]} made no optimizer step within {self._step_timeout:g} s ({self._title}):\n{text}",
+                "raise --step-timeout if it is slow; a rehearsal compares steps of torch.optim.Optimizer",
+            )
+        code = process.returncode
+        self.ends.append(_End(code if code >= 0 else ExitCode.of_signal(-code), text))
+        return self.ends[-1]
+
+    @property
+    def ignored_sigterm(self) -> bool:
+        """Whether the first launch ended as if SIGTERM had not arrived."""
+        return len(self.ends) > 1 and len(list(self.folder.glob("0.*.done"))) > 0
+
+    def attempts(self) -> list[Recording]:
+        """What the attempts of all launches have recorded."""
+        return read_attempts(self.folder)
+
+    def last_lines(self) -> str:
+        """What the script printed last."""
+        return self.ends[-1].last_lines
+
+    def _read(self, process: "subprocess.Popen[bytes]", lines: "deque[bytes]") -> None:
+        """Keep the last lines that the launch prints."""
+        assert process.stdout is not None
+        with suppress(OSError, ValueError):
+            while line := process.stdout.readline(1 << 16):
+                lines.append(line.rstrip(b"\n"))
+
+    def _wait(self, process: "subprocess.Popen[bytes]") -> bool:
+        """Wait for the end of a launch. Returns True if no step came for too long."""
+        sizes: dict[Path, int] = {}
+        since = time.monotonic()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+                return False
+            now = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            if time.monotonic() - since > self._step_timeout:
+                return True
+
+
+def _paths(word: str, name: str) -> Iterator[Path]:
+    """The absolute path in an argument such as `--dir=out-NAME/logs`, up to the part that contains the name."""
+    path = Path(os.path.abspath(word.rpartition("=")[2]))  # noqa: PTH100  # links are kept
+    for parent in (path, *path.parents):
+        if name in parent.name and name not in str(parent.parent):
+            yield parent

@@ -1,0 +1,434 @@
+"""The watch in a worker of a rehearsal: records each optimizer step, sends the disturbance, and ends the run.
+
+It draws no random numbers, keeps no tensors, and starts no collectives, so the script computes what it always computes.
+It replaces four functions of torch, which have no hooks: in a rehearsal only, never in a training run.
+"""
+
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from numbers import Number
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ddp_kit.env import from_env, restarts
+from ddp_kit.launcher.rehearsal.lines import (
+    DISTURBED_FILE,
+    ELSEWHERE_FILE,
+    LAUNCHER_FILE,
+    Instructions,
+    Line,
+    attempt_file,
+    write_line,
+)
+
+_WAIT_SECONDS = 30.0
+"""Longest wait for the other ranks at the end."""
+_SIGTERM_SECONDS = 0.3
+"""Time for SIGTERM to arrive at the ranks before the next step."""
+_QUIET_SECONDS = 0.5
+"""Time without a change after which a save is complete."""
+_MOST_FILES = 10_000
+_LOGS = (".jsonl", ".json", ".log", ".txt", ".csv", ".yaml", ".yml", ".lock", ".html")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def install(folder: Path) -> None:
+    """Watch this process from now on. `folder`: the folder of the run."""
+    watch = Watch(folder, Instructions.read(folder))
+    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: watch.before_step(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: watch.after_step(optimizer))
+    register_module_buffer_registration_hook(lambda module, _name, _buffer: watch.modules.add(module))
+    register_module_parameter_registration_hook(lambda module, _name, _parameter: watch.modules.add(module))
+
+    open_loader, next_batch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    backward, save = torch.autograd.backward, torch.save
+
+    def watched_loader(loader: DataLoader[Any]) -> Any:
+        watch.note_epoch(loader)
+        return open_loader(loader)
+
+    def watched_batch(batches: _BaseDataLoaderIter) -> Any:
+        batch = next_batch(batches)
+        watch.note_batch(batch)
+        return batch
+
+    def watched_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        with watch.backward_pass(tensors):
+            backward(tensors, *args, **kwargs)
+
+    def watched_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        watch.check_own(f)
+        save(obj, f, *args, **kwargs)
+
+    DataLoader.__iter__ = watched_loader  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign, assignment]
+    torch.autograd.backward = watched_backward
+    torch.save = watched_save
+
+
+class Watch:
+    """The record of one rank in one attempt."""
+
+    def __init__(self, folder: Path, instructions: Instructions) -> None:
+        self._folder, self._instructions = folder, instructions
+        self._worker, self._restart = from_env(), restarts()
+        name = attempt_file(instructions.launch, self._restart, self._worker.rank)
+        self._file = (folder / name).open("w", buffering=1)
+        self._last_step = instructions.steps_after_restart if self._restart else instructions.steps
+        self.modules: WeakSet[nn.Module] = WeakSet()
+        self._kinds: dict[type, str] = {}
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._stepping: Optimizer | None = None
+        self._step = 0
+        self._in_backward = False
+        self._has_trained = False
+        self._losses: list[float] = []
+        self._batches: list[tuple[int, int, str]] = []
+        self._epochs: list[tuple[int, bool, int]] = []
+        self._files: dict[str, int] = {}
+        self._written()  # files that exist already are not written by this attempt
+
+    # --- What happens between two steps
+
+    def note_epoch(self, loader: "DataLoader[Any]") -> None:
+        """Record that an iteration over a DataLoader begins."""
+        if not torch.is_grad_enabled():
+            return
+        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                self._epochs.append((len(self._batches), bool(sampler.shuffle), int(sampler.epoch)))
+                return
+
+    def note_batch(self, batch: object) -> None:
+        """Record a batch that a DataLoader gave for training."""
+        if torch.is_grad_enabled():
+            self._batches.append(checksum_of_batch(batch))
+
+    def backward_pass(self, tensors: Any) -> "_BackwardPass":
+        """Record a backward pass. Those inside another one, as with activation checkpointing, are not counted."""
+        return _BackwardPass(self, tensors)
+
+    def begin_backward(self, tensors: Any) -> bool:
+        """Record the tensors of a backward pass. Returns False inside another backward pass."""
+        if self._in_backward:
+            return False
+        self._in_backward = self._has_trained = True
+        with torch.no_grad():
+            parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._losses.append(sum(float(_local(part).sum()) for part in parts))
+        return True
+
+    def end_backward(self) -> None:
+        """The outermost backward pass has ended."""
+        self._in_backward = False
+
+    def check_own(self, target: Any) -> None:
+        """End the run if the script is about to save in a place that is not of this run alone.
+
+        The next run would resume from there, and a file of the user's may be overwritten.
+        """
+        name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
+        if self._step and isinstance(name, str | os.PathLike):
+            path = Path(os.path.abspath(os.fspath(name)))  # noqa: PTH100  # links are kept
+            if not any(path.is_relative_to(folder) for folder in (str(self._folder), *self._instructions.folders)):
+                (self._folder / ELSEWHERE_FILE).write_text(os.fspath(name))
+                self._end()
+
+    # --- A step
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Record the state of this rank just before a step."""
+        if not self._has_trained:  # a trial of the optimizer, not training
+            return
+        if self._stepping not in (None, optimizer):  # an optimizer that a wrapper such as ZeRO calls
+            return
+        self._stepping = optimizer
+        number = self._optimizers.setdefault(optimizer, len(self._optimizers))
+        self._step += number == 0
+        with torch.no_grad():
+            line = self._line(optimizer, number)
+        self._file.write(write_line(line))
+        self._losses, self._batches, self._epochs = [], [], []
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Send the disturbance, or end the run, if it is due."""
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        if self._optimizers[optimizer] != 0:
+            return
+        instructions = self._instructions
+        is_due = instructions.signal and not self._restart and self._step == instructions.step
+        if is_due and self._worker.rank == instructions.rank:
+            files = self._complete_files()
+            (self._folder / DISTURBED_FILE).write_text("\n".join(files[:10]))
+            if instructions.signal == signal.SIGKILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(int((self._folder / LAUNCHER_FILE).read_text()), instructions.signal)
+            time.sleep(_SIGTERM_SECONDS)
+        if self._step == self._last_step:
+            self._wait_for_ranks()
+            self._end()
+
+    def _complete_files(self) -> list[str]:
+        """The files of this run, once nothing writes there: a save in the background is complete."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        before, files = None, dict(self._files_of_run())
+        while before != files and time.monotonic() < deadline:
+            time.sleep(_QUIET_SECONDS)
+            before, files = files, dict(self._files_of_run())
+        return [str(path) for path in files]
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until all ranks have done their last step: none may miss another one in a collective."""
+        name = f"{attempt_file(self._instructions.launch, self._restart, self._worker.rank)}.done"
+        (self._folder / name).touch()
+        deadline = time.monotonic() + _WAIT_SECONDS
+        pattern = attempt_file(self._instructions.launch, self._restart, 0).replace(".0.jsonl", ".*.done")
+        while len(list(self._folder.glob(pattern))) < self._worker.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _end(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(0)
+
+    # --- The state of this rank
+
+    def _line(self, optimizer: Optimizer, number: int) -> Line:
+        roots, dicts, scalers = self._objects()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimized = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        names: dict[int, str] = {}
+        buffers, copies = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+        for root in roots:
+            named = [(_plain(name), parameter) for name, parameter in root.named_parameters()]
+            is_trained = any(id(parameter) in optimized for _, parameter in named)
+            tensors = [(_plain(name), buffer) for name, buffer in root.named_buffers()]
+            if is_trained:
+                names.update((id(parameter), name) for name, parameter in named)
+            for name, tensor in tensors if is_trained else [*named, *tensors]:
+                if is_trained:
+                    buffers[name].append(checksum(tensor))
+                elif id(tensor) not in optimized:
+                    copies[f"{type(root).__name__}.{name}"].append(checksum(tensor))
+        trained = set(names.values())
+        in_modules = {tensor.data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())}
+        for tensors_by_name in dicts:
+            plain = {_plain(name): tensor for name, tensor in tensors_by_name.items()}
+            if trained and trained <= plain.keys():
+                for name in trained:
+                    if plain[name].data_ptr() not in in_modules:
+                        copies[f"dict.{name}"].append(checksum(plain[name]))
+        states = defaultdict[str, list[str]](list)
+        count: float | None = None
+        for parameter in parameters:
+            for name, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
+                states[str(name)].append(checksum(value) if isinstance(value, Tensor) else repr(value))
+                if name == "step":
+                    count = max(count or 0.0, float(value))
+        locals_of_parameters = [_local(parameter) for parameter in parameters]
+        return Line(
+            step=self._step,
+            optimizer=number,
+            parameters=tuple(names.get(id(parameter), "") for parameter in parameters) if self._step == 1 else (),
+            weights=tuple(map(checksum, parameters)),
+            numel=sum(part.numel() for part in locals_of_parameters),
+            norm=sum(float(part.double().pow(2).sum()) for part in locals_of_parameters) ** 0.5,
+            state={name: _joined(values) for name, values in states.items()},
+            count=count,
+            settings=_settings(optimizer),
+            scalers=tuple(scalers),
+            losses=tuple(self._losses),
+            batches=tuple(self._batches),
+            epochs=tuple(self._epochs),
+            random=_random_states(),
+            buffers={name: tuple(sorted(values)) for name, values in buffers.items()},
+            copies={name: tuple(sorted(values)) for name, values in copies.items()},
+            files=tuple(self._written()) if self._worker.rank == 0 else (),
+        )
+
+    def _objects(self) -> tuple[list[nn.Module], list[dict[str, Tensor]], list[dict[str, float]]]:
+        """The modules that are part of no other module, dicts of tensors, and states of gradient scalers.
+
+        Modules that were copied or unpickled are known to the garbage collector only.
+        """
+        modules: dict[int, nn.Module] = {id(module): module for module in self.modules}
+        dicts, scalers = [], []
+        for each in gc.get_objects():
+            kind = type(each)
+            if kind not in self._kinds:
+                is_module, is_scaler = issubclass(kind, nn.Module), issubclass(kind, torch.amp.GradScaler)
+                self._kinds[kind] = "module" * is_module + "scaler" * is_scaler + "dict" * issubclass(kind, dict)
+            role = self._kinds[kind]
+            if role == "module":
+                modules[id(each)] = each
+            elif role == "scaler" and each.is_enabled():
+                scalers.append({name: float(value) for name, value in each.state_dict().items()})
+            elif role == "dict" and each and _is_dict_of_tensors(each):
+                dicts.append(each)
+        own = {id(tensors) for module in modules.values() for tensors in (module._parameters, module._buffers)}
+        children = {
+            id(child) for module in modules.values() for child in (module._modules or {}).values() if child is not None
+        }
+        roots = [module for module in modules.values() if id(module) not in children and hasattr(module, "_parameters")]
+        return roots, [tensors for tensors in dicts if id(tensors) not in own], scalers
+
+    def _files_of_run(self) -> Iterator[tuple[Path, int]]:
+        """The files of this run with their modification times, without logs and settings."""
+        for folder in map(Path, self._instructions.folders):
+            with suppress(OSError):
+                paths = [folder] if folder.is_file() else folder.rglob("*")
+                for number, path in enumerate(paths):
+                    is_log = path.name.endswith(_LOGS) or "tfevents" in path.name
+                    if number < _MOST_FILES and not is_log and path.is_file() and path.stat().st_size:
+                        yield path, path.stat().st_mtime_ns
+
+    def _written(self) -> list[str]:
+        """Files of this run that were written since the last call."""
+        files = {str(path): changed for path, changed in self._files_of_run()}
+        written = [path for path, changed in files.items() if self._files.get(path) != changed]
+        self._files = files
+        return written
+
+
+class _BackwardPass:
+    """Context of a backward pass."""
+
+    def __init__(self, watch: Watch, tensors: Any) -> None:
+        self._watch, self._is_outermost = watch, watch.begin_backward(tensors)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outermost:
+            self._watch.end_backward()
+
+
+# --- Checksums --------------------------------------------------------------------------------------------------------
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without autograd."""
+    to_local = getattr(tensor, "to_local", None)
+    return (tensor if to_local is None else to_local()).detach()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    local = _local(tensor)
+    if local.layout is not torch.strided:
+        local = local.to_dense()
+    flat = local.cpu().contiguous().reshape(-1)
+    content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(content)
+
+
+def checksum(tensor: Tensor) -> str:
+    """Checksum of the values of a tensor on this rank."""
+    if tensor.is_meta or is_lazy(tensor):
+        return ""
+    return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
+
+
+def checksum_of_batch(batch: object) -> tuple[int, int, str]:
+    """Number of samples of a batch, sum of their hashes modulo 2**64, and checksum of the whole batch."""
+    leaves = list(_leaves(batch))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    whole = xxhash.xxh3_64()
+    for leaf in leaves:
+        whole.update(_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+    size = min((len(tensor) for tensor in tensors), default=1)
+    rows = [tensor.detach().cpu().contiguous() for tensor in tensors if len(tensor) == size]
+    total = 0
+    for index in range(size) if rows else ():
+        sample = xxhash.xxh3_64()
+        for tensor in rows:
+            sample.update(_bytes(tensor[index]))
+        total += sample.intdigest()
+    return size, (total if rows else whole.intdigest()) % 2**64, whole.hexdigest()
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """The tensors, numbers and texts in a batch. Other objects count with their fields, if they have any."""
+    if isinstance(value, Tensor | str | bytes | Number | None):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield from _leaves(value[name])
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in value:
+            yield from _leaves(part)
+    elif hasattr(value, "__array__"):
+        yield torch.as_tensor(value.__array__()) if value.dtype.kind in "biufc" else repr(value)
+    else:
+        yield from _leaves(list(getattr(value, "__dict__", {}).values()))
+
+
+def _joined(values: Iterable[str]) -> str:
+    return str(xxhash.xxh3_64_hexdigest("\n".join(values).encode()))
+
+
+def _random_states() -> dict[str, str]:
+    """Checksums of the states of Python's, NumPy's and torch's global random generators."""
+    states: dict[str, str] = {
+        "Python": xxhash.xxh3_64_hexdigest(repr(random.getstate()).encode()),
+        "torch": checksum(torch.get_rng_state()),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy.random" in sys.modules:
+        states["NumPy"] = xxhash.xxh3_64_hexdigest(pickle.dumps(numpy.random.get_state()))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["CUDA"] = checksum(torch.cuda.get_rng_state())
+    return states
+
+
+def _settings(optimizer: Optimizer) -> dict[str, tuple[float, ...]]:
+    """The numbers of the parameter groups, such as `lr`, by name."""
+    settings = defaultdict[str, list[float]](list)
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            numbers = value if isinstance(value, tuple | list) and name != "params" else [value]
+            for number in numbers if name != "params" else ():
+                if isinstance(number, Number) or (isinstance(number, Tensor) and number.numel() == 1):
+                    settings[name].append(float(number))  # type: ignore[arg-type]
+    return {name: tuple(values) for name, values in settings.items()}
+
+
+def _plain(name: str) -> str:
+    """The name of a tensor without those of wrappers such as DDP."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_dict_of_tensors(values: dict[Any, Any]) -> bool:
+    """Whether the first and all other values of a dict are tensors, with names as keys."""
+    with suppress(RuntimeError):  # another thread changes the dict
+        name, value = next(iter(values.items()))
+        return (
+            isinstance(name, str) and isinstance(value, Tensor) and all(isinstance(v, Tensor) for v in values.values())
+        )
+    return False

@@ -1,0 +1,138 @@
+"""What the watch of a rehearsal records in one process. Whole runs: end_to_end/test_rehearsals.py."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ddp_kit.launcher.rehearsal.lines import Instructions, Line, read_attempts
+from ddp_kit.launcher.rehearsal.watch import Watch, checksum, checksum_of_batch
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    Instructions(launch=0, steps=100, steps_after_restart=100, folders=(str(tmp_path / "saved"),)).write(tmp_path)
+    watch = Watch(tmp_path, Instructions.read(tmp_path))
+    yield watch
+    watch._file.close()
+
+
+def lines(folder: Path) -> list[Line]:
+    return read_attempts(folder)[0][0]
+
+
+def train(watch: Watch, net: nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
+    loss = net(torch.full((3, 2), value)).square().mean()
+    with watch.backward_pass(loss):
+        loss.backward()
+    watch.before_step(optimizer)
+    optimizer.step()
+    watch.after_step(optimizer)
+    optimizer.zero_grad()
+
+
+def test_line_of_a_step_has_the_state_before_it(watch: Watch, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.25)
+    before = checksum(net[0].weight)
+    train(watch, net, optimizer)
+    train(watch, net, optimizer)
+    first, second = lines(tmp_path)
+    assert (first.step, second.step) == (1, 2)
+    assert first.parameters == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert first.weights[0] == before
+    assert second.weights != first.weights
+    assert first.settings["lr"] == (0.25,)
+    assert not first.state
+    assert set(second.state) == {"exp_avg", "exp_avg_sq", "step"}
+    assert second.count == 1
+    assert len(first.losses) == 1
+    assert set(first.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def test_watch_draws_no_random_numbers_and_changes_no_tensor(watch: Watch) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    weight = net.weight.detach().clone()
+    train(watch, net, optimizer)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[index]
+    assert torch.equal(net.weight, weight)
+
+
+def test_averages_of_the_weights_are_copies(watch: Watch, tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    average = AveragedModel(net)
+    by_name = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    copies = lines(tmp_path)[0].copies
+    assert {"AveragedModel.weight", "AveragedModel.bias", "dict.weight", "dict.bias"} <= set(copies)
+    assert checksum(by_name["weight"]) in copies["dict.weight"]
+    assert average.module.weight.shape == (2, 2)
+
+
+def test_gradient_scaler_is_recorded_with_its_scale(watch: Watch, tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    net = nn.Linear(2, 2)
+    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert 512.0 in [state["scale"] for state in lines(tmp_path)[0].scalers]
+    assert scaler.get_scale() == 512.0
+
+
+def test_steps_before_the_first_backward_pass_and_inside_another_step_are_not_counted(
+    watch: Watch, tmp_path: Path
+) -> None:
+    net = nn.Linear(2, 2)
+    outer, inner = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    watch.before_step(outer)
+    watch.after_step(outer)
+    with watch.backward_pass(torch.ones(())), watch.backward_pass(torch.ones(())):
+        pass
+    watch.before_step(outer)
+    watch.before_step(inner)
+    watch.after_step(inner)
+    watch.after_step(outer)
+    (line,) = lines(tmp_path)
+    assert (line.step, line.optimizer, len(line.losses)) == (1, 0, 1)
+
+
+def test_checksum_of_batch_adds_up_over_any_division_of_the_samples() -> None:
+    batch = {"x": torch.arange(12.0).reshape(4, 3), "y": torch.arange(4)}
+    halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(2), slice(2, 4))]
+    size, total, whole = checksum_of_batch(batch)
+    (size_1, total_1, whole_1), (size_2, total_2, _) = map(checksum_of_batch, halves)
+    assert (size, total) == (size_1 + size_2, (total_1 + total_2) % 2**64)
+    assert whole != whole_1
+    shuffled = {name: tensor.flip(0) for name, tensor in batch.items()}
+    assert checksum_of_batch(shuffled)[:2] == (size, total)
+    assert checksum_of_batch(shuffled)[2] != whole
+    other = {**batch, "y": batch["y"] + 1}
+    assert checksum_of_batch(other)[1] != total
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.ones(()), [], ["a", "b"], 3, None, (np.ones(3), {"text": "x"}), [torch.ones(2, 2), torch.ones(3)]],
+    ids=str,
+)
+def test_checksum_of_batch_accepts_any_batch(batch: object) -> None:
+    assert checksum_of_batch(batch) == checksum_of_batch(batch)
+
+
+def test_file_of_the_run_is_no_file_elsewhere(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(watch, "_end", lambda: ended.append(True))
+    net = nn.Linear(2, 2)
+    watch.check_own(tmp_path.parent / "before the first step.pt")
+    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    watch.check_own(tmp_path / "saved" / "checkpoint.pt")
+    assert not ended
+    watch.check_own(str(tmp_path.parent / "elsewhere.pt"))
+    assert ended
