@@ -257,6 +257,14 @@ def test_kept_process_is_mentioned_by_other_commands_and_ends_without_its_script
 
 
 @pytest.mark.slow
+def test_stopped_kept_process_leaves_no_file_and_another_can_be_kept(folder: Folder) -> None:
+    for _ in range(2):
+        folder.prepare()
+        assert "stopped" in run(DDPKIT, "warm", "stop", env=folder.env).stdout
+        wait_until(lambda: not list((folder.path / "ddpkit").iterdir()), "no socket and no lock")
+
+
+@pytest.mark.slow
 def test_kept_process_ends_without_its_socket(folder: Folder) -> None:
     folder.prepare()
     pid = folder.kept()["pid"]

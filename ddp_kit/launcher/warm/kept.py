@@ -184,15 +184,9 @@ def main(address: str, seconds: float, added: list[str], pipe: int, lock: int) -
     with os.fdopen(pipe) as file:
         request = file.read()
     os.set_inheritable(lock, False)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:  # a process that ends, or one that another launch has just started
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.1)
+    file_of_lock = Path(f"{address}.lock")
+    if not _lock(lock, file_of_lock):
+        return
     for name in server.PRELOADED:
         import_module(name)
     for name in added:
@@ -201,6 +195,7 @@ def main(address: str, seconds: float, added: list[str], pipe: int, lock: int) -
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers need not be waited for
     launch = kept.serve()
     if launch is None:
+        file_of_lock.unlink(missing_ok=True)
         return
     asked, descriptors, connection = launch
     imported = kept.imported
@@ -222,6 +217,28 @@ def main(address: str, seconds: float, added: list[str], pipe: int, lock: int) -
         return
     theirs.close()
     _launch(asked, pid, ours, connection)
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock the file at `path`, which is open as `descriptor`. Returns False if another process keeps the lock.
+
+    The process that has the lock removes the file when it ends, so the file at `path` may be another one by then.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a process that ends, or one that another launch has just started
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+            continue
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return True
+        other = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.dup2(other, descriptor, inheritable=False)
+        os.close(other)
 
 
 def _become_launcher(asked: Mapping[str, Any], descriptors: list[int]) -> None:
