@@ -225,8 +225,10 @@ def test_first_launches_at_the_same_time_leave_one_kept_process(folder: Folder, 
 @pytest.mark.slow
 def test_error_in_a_launch_from_a_kept_process_has_the_same_traceback(folder: Folder) -> None:
     folder.prepare()
-    alone = folder.launch(ERROR="seven", DDPKIT_KEEP_WARM="off")
-    kept = folder.launch(ERROR="seven")
+    alone, kept = (
+        launch("--nproc-per-node", "1", folder.script, env=folder.env | env | {"ERROR": "seven"}, cwd=folder.path)
+        for env in ({"DDPKIT_KEEP_WARM": "off"}, {})
+    )
     assert kept.returncode == alone.returncode == 1
     lines = [[line for line in done.stderr.splitlines() if "pid" not in line] for done in (alone, kept)]
     assert sorted(lines[0]) == sorted(lines[1])
