@@ -106,6 +106,8 @@ REPORTED_VARIABLES = (
     *VARIABLES_OF_ONE_RUN, "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "NVIDIA_", "OMP_",
     "MKL_", "KMP_", "PYTHON", "LD_", "JOB_COMPLETION_INDEX", "VIRTUAL_ENV", "CONDA_PREFIX",
 )  # fmt: skip
+PACKAGE_FOLDER = str(Path(__file__).parents[1])
+"""The folder from which this package is imported."""
 INSTALLED_PACKAGES = ("site-packages", "dist-packages")
 """Parts of the paths of installed packages."""
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.writer"
@@ -188,6 +190,22 @@ def restarts() -> int:
 def emulates_fp8() -> bool:
     """Whether float8 products are emulated in float32, for tests on devices without float8 support."""
     return os.environ.get(EMULATE_FP8) == "1"
+
+
+def child_code(imports: str, then: str) -> str:
+    """Code for `python -c` in a child process, with the folder of the package as its first argument (`PACKAGE_FOLDER`).
+
+    The folder is in `sys.path` for the imports only, and the current folder, which Python adds, is not searched.
+    `imports`: the import statement. `then`: the statements after it.
+    """
+    return f"""\
+import sys
+path = sys.path[0 if sys.flags.safe_path else 1:]
+sys.path.insert(0, sys.argv[1])
+{imports}
+sys.path[:] = path
+{then}
+"""
 
 
 def set_environment(env: Mapping[str, str]) -> None:

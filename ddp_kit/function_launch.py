@@ -29,7 +29,15 @@ from typing import Any, TypeVar, cast
 
 import cloudpickle
 
-from ddp_kit.env import INSTALLED_PACKAGES, KEEP_WARM, RANK, RUN_FOLDER_PREFIX, rank_for_messages
+from ddp_kit.env import (
+    INSTALLED_PACKAGES,
+    KEEP_WARM,
+    PACKAGE_FOLDER,
+    RANK,
+    RUN_FOLDER_PREFIX,
+    child_code,
+    rank_for_messages,
+)
 from ddp_kit.errors import LaunchError, UsageError, kind_of
 from ddp_kit.uncaught import folded_traceback, leave_note, show_without_traceback
 
@@ -44,18 +52,12 @@ import sys
 from ddp_kit.function_launch import call_in_rank
 call_in_rank(sys.argv[2])
 """
-# `ddpkit launch`, until this process ends. The folder of the package is in sys.path for the imports only.
-_COMMAND = """\
-import signal, sys
-path = sys.path[0 if sys.flags.safe_path else 1:]
-sys.path.insert(0, sys.argv[1])
-from ddp_kit.launcher import cli
-from ddp_kit.launcher.warm import cleanup
-sys.path[:] = path
-if sys.platform == "linux":
-    cleanup.die_with_parent(int(sys.argv[2]), signal.SIGTERM)
-cli.entry(["launch", *sys.argv[3:]])
-"""
+# `ddpkit launch`, until this process ends.
+_COMMAND = child_code(
+    "import signal; from ddp_kit.launcher import cli; from ddp_kit.launcher.warm import cleanup",
+    "if sys.platform == 'linux': cleanup.die_with_parent(int(sys.argv[2]), signal.SIGTERM)\n"
+    "cli.entry(['launch', *sys.argv[3:]])",
+)
 
 
 def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None, processes: int | None = None) -> R:
@@ -231,7 +233,7 @@ def _run(words: Sequence[str]) -> int:
     decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
     interrupted: KeyboardInterrupt | None = None
     with subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, str(Path(__file__).parents[1]), str(os.getpid()), *words],
+        [sys.executable, "-c", _COMMAND, PACKAGE_FOLDER, str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,  # `input()` in a rank raises an EOFError
         stdout=output,
         stderr=output,

@@ -134,6 +134,7 @@ def test_rehearsal_of_a_script_that_does_not_load_its_checkpoint_says_that_it_st
 
 def test_rehearsal_of_a_script_that_ends_early_compares_the_steps_that_it_makes(tmp_path: Path) -> None:
     words = (REHEARSALS / "unusual.py", "ends_early", "out-{run}")
+    (tmp_path / "queue.py").write_text("")  # the launcher must not search the current folder
     undisturbed, killed, _ = rehearse(tmp_path, *words, ranks=1, code=1)
     assert undisturbed["summary"] == "equal in all 6 steps"
     assert killed["summary"].startswith("not shown")

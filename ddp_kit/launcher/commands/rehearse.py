@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
-from ddp_kit.env import KEEP_WARM, OFFLINE, REHEARSAL
+from ddp_kit.env import KEEP_WARM, OFFLINE, PACKAGE_FOLDER, REHEARSAL, child_code
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
@@ -36,6 +36,7 @@ from ddp_kit.launcher.rehearsal.lines import (
 from ddp_kit.launcher.warm.cleanup import die_with_parent
 
 _RUN = "{run}"
+_LAUNCH = child_code("from ddp_kit.launcher import cli", "cli.entry(['launch', *sys.argv[2:]])")
 _FEWEST_STEPS = 4
 _SHOWN_LINES = 12
 _KEPT_LINES = 200
@@ -441,7 +442,8 @@ class _Run:
             flags = {flag: typed for flag, typed in flags.items() if flag not in ("gpus", "nproc_per_node")}
             flags[name] = (f"--{name.replace('_', '-')}", str(ranks))
         typed = [word for flag in flags.values() for word in flag]
-        command = [sys.executable, "-m", "ddp_kit", "launch", *typed, "--max-restarts", str(max_restarts), *self._words]
+        flags_and_script = [*typed, "--max-restarts", str(max_restarts), *self._words]
+        command = [sys.executable, "-c", _LAUNCH, PACKAGE_FOLDER, *flags_and_script]
         with subprocess.Popen(
             command,
             env=self._env,

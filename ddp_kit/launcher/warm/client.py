@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
-from ddp_kit.env import HIDDEN_FROM_WORKERS
+from ddp_kit.env import HIDDEN_FROM_WORKERS, PACKAGE_FOLDER, child_code
 from ddp_kit.launcher.warm.cleanup import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,
@@ -31,16 +30,11 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 
-# The package's folder is first in sys.path for this import only; the current folder is not searched.
-_CODE = """\
-import sys
-path = sys.path[0 if sys.flags.safe_path else 1:]
-sys.path.insert(0, sys.argv[1])
-from ddp_kit.launcher.warm import server
-sys.path[:] = path
-hidden = tuple(filter(None, sys.argv[5].split(",")))
-server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, sys.argv[6])
-"""
+_CODE = child_code(
+    "from ddp_kit.launcher.warm import server",
+    "hidden = tuple(filter(None, sys.argv[5].split(',')))\n"
+    "server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'warm', hidden, sys.argv[6])",
+)
 _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for unfinished saves and for helpers
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
 # checks in a row, and the second check is not late. If it is late, the whole job, including the launcher, was
@@ -91,8 +85,7 @@ class WarmServer:
         """Start the process."""
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if self._forks and name not in self._env}
-        package = str(Path(__file__).parents[3])
-        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold"]
+        how = [PACKAGE_FOLDER, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold"]
         how += [",".join(hidden), self._folder or ""]
         with theirs:
             self._process = subprocess.Popen(

@@ -23,9 +23,11 @@ from ddp_kit import __version__
 from ddp_kit.env import (
     HIDDEN_FROM_WORKERS,
     IMPORT_TIME_VARIABLES,
+    PACKAGE_FOLDER,
     RUNTIME_FOLDER,
     START_TIME_VARIABLES,
     allocator_defaults,
+    child_code,
 )
 from ddp_kit.launcher.warm.messages import Import, Program
 
@@ -122,14 +124,10 @@ FORWARDED = (
     signal.SIGWINCH,
 )
 """The signals that the client passes on to the launcher."""
-_CODE = """\
-import sys
-path = sys.path[0 if sys.flags.safe_path else 1:]
-sys.path.insert(0, sys.argv[1])
-from ddp_kit.launcher.warm import kept
-sys.path[:] = path
-kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(","), int(sys.argv[5]), int(sys.argv[6]))
-"""
+_CODE = child_code(
+    "from ddp_kit.launcher.warm import kept",
+    "kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(','), int(sys.argv[5]), int(sys.argv[6]))",
+)
 _ROOM = "-" * 4096  # for the command lines of launchers and workers, see `WarmServer`
 _LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
 _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
@@ -271,7 +269,7 @@ def keep_process(request: Import | None, seconds: float, print_message: Callable
     words = [str(address), str(seconds), ",".join(added), str(read), str(lock), _ROOM]
     with suppress(OSError), os.fdopen(write, "w") as pipe:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _CODE, str(Path(__file__).parents[3]), *words],
+            [sys.executable, "-u", "-c", _CODE, PACKAGE_FOLDER, *words],
             env={**os.environ, **added},
             pass_fds=[read, lock],
             stdin=subprocess.DEVNULL,

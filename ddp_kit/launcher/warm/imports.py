@@ -320,7 +320,10 @@ def has_opened_a_gpu() -> bool:
 
 def has_started_a_thread() -> bool:
     """Whether this process has threads that its forks would lack."""
-    names = [Path(path, "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    names = []
+    for path in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has just ended
+            names.append(Path(path, "comm").read_text().strip())
     return len([name for name in names if name != _JEMALLOC]) > 1
 
 
