@@ -224,7 +224,7 @@ def test_another_number_of_ranks_is_compared_in_total() -> None:
     larger_batch = {0: [replace(each, batches=((12, 1, "other"),)) for each in alone[0][5:]]}
     assert "12 samples instead of 8" in compare.differences_in_total(run(), larger_batch, 5)[0].text
     other_loss = {0: [replace(each, losses=(each.losses[0] * 1.1,)) for each in alone[0][5:]]}
-    assert [each.kind for each in compare.differences_in_total(run(), other_loss, 5)] == ["loss"]
+    assert [each.kind for each in compare.differences_in_total(run(), other_loss, 5)] == ["mean loss"]
     assert compare.differences_in_total(run(), other_loss, 5, noise=0.2) == []
 
 

@@ -124,12 +124,15 @@ def test_steps_before_the_first_backward_pass_and_inside_another_step_are_not_co
     watch.after_step(outer)
     with watch.backward_pass(torch.ones(())), watch.backward_pass(torch.ones(())):
         pass
+    outer.state[net.weight] = None  # as in ZeRO, for a parameter of another rank
+    inner.state[net.weight]["momentum_buffer"] = torch.ones(2, 2)
     watch.before_step(outer)
     watch.before_step(inner)
     watch.after_step(inner)
     watch.after_step(outer)
     (line,) = lines(tmp_path)
     assert (line.step, line.optimizer, len(line.losses)) == (1, 0, 1)
+    assert set(line.state) == {"momentum_buffer"}
 
 
 def test_step_with_a_closure_is_counted_with_the_passes_that_it_makes(watch: Watch, tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ CAUSES = {
     "statistics differ between ranks",
     "copies": "a copy of the weights, such as an exponential moving average, is not in the checkpoint",
     "loss": "an operation that is not deterministic, or state of the script that is not in the checkpoint",
+    "mean loss": "each rank draws its own random numbers, as for dropout, or normalises its own batch, as BatchNorm does, "
+    "so the loss depends on the number of ranks; or state of the script is not in the checkpoint",
     "epochs": "DistributedSampler.set_epoch(epoch) is not called before each epoch",
 }
 """What usually causes a difference, by its kind, in the order in which one causes the others."""
@@ -348,6 +350,7 @@ _FOLLOWS_FROM = {
     "buffers": {"weights", "passes", "samples", "random"},
     "copies": {"weights"},
     "loss": set(CAUSES) - {"loss"},
+    "mean loss": set(CAUSES) - {"mean loss"},
 }
 """Kinds that follow at once from others."""
 
@@ -405,7 +408,7 @@ def differences_in_total(reference: Recording, resumed: Recording, begin: int, n
         }
         before, now = _mean_loss(expected), _mean_loss(lines)
         if before is not None and now is not None and _distance(before, now) > max(LOSS_TOLERANCE, 10 * noise):
-            texts["loss"] = f"mean loss {_changes([before], [now])}"
+            texts["mean loss"] = f"mean loss {_changes([before], [now])}"
         same_size = first.numel == line.numel
         if same_size and _distance(first.norm, line.norm) > max(NORM_TOLERANCE, 10 * noise):
             texts["weights"] = f"the norm of the weights {_changes([first.norm], [line.norm])}"

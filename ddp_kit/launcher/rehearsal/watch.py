@@ -170,7 +170,9 @@ class Watch:
         """Record the state of this rank just before a step. `with_closure`: the step makes backward passes itself."""
         if not self._has_trained and not with_closure:  # a trial of the optimizer, not training
             return
-        if self._stepping not in (None, optimizer):  # an optimizer that a wrapper such as ZeRO calls
+        if self._stepping not in (None, optimizer):  # a wrapper such as ZeRO calls it: its state is the wrapper's
+            state, count = _state_of(optimizer)
+            self._line = replace(self._line, state={**self._line.state, **state}, count=count)
             return
         self._stepping = optimizer
         number = self._optimizers.setdefault(optimizer, len(self._optimizers))
@@ -248,13 +250,7 @@ class Watch:
                 for name, tensor in _copies_in(container, named).items():
                     if tensor.data_ptr() not in in_modules:
                         copies[f"{'list' if isinstance(container, list) else 'dict'}.{name}"].append(checksum(tensor))
-        states = defaultdict[str, list[Any]](list)
-        count: float | None = None
-        for parameter in parameters:
-            for name, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-                states[str(name)] += _leaves(value)
-                if name == "step":
-                    count = max(count or 0.0, float(value))
+        state, count = _state_of(optimizer)
         locals_of_parameters = [_local(parameter) for parameter in parameters]
         return Line(
             step=self._step,
@@ -263,7 +259,7 @@ class Watch:
             weights=tuple(map(checksum, parameters)),
             numel=sum(part.numel() for part in locals_of_parameters),
             norm=sum(float(part.abs().double().pow(2).sum()) for part in locals_of_parameters) ** 0.5,
-            state={name: _joined(values) for name, values in states.items()},
+            state=state,
             count=count,
             settings=_settings(optimizer),
             scalers=tuple(scalers),
@@ -406,6 +402,18 @@ def _random_states() -> dict[str, str]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["CUDA"] = checksum(torch.cuda.get_rng_state())
     return states
+
+
+def _state_of(optimizer: Optimizer) -> tuple[dict[str, str], float | None]:
+    """Checksum of an optimizer's state by name, over all parameters; the highest step count, or None."""
+    states, count = defaultdict[str, list[Any]](list), None
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        # In ZeRO, the state of another rank's parameter is None once a checkpoint was loaded.
+        for name, value in sorted((optimizer.state.get(parameter) or {}).items(), key=lambda item: str(item[0])):
+            states[str(name)] += _leaves(value)
+            if name == "step":
+                count = max(count or 0.0, float(value))
+    return {name: _joined(values) for name, values in states.items()}, count
 
 
 def _settings(optimizer: Optimizer) -> dict[str, tuple[float, ...]]:
