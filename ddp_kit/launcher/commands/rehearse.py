@@ -183,6 +183,10 @@ def _folder(*, keep: bool, report: Callable[[str], None]) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ddpkit-rehearsal-"))
     try:
         yield folder
+    except OSError as error:
+        raise RehearsalError(
+            f"a file of the rehearsal cannot be written: {error}", "free space, or set TMPDIR to a folder elsewhere"
+        ) from error
     finally:
         if keep:
             report(f"the runs are in {folder}")
@@ -236,7 +240,8 @@ class _Rehearsal:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):  # there is no such file, or the folder is read-only
+                        path.unlink()
 
     def _run(self, title: str) -> "_Run":
         self._runs.append(_Run(self._command, title, self.steps))

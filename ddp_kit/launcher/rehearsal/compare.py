@@ -49,8 +49,8 @@ CAUSES = {
     "statistics differ between ranks",
     "copies": "a copy of the weights, such as an exponential moving average, is not in the checkpoint",
     "loss": "an operation that is not deterministic, or state of the script that is not in the checkpoint",
-    "mean loss": "each rank draws its own random numbers, as for dropout, or normalises its own batch, as BatchNorm does, "
-    "so the loss depends on the number of ranks; or state of the script is not in the checkpoint",
+    "mean loss": "each rank draws its own random numbers, as for dropout, or normalises its own batch, as BatchNorm "
+    "does, so the loss depends on the number of ranks; or state of the script is not in the checkpoint",
     "epochs": "DistributedSampler.set_epoch(epoch) is not called before each epoch",
 }
 """What usually causes a difference, by its kind, in the order in which one causes the others."""
