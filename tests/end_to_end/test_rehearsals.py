@@ -112,6 +112,11 @@ def test_rehearsal_of_two_optimizers_counts_the_steps_of_the_first_one(tmp_path:
     assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
 
 
+def test_rehearsal_of_a_script_without_backward_passes_counts_its_steps(tmp_path: Path) -> None:
+    words = (REHEARSALS / "unusual.py", "autograd_grad", "out-{run}")
+    assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
+
+
 def test_rehearsal_of_a_script_that_saves_only_on_sigterm_shows_this_resume(tmp_path: Path) -> None:
     words = (REHEARSALS / "unusual.py", "saves_on_sigterm", "out-{run}")
     _, killed, stopped = rehearse(tmp_path, *words, ranks=1, code=1)

@@ -287,7 +287,7 @@ class _Rehearsal:
                 f"{self._script} ended after step {steps}", f"make it train for at least {_FEWEST_STEPS} steps"
             )
         if steps < self.steps:
-            self._report(f"{self._script} ended after step {steps}, so {steps} steps are compared")
+            self._command.report(f"{self._script} ended after step {steps}, so {steps} steps are compared")
             self.steps = steps
         return recording
 
@@ -378,7 +378,7 @@ class _Rehearsal:
             how += " in what is not random by itself" * bool(ignored)
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
         summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
-        cause = "; or ".join(CAUSES[each.kind] for each in compare.origins(found))
+        cause = "; ".join(CAUSES[each.kind] for each in compare.origins(found))
         return Result(title, False, summary, tuple(found), cause, note)
 
 

@@ -1,7 +1,7 @@
 """The watch in a worker of a rehearsal: records each optimizer step, sends the disturbance, and ends the run.
 
 It draws no random numbers, keeps no tensors, and starts no collectives, so the script computes what it always computes.
-It replaces four functions of torch, which have no hooks: in a rehearsal only, never in a training run.
+It replaces five functions of torch, which have no hooks: in a rehearsal only, never in a training run.
 """
 
 import gc
@@ -63,17 +63,21 @@ _Container = dict[str, Tensor] | list[Tensor]
 def install(folder: Path) -> None:
     """Watch this process from now on. `folder`: the folder of the run."""
     watch = Watch(folder, Instructions.read(folder))
-    register_optimizer_step_pre_hook(
-        lambda optimizer, args, kwargs: watch.before_step(
-            optimizer, with_closure=any(map(callable, (*args[1:], *kwargs.values())))
-        )
-    )
-    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: watch.after_step(optimizer))
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.before_step(optimizer, with_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+
+    def after_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        watch.after_step(optimizer)
+
+    # torch.compile would otherwise compile the hooks as a part of a step.
+    register_optimizer_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
+    register_optimizer_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
     register_module_buffer_registration_hook(lambda module, _name, _buffer: watch.modules.add(module))
     register_module_parameter_registration_hook(lambda module, _name, _parameter: watch.modules.add(module))
 
     open_loader, next_batch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-    backward, save = torch.autograd.backward, torch.save
+    backward, grad, save = torch.autograd.backward, torch.autograd.grad, torch.save
 
     def watched_loader(loader: DataLoader[Any]) -> Any:
         watch.note_epoch(loader)
@@ -88,13 +92,17 @@ def install(folder: Path) -> None:
         with watch.backward_pass(tensors):
             backward(tensors, *args, **kwargs)
 
+    def watched_grad(*args: Any, **kwargs: Any) -> Any:
+        watch.has_trained = True
+        return grad(*args, **kwargs)
+
     def watched_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         watch.check_own(f)
         save(obj, f, *args, **kwargs)
 
     DataLoader.__iter__ = watched_loader  # type: ignore[method-assign]
     _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign, assignment]
-    torch.autograd.backward = watched_backward
+    torch.autograd.backward, torch.autograd.grad = watched_backward, watched_grad
     torch.save = watched_save
 
 
@@ -114,7 +122,7 @@ class Watch:
         self._line = Line(step=0)
         self._step = 0
         self._in_backward = False
-        self._has_trained = False
+        self.has_trained = False
         self._losses: list[float] = []
         self._batches: list[tuple[int, int, str]] = []
         self._epochs: list[tuple[int, bool, int]] = []
@@ -143,7 +151,7 @@ class Watch:
         if self._in_backward:
             yield
             return
-        self._in_backward = self._has_trained = True
+        self._in_backward = self.has_trained = True
         with torch.no_grad():
             parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._losses.append(sum(float(_local(part).sum()) for part in parts))
@@ -168,7 +176,7 @@ class Watch:
 
     def before_step(self, optimizer: Optimizer, *, with_closure: bool = False) -> None:
         """Record the state of this rank just before a step. `with_closure`: the step makes backward passes itself."""
-        if not self._has_trained and not with_closure:  # a trial of the optimizer, not training
+        if not self.has_trained and not with_closure:  # a trial of the optimizer, not training
             return
         if self._stepping not in (None, optimizer):  # a wrapper such as ZeRO calls it: its state is the wrapper's
             state, count = _state_of(optimizer)
@@ -185,8 +193,8 @@ class Watch:
         if self._stepping is not optimizer:
             return
         self._stepping = None
-        work = {"losses": tuple(self._losses), "batches": tuple(self._batches), "epochs": tuple(self._epochs)}
-        self._file.write(write_line(replace(self._line, **work)))
+        losses, batches, epochs = tuple(self._losses), tuple(self._batches), tuple(self._epochs)
+        self._file.write(write_line(replace(self._line, losses=losses, batches=batches, epochs=epochs)))
         self._losses, self._batches, self._epochs = [], [], []
         if self._optimizers[optimizer] != 0:
             return

@@ -1,7 +1,7 @@
 """Scripts that are unusual for a rehearsal. Arguments: WHAT FOLDER.
 
 without_optimizer, ends_early, two_optimizers, ignores_sigterm, saves_on_sigterm, prints_forever, fails, random,
-saves_nothing, ignores_checkpoint, changes_folder.
+saves_nothing, ignores_checkpoint, changes_folder, autograd_grad.
 """
 
 import itertools
@@ -60,7 +60,13 @@ for _ in itertools.count() if what == "ignores_sigterm" else range(step, 6 if wh
     x = torch.randn(8, 4)
     for net, optimizer in zip(nets, optimizers, strict=True):
         loss = net(x).square().mean()
-        loss.backward()
+        if what == "autograd_grad":
+            for parameter, gradient in zip(
+                net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
+            ):
+                parameter.grad = gradient
+        else:
+            loss.backward()
         if what == "without_optimizer":
             with torch.no_grad():
                 net.weight -= 0.01 * net.weight.grad
