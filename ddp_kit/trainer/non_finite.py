@@ -272,11 +272,10 @@ class _Search:
         if len(alone) > 1 and not self._any_finite and len(alone) == len(self._found):
             tried = f"of the {len(alone)} samples that were tried" if self._left else "sample of the micro-batch"
             return f"each {tried} gives it alone, so look at the weights and the learning rate first"
-        texts = [
-            f"{_named(samples, keys)}{', which cannot be tried alone' if samples in self._untried else ' only together'}"
-            for samples in self._found
-            if len(samples) > 1
-        ]
+        texts = []
+        for samples in (samples for samples in self._found if len(samples) > 1):
+            how = ", which cannot be tried alone" if samples in self._untried else " only together"
+            texts.append(f"{_named(samples, keys)}{how}")
         if alone:
             texts = [f"{_named(alone, keys)} alone", *texts]
         if self._left:

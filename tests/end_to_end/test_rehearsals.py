@@ -101,7 +101,8 @@ def test_rehearsal_at_another_number_of_ranks_compares_within_a_tolerance(tmp_pa
 
 
 def test_rehearsal_of_a_random_script_does_not_blame_the_resume(tmp_path: Path) -> None:
-    undisturbed, *disturbed = rehearse(tmp_path, REHEARSALS / "unusual.py", "random", "out-{run}", ranks=1, code=1)
+    words = ("--ranks", 2, REHEARSALS / "unusual.py", "random", "out-{run}")
+    undisturbed, *disturbed = rehearse(tmp_path, *words, ranks=1, code=1)
     assert undisturbed["summary"].startswith("differ from step 1:")
     assert "random by itself" in undisturbed["cause"]
     assert all(result["equal"] for result in disturbed), disturbed

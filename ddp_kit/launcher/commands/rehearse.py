@@ -207,11 +207,11 @@ class _Rehearsal:
         first = self._undisturbed("undisturbed-1")
         second = self._undisturbed("undisturbed-2")
         self._check_separate(first, second)
+        first = compare.without_unseeded(first, second)
         noisy = compare.differences(first, second)
         repeated = compare.repeated_epoch(first)
         results = [self._result_of_undisturbed(noisy, repeated)]
-        first = compare.without_unseeded(first, second)
-        ignored = frozenset(each.kind for each in noisy) - {"random"}
+        ignored = frozenset(each.kind for each in noisy)
         at, rank = self._disturbance(first)
 
         killed = self._run("killed")
@@ -247,9 +247,9 @@ class _Rehearsal:
         self._runs.append(_Run(self._command, title, self.steps))
         return self._runs[-1]
 
-    def _undisturbed(self, name: str) -> Recording:
+    def _undisturbed(self, title: str) -> Recording:
         """Run the script without a disturbance. Raises an error if that does not work."""
-        made = self._run(name)
+        made = self._run(title)
         end = made.launch()
         attempts = read_attempts(made.folder)
         if (made.folder / ELSEWHERE_FILE).exists():
@@ -260,10 +260,7 @@ class _Rehearsal:
                     f"{self._script} changes its current folder before it saves {path}",
                     f"use an absolute path for the argument with {_RUN}, such as {Path.cwd() / f'out-{_RUN}'}",
                 )
-            raise UsageError(
-                f"{self._script} saves {path}, in a folder that all runs would share",
-                _HINT,
-            )
+            raise UsageError(f"{self._script} saves {path}, in a folder that all runs would share", _HINT)
         if end.code:
             kind = UsageError if end.code == ExitCode.USAGE else RehearsalError
             raise kind(
@@ -313,7 +310,7 @@ class _Rehearsal:
 
     def _result_of_undisturbed(self, noisy: Sequence[Difference], repeated: Difference | None) -> Result:
         title = "undisturbed, twice"
-        if any(each.kind != "random" for each in noisy):
+        if noisy:
             summary = f"differ from step {noisy[0].step}: {compare.described(noisy)}"
             cause = (
                 "the script is random by itself: it does not seed all random generators, or uses operations that are "
@@ -323,7 +320,7 @@ class _Rehearsal:
         if repeated is not None:
             summary = f"equal, but from step {repeated.step}: {repeated.description}"
             return Result(title, False, summary, (repeated,), CAUSES["epochs"])
-        return Result(title, True, f"equal in all {self.steps} steps", tuple(noisy))
+        return Result(title, True, f"equal in all {self.steps} steps")
 
     def _compare(
         self,
@@ -366,7 +363,8 @@ class _Rehearsal:
         if ranks is None:
             found = compare.differences(first, resumed, begin, ignored)
         else:
-            found = compare.differences_in_total(first, resumed, begin, noise)
+            in_total = compare.differences_in_total(first, resumed, begin, noise)
+            found = [difference for difference in in_total if difference.kind not in ignored]
         steps = compare.compared_steps(first, {0: resumed[0]}, begin)
         if steps is None:
             return Result(title, False, "not shown: the resumed run has no step in common", note=note)
