@@ -71,12 +71,12 @@ def begins_at(reference: Recording, resumed: Recording) -> int | None:
         """How much evidence besides the weights there is for a line; of several, the latest one counts."""
         return sum(index in matching for name, matching in evidence.items() if name != "weights"), index
 
-    for name in ("weights", "optimizer"):
-        if evidence[name]:
-            best = max(evidence[name], key=score)
-            others = {*evidence["optimizer"], best + 1} if name == "weights" else set()
-            return max((best, *others), key=lambda index: (score(index)[0], index == best))
-    return max({index for matching in evidence.values() for index in matching}, key=score, default=None)
+    matching = evidence["weights"] or evidence["optimizer"] or {index for found in evidence.values() for index in found}
+    best = max(matching, key=score, default=None)
+    if best is None or not evidence["weights"]:
+        return best
+    others = (best, best + 1, *evidence["optimizer"])
+    return max(others, key=lambda index: (score(index)[0], index == best))
 
 
 _EVIDENCE: Mapping[str, Callable[[Line], Any]] = {

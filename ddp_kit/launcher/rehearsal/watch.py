@@ -429,8 +429,9 @@ def _settings(optimizer: Optimizer) -> dict[str, tuple[float, ...]]:
     settings = defaultdict[str, list[float]](list)
     for group in optimizer.param_groups:
         for name, value in group.items():
-            numbers = value if isinstance(value, tuple | list) and name != "params" else [value]
-            for number in numbers if name != "params" else ():
+            if name == "params":
+                continue
+            for number in value if isinstance(value, tuple | list) else [value]:
                 if isinstance(number, Number) or (isinstance(number, Tensor) and number.numel() == 1):
                     settings[name].append(float(number))  # type: ignore[arg-type]
     return {name: tuple(values) for name, values in settings.items()}
@@ -458,6 +459,6 @@ def _copies_in(container: _Container, parameters: Mapping[str, Tensor]) -> dict[
         by_name = {_plain(name): tensor for name, tensor in container.items()}
         return {name: by_name[name] for name in parameters} if parameters.keys() <= by_name.keys() else {}
     for named in (parameters, {name: p for name, p in parameters.items() if p.requires_grad}):
-        if len(named) > 1 and [t.shape for t in container] == [p.shape for p in named.values()]:
+        if 1 < len(named) == len(container) and [t.shape for t in container] == [p.shape for p in named.values()]:
             return dict(zip(named, container, strict=True))
     return {}
