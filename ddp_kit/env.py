@@ -138,6 +138,7 @@ ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: a rank has printed t
 NOTE_MARK = "ddpkit"
 NOTE_AT_START = "at_start"
 NOTE_SECONDARY = "secondary"  # the root cause is on another rank
+NOTE_FAULTY = "faulty"  # the device of this rank computes wrong numbers
 NOTE_PRINTED = "printed"  # a rank of this node prints the message
 NOTE_PRINTED_HERE = "printed_here"  # this rank has printed it
 

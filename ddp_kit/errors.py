@@ -3,6 +3,7 @@
 DdpKitError
 ├── ConfigError   an invalid TrainerConfig or combination of settings; also a ValueError
 ├── WorldError    the processes or devices are not as requested
+│   └── FaultyRankError  a rank computes wrong gradients
 ├── DataError     the dataset or loader cannot be used
 ├── LossError     the user's loss, metric or optimizer returned an unusable value
 ├── CheckpointError  a checkpoint cannot be written, found or trusted
@@ -60,6 +61,20 @@ class ConfigError(DdpKitError, ValueError):
 
 class WorldError(DdpKitError):
     """The processes or devices are not as requested."""
+
+
+class FaultyRankError(WorldError):
+    """A rank computes wrong gradients, which `verify_ranks="replay"` has found.
+
+    Args:
+        message: What was requested and what was found.
+        hint: What to do.
+        ranks: The ranks; empty if it is one of two, and nothing shows which.
+    """
+
+    def __init__(self, message: str, hint: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.ranks = ranks
 
 
 class DataError(DdpKitError):

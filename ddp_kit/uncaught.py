@@ -26,6 +26,7 @@ from typing import Any
 from ddp_kit.env import (
     ERROR_SHOWN_FILE,
     INSTALLED_PACKAGES,
+    NOTE_FAULTY,
     NOTE_MARK,
     NOTE_PRINTED,
     NOTE_PRINTED_HERE,
@@ -33,7 +34,7 @@ from ddp_kit.env import (
     attempt_folder,
     error_file,
 )
-from ddp_kit.errors import DdpKitError
+from ddp_kit.errors import DdpKitError, FaultyRankError
 from ddp_kit.heartbeat import note_exiting
 
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -99,8 +100,14 @@ class _MessageHook:
             text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
             sys.stderr.write(f"ddpkit: error{rank}{_user_code_location(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
-        marks = {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank}
-        leave_note(message, {**marks, NOTE_PRINTED_HERE: printed})
+        marks = {
+            NOTE_SECONDARY: error.reported_elsewhere,
+            NOTE_FAULTY: isinstance(error, FaultyRankError)
+            and (self.rank in error.ranks or not error.reported_elsewhere),
+            NOTE_PRINTED: not error.only_this_rank,
+            NOTE_PRINTED_HERE: printed,
+        }
+        leave_note(message, marks)
 
 
 def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
