@@ -7,23 +7,23 @@ import argparse
 import math
 import re
 import shlex
-import shutil
 import sys
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.warm.messages import Program
+
+if TYPE_CHECKING:
+    from ddp_kit.launcher.clusters.request import JobPlace
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
@@ -372,7 +372,7 @@ class LaunchSpec:
     """The value of --gpus-per-process; None: not given."""
     given: frozenset[str] = frozenset()
     """Names of the settings in `torchrun` that were set by a flag on the command line or by a PET_ variable."""
-    place: JobPlace | None = None
+    place: "JobPlace | None" = None
     """This node's place in the job, from the cluster's variables; None: no cluster, or flags set the place."""
 
     @property
@@ -520,13 +520,15 @@ def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tup
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
     """Raise `UsageError` if the script or its interpreter does not exist; modules are not checked."""
+    from shutil import which  # slow to import, and only used for programs
+
     script = spec.script
-    if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
+    if not spec.torchrun["no_python"] and PYTHON in env and which(env[PYTHON]) is None:
         raise UsageError(f"the interpreter {env[PYTHON]!r} does not exist", f"check {PYTHON}, or unset it")
     if spec.torchrun["module"] or "${" in script or script == "-":  # `-`: Python reads standard input
         return
     if spec.torchrun["no_python"]:
-        if shutil.which(script) is None:
+        if which(script) is None:
             raise UsageError(f"there is no program {script!r} to run", "check its path, or leave out --no-python")
         return
     try:
@@ -549,7 +551,9 @@ def _check_file(script: str) -> None:
             warnings.simplefilter("ignore")  # these warnings are shown when the script runs
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        problem = "".join(traceback.format_exception_only(error)).rstrip()
+        from traceback import format_exception_only  # slow to import
+
+        problem = "".join(format_exception_only(error)).rstrip()
         raise UsageError(f"Python cannot parse {path}:\n{problem}", "fix this error; nothing was started") from None
 
 
