@@ -13,6 +13,7 @@ Uncaught exceptions of these classes are printed without a traceback: see uncaug
 """
 
 import errno
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -115,8 +116,6 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    import unicodedata  # for rare text only
-
     # Control and format characters, unassigned ones, lone surrogates, and line separators.
     escaped = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
     return "".join(
@@ -129,7 +128,7 @@ def printable(text: str, keep: str = "") -> str:
 
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that is closest in spelling, or None if no known name is close."""
-    from difflib import get_close_matches  # for mistakes only
+    from difflib import get_close_matches  # slow to import, and only needed for mistakes
 
     matches = get_close_matches(name, known, n=1, cutoff=0.6)
     return matches[0] if matches else None

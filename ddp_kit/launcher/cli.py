@@ -164,7 +164,6 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         import_agent()
         import socket
         import uuid
-        from dataclasses import replace
 
         from ddp_kit.launcher import agent
 
@@ -175,7 +174,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
 
         ignored = (number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
         processes = agent.nproc_per_node(launch_spec.processes)
-        launch_spec = replace(launch_spec, processes=processes, ignored_signals=frozenset(ignored))
+        launch_spec = launch_spec._replace(processes=processes, ignored_signals=frozenset(ignored))
         launch_spec = rendezvous.complete_from_cluster(launch_spec, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, launch_spec, machine, os.environ, run_id, cpus.here(), defaults=defaults)

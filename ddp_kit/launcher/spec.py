@@ -7,20 +7,20 @@ import argparse
 import math
 import re
 import shlex
+import shutil
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.program import Program
 
 if TYPE_CHECKING:
     from ddp_kit.launcher.clusters.request import JobPlace
@@ -98,8 +98,7 @@ def _words(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """A flag of `ddpkit launch`."""
 
     name: str
@@ -344,8 +343,7 @@ OWN_FLAGS = (
 # --- Parsing ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LaunchSpec:
+class LaunchSpec(NamedTuple):
     """The parsed command line."""
 
     gpus: str | None
@@ -362,7 +360,7 @@ class LaunchSpec:
     """Whether --dry-run was given: print what would run and start nothing."""
     torchrun: Mapping[str, Any]
     """torchrun's settings by their names in its parser, including the script and its arguments."""
-    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """The typed flags with their values, such as ("--nnodes", "2"), by the names of the settings."""
     hang_timeout: float | None = None
     """The value of --hang-timeout in seconds; None: not given."""
@@ -520,15 +518,13 @@ def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tup
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
     """Raise `UsageError` if the script or its interpreter does not exist; modules are not checked."""
-    from shutil import which  # slow to import, and only used for programs
-
     script = spec.script
-    if not spec.torchrun["no_python"] and PYTHON in env and which(env[PYTHON]) is None:
+    if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
         raise UsageError(f"the interpreter {env[PYTHON]!r} does not exist", f"check {PYTHON}, or unset it")
     if spec.torchrun["module"] or "${" in script or script == "-":  # `-`: Python reads standard input
         return
     if spec.torchrun["no_python"]:
-        if which(script) is None:
+        if shutil.which(script) is None:
             raise UsageError(f"there is no program {script!r} to run", "check its path, or leave out --no-python")
         return
     try:

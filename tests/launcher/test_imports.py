@@ -14,8 +14,9 @@ import pytest
 from launching import DDPKIT, launch, seconds, started, wait_until
 
 from ddp_kit.env import VARIABLES_OF_ONE_WORKER
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports
-from ddp_kit.launcher.warm.messages import Import, Program
+from ddp_kit.launcher.warm.messages import Import
 
 
 @pytest.fixture
