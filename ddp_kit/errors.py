@@ -16,7 +16,6 @@ Uncaught exceptions of these classes are printed without a traceback: see uncaug
 import errno
 import unicodedata
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 
 class DdpKitError(Exception):
@@ -144,6 +143,8 @@ def printable(text: str, keep: str = "") -> str:
 
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that is closest in spelling, or None if no known name is close."""
+    from difflib import get_close_matches  # slow to import, and only needed for mistakes
+
     matches = get_close_matches(name, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 

@@ -1,4 +1,4 @@
-"""The standard streams of a process, and its last message: an uncaught `DdpKitError`, without a traceback.
+"""The last message of a process: an uncaught `DdpKitError`, without a traceback.
 
 A `DdpKitError` is printed once per node.
 
@@ -47,19 +47,6 @@ _LIBRARY_FRAME = re.compile(
 )
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-def open_standard_streams() -> None:
-    """Open /dev/null in place of closed standard streams, so that no other file gets descriptor 0, 1 or 2."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # Returns the lowest free descriptor, which is the closed one. Child processes inherit standard streams.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the descriptor was closed when Python started
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def show_without_traceback(rank: int | None = None) -> None:
