@@ -70,7 +70,7 @@ EXCLUDES = (
     Rule("parallel.compression", _SHARDED, "", "remove compression, or use parallel='ddp'"),
     Rule(
         "verify_ranks = replay",
-        f"{_SHARDED} or device_map",
+        f"{_SHARDED} or device_map or auto",
         "because a rank can repeat a pass of another rank only if both hold all weights",
         "use verify_ranks='all', or parallel='ddp' or 'zero1'",
     ),

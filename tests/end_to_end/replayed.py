@@ -54,8 +54,10 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(tokens), labels)
 
 
-def settings(**more: Any) -> dict[str, Any]:
-    return {"micro_batch_size": 4, "max_steps": 5, "log_every_steps": 5, "verify_ranks": "replay", **more}
+def settings(strategy: str, **more: Any) -> dict[str, Any]:
+    parallel = {"strategy": strategy, "share_gpus": 0 < torch.cuda.device_count() < RANKS}
+    given = {"micro_batch_size": 4, "max_steps": 5, "log_every_steps": 5, "verify_ranks": "replay"}
+    return {**given, "parallel": parallel, **more}
 
 
 # --- Corrupted gradients ----------------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def check_fault(draw: random.Random, number: int) -> None:
 
     config = TrainerConfig(
         **settings(
-            max_steps=12, log_every_steps=every, parallel=strategy, accumulation_steps=accumulation,
+            strategy, max_steps=12, log_every_steps=every, accumulation_steps=accumulation,
             non_finite_gradients="skip" if how == "nan" else "stop",
         )
     )  # fmt: skip
@@ -152,7 +154,7 @@ Pair = namedtuple("Pair", ["tokens", "labels"])
 
 def run_case(name: str, strategy: str, verify: str) -> None:
     """Train a few steps; print the warnings about the check, and a checksum of the weights."""
-    model, data, config = network(), samples(), settings(parallel=strategy, verify_ranks=verify)
+    model, data, config = network(), samples(), settings(strategy, verify_ranks=verify)
     own, counted = loss_fn, [0]
     generator = torch.Generator().manual_seed(RANK)
 
