@@ -591,7 +591,7 @@ class TrainerConfig(_Settings):
         default="weights",
         description="What the ranks compare at each log point. weights: the model's weights; all: weights and "
         "optimizer state. A comparison reads these tensors once, and needs no additional collective. replay: the "
-        "weights, and at most every 200 steps also gradients, to find a device that computes wrong numbers: each rank "
+        "weights, and at most every 500 steps also gradients, to find a device that computes wrong numbers: each rank "
         "repeats a micro-batch of another rank. Learning rates are always compared. The record of the run has the "
         "checksum of the weights, unless this is off.",
     )

@@ -52,7 +52,7 @@ from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.model_flops import device_name
 from ddp_kit.trainer.snapshots import BufferCopies
 
-INTERVAL = 200
+INTERVAL = 500
 """The least number of optimizer steps between two checks."""
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
@@ -288,21 +288,6 @@ def _placed(values: Tensor, address: int, strides: Sequence[int], device: torch.
     return memory[skipped:].as_strided(values.shape, strides).copy_(values)
 
 
-def _from_previous_rank(content: bytes, world: World, distance: int) -> bytes:
-    """Send bytes to the next rank, and return those that the previous rank has sent. A collective."""
-    hosts = host_group(world)
-    previous, following = (world.rank - distance) % world.world_size, (world.rank + distance) % world.world_size
-    ((size,),) = gathered(world, [len(content)], hosts)[previous : previous + 1]
-    received, sending = torch.empty(size, dtype=torch.uint8), None
-    if content:
-        sending = dist.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8), following, group=hosts)
-    if size:
-        dist.recv(received, previous, group=hosts)
-    if sending is not None:
-        sending.wait()
-    return received.numpy().tobytes()
-
-
 def _machine(world: World) -> str:
     """What determines the order of sums in a kernel: the device, the processor and the number of threads."""
     processor = ""
@@ -384,18 +369,18 @@ class Replay:
             message = safetensors.torch.save(self._message | {_NOTED: noted})
             if self._checked is None:
                 self._repeat(self._pass, alone=True)
-        if self._stops():
+        sizes = self._of_ranks(len(message))
+        if not sizes:
             return
-        received = _from_previous_rank(message, world, self._distance)
+        received = self._from_previous_rank(message, sizes)
         previous = self._unpacked(received)
         first = self._repeat(previous)
-        if self._stops():
-            return
         checked, self._checked = self._checked, step
-        differs = previous is not None and not self._same(previous.noted, first)
-        if not any(flag for (flag,) in gathered(world, [int(differs)], host_group(world))):
+        if not any(self._of_ranks(previous is not None and not self._same(previous.noted, first))):
             return
-        before_previous = _from_previous_rank(received, world, self._distance) if world.world_size > 2 else b""
+        before_previous = b""
+        if world.world_size > 2:
+            before_previous = self._from_previous_rank(received, sizes[-self._distance :] + sizes[: -self._distance])
         repeats = Repeats(
             noted=[] if self._pass is None else self._pass.noted,
             own=self._repeat(self._pass),
@@ -403,7 +388,7 @@ class Replay:
             previous=(first, self._repeat(self._unpacked(received))),
             before_previous=self._repeat(self._unpacked(before_previous)),
         )
-        if self._stops():
+        if not self._of_ranks(0):
             return
         own = json.dumps([f"{socket.gethostname()}, {device_name(world)}", repeats]).encode()
         places, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, host_group(world))), strict=True)
@@ -416,10 +401,10 @@ class Replay:
             "ranks that repeat the same pass get different gradients, so the loss function depends on more than its "
             "batch, the weights and the random states of Python, NumPy and torch"
         )
-        self._stops()
+        self._of_ranks(0)
 
     def _same(self, one: Gradients, other: Gradients) -> bool:
-        return same_gradients(one, other, self._tolerance)
+        return bool(self._problem) or same_gradients(one, other, self._tolerance)
 
     def _unpacked(self, message: bytes) -> _Pass | None:
         kind = None if self._pass is None else self._pass.batch
@@ -446,7 +431,9 @@ class Replay:
                 self._buffers.restore()
                 set_random_states(decoded(noted.random))
                 with context.precision.forward(), context.activations.forward_context(), context.logged.batch(0):
-                    value = checked(context.strategy.call(context.loss_fn, noted.batch), "the loss function")
+                    value = checked(
+                        context.strategy.call(context.loss_fn, with_copied_containers(noted.batch)), "the loss function"
+                    )
                 torch.autograd.grad(self._backpropagated(value, noted.samples), self._parameters, allow_unused=True)
                 return sums.values()
         except CommunicationError:
@@ -458,11 +445,31 @@ class Replay:
             after.restore()
         return []
 
-    def _stops(self) -> bool:
-        """Whether any rank has a problem: then no pass is repeated from here on. A collective."""
-        problems = gathered_bytes(self._problem.encode(), self._context.world, host_group(self._context.world))
-        problem = next(filter(None, problems), b"").decode()
-        self._off = bool(problem)
-        if problem and self._context.world.is_main:
+    def _of_ranks(self, number: int) -> list[int]:
+        """The number of each rank; empty if any rank has a problem: no pass is repeated from then on. A collective."""
+        world, hosts = self._context.world, host_group(self._context.world)
+        numbers, problems = zip(*gathered(world, [number, bool(self._problem)], hosts), strict=True)
+        if not any(problems):
+            return [*numbers]
+        self._off = True
+        problem = next(filter(None, gathered_bytes(self._problem.encode(), world, hosts))).decode()
+        if world.is_main:
             logger.warning('verify_ranks="replay" stops comparing gradients: {}', problem)
-        return self._off
+        return []
+
+    def _from_previous_rank(self, message: bytes, sizes: Sequence[int]) -> bytes:
+        """Send a message to the next rank, and return the one from the previous rank. A collective.
+
+        `sizes`: the size of each rank's message.
+        """
+        world, hosts, sending = self._context.world, host_group(self._context.world), None
+        previous, following = ((world.rank + way * self._distance) % world.world_size for way in (-1, 1))
+        received = torch.empty(sizes[previous], dtype=torch.uint8)
+        if message:
+            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            sending = dist.isend(content, following, group=hosts)
+        if sizes[previous]:
+            dist.recv(received, previous, group=hosts)
+        if sending is not None:
+            sending.wait()
+        return received.numpy().tobytes()
