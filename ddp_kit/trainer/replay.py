@@ -61,7 +61,7 @@ INTERVAL = 500
 Gradients = Sequence[Sequence[float]]
 """For each parameter, two numbers about its gradient: see `GradientSums`. Zeros for a parameter without a gradient."""
 
-_COLUMNS = 4096
+_COLUMNS = 4096  # the length of the vector of signs, which is repeated
 # The largest difference between two computations of a gradient, as a share of its norm, by `precision`.
 _TOLERANCE = {"fp32": 2e-5, "tf32": 1e-2, "bf16": 0.06, "bf16-true": 0.06, "fp16": 1e-2, "fp8": 0.2}
 _FLOOR = 0.02  # of the norm of all gradients: the gradient of a bias before a BatchNorm consists of rounding errors
@@ -362,25 +362,36 @@ class Replay:
         Raises `FaultyRankError` on all ranks if a rank has computed wrong gradients. If a pass cannot be repeated, logs
         a warning, and checks nothing from then on.
         """
-        world, message = self._context.world, b""
+        message = b""
         if self._pass is not None and not self._problem:
             self._pass = self._pass._replace(noted=self._sums.values())
             noted = torch.tensor(self._pass.noted, dtype=torch.float64)
             message = safetensors.torch.save(self._message | {_NOTED: noted})
             if self._checked is None:
                 self._repeat(self._pass, alone=True)
-        sizes = self._of_ranks(len(message))
-        if not sizes:
-            return
-        received = self._from_previous_rank(message, sizes)
-        previous = self._unpacked(received)
-        first = self._repeat(previous)
-        checked, self._checked = self._checked, step
-        if not any(self._of_ranks(previous is not None and not self._same(previous.noted, first))):
-            return
-        before_previous = b""
-        if world.world_size > 2:
-            before_previous = self._from_previous_rank(received, sizes[-self._distance :] + sizes[: -self._distance])
+        if sizes := self._of_ranks(len(message)):
+            received = self._from_previous_rank(message, sizes)
+            previous = self._unpacked(received)
+            first = self._repeat(previous)
+            checked, self._checked = self._checked, step
+            if any(self._of_ranks(previous is not None and not self._same(previous.noted, first))):
+                before_previous = b""
+                if self._context.world.world_size > 2:
+                    sizes = sizes[-self._distance :] + sizes[: -self._distance]
+                    before_previous = self._from_previous_rank(received, sizes)
+                self._name_faults(step, checked, (message, received, before_previous), first)
+        self._pass, self._message = None, {}  # frees the memory of the batch
+
+    def _name_faults(
+        self, step: int, checked: int | None, messages: tuple[bytes, bytes, bytes], first: Gradients
+    ) -> None:
+        """Repeat three passes on each rank, and raise `FaultyRankError` if that shows who is wrong. A collective.
+
+        `checked`: the step of the last check. `messages`: the passes of this rank and of the two ranks before it.
+        `first`: the gradients of the second pass, which this rank has already repeated once.
+        """
+        world, hosts = self._context.world, host_group(self._context.world)
+        message, received, before_previous = messages
         repeats = Repeats(
             noted=[] if self._pass is None else self._pass.noted,
             own=self._repeat(self._pass),
@@ -391,7 +402,7 @@ class Replay:
         if not self._of_ranks(0):
             return
         own = json.dumps([f"{socket.gethostname()}, {device_name(world)}", repeats]).encode()
-        places, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, host_group(world))), strict=True)
+        places, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, hosts)), strict=True)
         found = faults([Repeats(*of_rank) for of_rank in of_ranks], self._distance, self._same)
         if found:
             error = faulty_ranks(step, checked, found, places)
@@ -418,10 +429,8 @@ class Replay:
         if noted is None or self._problem:
             return []
         context = self._context
-        after, sums = (
-            BufferCopies(context.model),
-            GradientSums(self._parameters, exact=not self._tolerance, discard=True),
-        )
+        after = BufferCopies(context.model)
+        sums = GradientSums(self._parameters, exact=not self._tolerance, discard=True)
         try:
             with random_states_kept(context.world), ExitStack() as stack:
                 if alone:
