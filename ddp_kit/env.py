@@ -6,10 +6,11 @@ torchrun run unchanged, and a `Trainer` also works under torchrun or plain `pyth
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ddp_kit.errors import WorldError
 
@@ -138,12 +139,12 @@ ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: a rank has printed t
 NOTE_MARK = "ddpkit"
 NOTE_AT_START = "at_start"
 NOTE_SECONDARY = "secondary"  # the root cause is on another rank
+NOTE_FAULTY = "faulty"  # the device of this rank computes wrong numbers
 NOTE_PRINTED = "printed"  # a rank of this node prints the message
 NOTE_PRINTED_HERE = "printed_here"  # this rank has printed it
 
 
-@dataclass(frozen=True)
-class WorkerEnv:
+class WorkerEnv(NamedTuple):
     """The ranks and world sizes of one worker, as read from its environment variables."""
 
     rank: int = 0
@@ -155,8 +156,7 @@ class WorkerEnv:
     """Number of GPUs per process. None: a single process uses all visible GPUs; several processes use one each."""
 
 
-@dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(NamedTuple):
     """Parameters that `ddpkit plan` passes to the Trainer in the script."""
 
     ranks: int
@@ -213,6 +213,19 @@ def set_environment(env: Mapping[str, str]) -> None:
     for name in set(os.environ).difference(env):
         del os.environ[name]
     os.environ.update(env)
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null in place of closed standard streams, so that no other file gets descriptor 0, 1 or 2."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # Returns the lowest free descriptor, which is the closed one. Child processes inherit standard streams.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the descriptor was closed when Python started
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:

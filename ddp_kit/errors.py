@@ -3,6 +3,7 @@
 DdpKitError
 ├── ConfigError   an invalid TrainerConfig or combination of settings; also a ValueError
 ├── WorldError    the processes or devices are not as requested
+│   └── FaultyRankError  a rank computes wrong gradients
 ├── DataError     the dataset or loader cannot be used
 ├── LossError     the user's loss, metric or optimizer returned an unusable value
 ├── CheckpointError  a checkpoint cannot be written, found or trusted
@@ -15,7 +16,6 @@ Uncaught exceptions of these classes are printed without a traceback: see uncaug
 import errno
 import unicodedata
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 
 class DdpKitError(Exception):
@@ -60,6 +60,20 @@ class ConfigError(DdpKitError, ValueError):
 
 class WorldError(DdpKitError):
     """The processes or devices are not as requested."""
+
+
+class FaultyRankError(WorldError):
+    """A rank computes wrong gradients, which `verify_ranks="replay"` has found.
+
+    Args:
+        message: What was requested and what was found.
+        hint: What to do.
+        ranks: The ranks; empty if it is one of two, and nothing shows which.
+    """
+
+    def __init__(self, message: str, hint: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.ranks = ranks
 
 
 class DataError(DdpKitError):
@@ -129,6 +143,8 @@ def printable(text: str, keep: str = "") -> str:
 
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that is closest in spelling, or None if no known name is close."""
+    from difflib import get_close_matches  # slow to import, and only needed for mistakes
+
     matches = get_close_matches(name, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 

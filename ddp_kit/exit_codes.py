@@ -16,6 +16,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4
+    FAULTY = 5
+    """A rank computes wrong gradients, which `verify_ranks="replay"` has found."""
     REQUEUE = 75
     """The run saved a checkpoint and must be started again. Workers use the same code (EX_TEMPFAIL of sysexits.h)."""
     HUNG = 124

@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,9 +213,14 @@ class _Session:
     """
 
     def __init__(self) -> None:
-        folder = tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX)
-        atexit.register(folder.cleanup)
-        self.script = Path(folder.name, "function.py")
+        folder, owner = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX), os.getpid()
+
+        def remove() -> None:
+            if os.getpid() == owner:  # not in a process that the session has forked
+                shutil.rmtree(folder, ignore_errors=True)
+
+        atexit.register(remove)
+        self.script = Path(folder, "function.py")
         self.packages: set[str] = set()
         """The packages to import before the processes are forked."""
 

@@ -1,4 +1,4 @@
-"""The standard streams of a process, and its last message: an uncaught `DdpKitError`, without a traceback.
+"""The last message of a process: an uncaught `DdpKitError`, without a traceback.
 
 A `DdpKitError` is printed once per node.
 
@@ -26,6 +26,7 @@ from typing import Any
 from ddp_kit.env import (
     ERROR_SHOWN_FILE,
     INSTALLED_PACKAGES,
+    NOTE_FAULTY,
     NOTE_MARK,
     NOTE_PRINTED,
     NOTE_PRINTED_HERE,
@@ -33,7 +34,7 @@ from ddp_kit.env import (
     attempt_folder,
     error_file,
 )
-from ddp_kit.errors import DdpKitError
+from ddp_kit.errors import DdpKitError, FaultyRankError
 from ddp_kit.heartbeat import note_exiting
 
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -46,19 +47,6 @@ _LIBRARY_FRAME = re.compile(
 )
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-def open_standard_streams() -> None:
-    """Open /dev/null in place of closed standard streams, so that no other file gets descriptor 0, 1 or 2."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # Returns the lowest free descriptor, which is the closed one. Child processes inherit standard streams.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the descriptor was closed when Python started
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 def show_without_traceback(rank: int | None = None) -> None:
@@ -99,8 +87,14 @@ class _MessageHook:
             text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
             sys.stderr.write(f"ddpkit: error{rank}{_user_code_location(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
-        marks = {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank}
-        leave_note(message, {**marks, NOTE_PRINTED_HERE: printed})
+        marks = {
+            NOTE_SECONDARY: error.reported_elsewhere,
+            NOTE_FAULTY: isinstance(error, FaultyRankError)
+            and (self.rank in error.ranks or not error.reported_elsewhere),
+            NOTE_PRINTED: not error.only_this_rank,
+            NOTE_PRINTED_HERE: printed,
+        }
+        leave_note(message, marks)
 
 
 def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:

@@ -24,6 +24,7 @@ PARTS = {
         "end_to_end/test_preemption.py", "rigs/test_full_disk.py", "rigs/test_shared_memory.py",
     ),
     "training": ("end_to_end", "trainer", "data", "distributed", "callbacks", "test_"),
+    "replay": ("end_to_end/test_replayed.py",),
     "mistakes": ("end_to_end/test_mistakes.py", "end_to_end/test_agreed.py"),
     "placement": (
         "parallel", "end_to_end/test_placements.py", "end_to_end/test_pipelined.py", "end_to_end/test_staged.py",

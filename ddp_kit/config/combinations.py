@@ -69,6 +69,12 @@ EXCLUDES = (
     ),
     Rule("parallel.compression", _SHARDED, "", "remove compression, or use parallel='ddp'"),
     Rule(
+        "verify_ranks = replay",
+        f"{_SHARDED} or device_map or auto",
+        "because a rank can repeat a pass of another rank only if both hold all weights",
+        "use verify_ranks='all', or parallel='ddp' or 'zero1'",
+    ),
+    Rule(
         "micro_batch_size = auto",
         _SHARDED,
         "because it tries sizes until one does not fit, and if one rank runs out of memory, the other ranks hang in "

@@ -587,11 +587,13 @@ class TrainerConfig(_Settings):
         description="auto: if the dataset has a length, evaluate one batch before the first step, so that a mistake "
         "in the loss or the metrics is found at once.",
     )
-    verify_ranks: Literal["weights", "all", "off"] = Field(
+    verify_ranks: Literal["weights", "all", "replay", "off"] = Field(
         default="weights",
         description="What the ranks compare at each log point. weights: the model's weights; all: weights and "
-        "optimizer state. A comparison reads these tensors once, and needs no additional collective. Learning rates "
-        "are always compared. The record of the run has the checksum of the weights, unless this is off.",
+        "optimizer state. A comparison reads these tensors once, and needs no additional collective. replay: the "
+        "weights, and at most every 500 steps also gradients, to find a device that computes wrong numbers: each rank "
+        "repeats a micro-batch of another rank. Learning rates are always compared. The record of the run has the "
+        "checksum of the weights, unless this is off.",
     )
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

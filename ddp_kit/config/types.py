@@ -176,8 +176,8 @@ class TrainerSettings(TypedDict, total=False):
     """Epochs between evaluations; not used if eval_every_steps is set."""
     sanity_check: Literal["auto", "off"]
     """auto: if the dataset has a length, evaluate one batch before the first step, so that a mistake in the loss or the metrics is found at once."""
-    verify_ranks: Literal["weights", "all", "off"]
-    """What the ranks compare at each log point. weights: the model's weights; all: weights and optimizer state. A comparison reads these tensors once, and needs no additional collective. Learning rates are always compared. The record of the run has the checksum of the weights, unless this is off."""
+    verify_ranks: Literal["weights", "all", "replay", "off"]
+    """What the ranks compare at each log point. weights: the model's weights; all: weights and optimizer state. A comparison reads these tensors once, and needs no additional collective. replay: the weights, and at most every 500 steps also gradients, to find a device that computes wrong numbers: each rank repeats a micro-batch of another rank. Learning rates are always compared. The record of the run has the checksum of the weights, unless this is off."""
     data: DataConfig | DataSettings
     checkpoint: CheckpointConfig | CheckpointSettings
     parallel: ParallelConfig | ParallelSettings | Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]

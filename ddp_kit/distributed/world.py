@@ -9,7 +9,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
@@ -75,7 +75,8 @@ def join(
         # The script started its processes itself and has set their devices.
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        worker = replace(worker, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
+        rank, size, local_rank = dist.get_rank(), dist.get_world_size(), device.index or 0
+        worker = worker._replace(rank=rank, world_size=size, local_rank=local_rank)
         gpus: tuple[torch.device, ...] = ()
     else:
         gpus = _gpus(worker, share_gpus)

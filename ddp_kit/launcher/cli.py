@@ -6,26 +6,21 @@ Importing this module imports neither torch nor NVML.
 import argparse
 import importlib
 import io
-import logging
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_kit import __version__
-from ddp_kit.env import QUIET_IMPORT, allocator_defaults
+from ddp_kit.env import QUIET_IMPORT, allocator_defaults, open_standard_streams
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.masking import masked
-from ddp_kit.uncaught import open_standard_streams
 
 if TYPE_CHECKING:
     from ddp_kit.launcher.warm.client import WarmServer
@@ -134,7 +129,8 @@ def entry(
     code = main(argv, warm, blocked)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.shutdown()
+    if "logging" in sys.modules:  # not imported for this: it is slow to import
+        sys.modules["logging"].shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -166,6 +162,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
 
             warm = WarmServer(argv, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
         import_agent()
+        import socket
         import uuid
 
         from ddp_kit.launcher import agent
@@ -177,7 +174,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
 
         ignored = (number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
         processes = agent.nproc_per_node(launch_spec.processes)
-        launch_spec = replace(launch_spec, processes=processes, ignored_signals=frozenset(ignored))
+        launch_spec = launch_spec._replace(processes=processes, ignored_signals=frozenset(ignored))
         launch_spec = rendezvous.complete_from_cluster(launch_spec, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, launch_spec, machine, os.environ, run_id, cpus.here(), defaults=defaults)
@@ -338,6 +335,8 @@ def _print_message(line: str) -> None:
 
 
 def _write_stderr(text: str) -> None:
+    from ddp_kit.masking import masked  # its regular expressions are slow to compile
+
     with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not end the job
         sys.stderr.write(masked(text, os.environ))
 

@@ -92,6 +92,8 @@ class Restarts:
             return GiveUp(
                 "not restarted: an import in the script failed" if self._failures < self._max_restarts else ""
             )
+        if first.faulty:
+            return GiveUp("not restarted: its device would compute wrong numbers again" if self._max_restarts else "")
         self._failures += 1
         times = self._count_alike(first)
         if self._is_repeated(first):
@@ -269,11 +271,11 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Refuse:
-    """Order to one node, which has just joined, to leave the job. The job continues without it."""
+class Dismiss:
+    """Order to one node to leave the job, with this outcome. The job continues without it."""
 
     node: int
-    why: str
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ class End:
     outcome: Outcome
 
 
-Order = StartRound | Stop | Refuse | Pause | End
+Order = StartRound | Stop | Dismiss | Pause | End
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,8 @@ class _Round:
     ended_well: set[int] = field(default_factory=set)
     steps: list[Steps] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    faulty: int | None = None
+    """The member on which a rank computes wrong gradients."""
     failing: bool = False
     for_new_node: bool = False
     """Whether the round is being stopped to admit a new node. Any failures are then caused by the stop."""
@@ -381,7 +385,7 @@ class Job:
         is_gathering = self._phase is _Phase.GATHERING
         problem = self._mismatch(node)
         if problem and not is_gathering:
-            return [Refuse(node.number, problem)]
+            return [Dismiss(node.number, Outcome(lost=problem, started=False, usage=True))]
         predecessor = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
         if predecessor is not None and (not is_gathering or predecessor.host == node.host):
             # A replacement joined before the loss of its predecessor was noticed.
@@ -425,6 +429,8 @@ class Job:
         elif report.round == self._round.number:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
+            if any(failure.faulty for failure in report.failures):
+                self._round.faulty = report.node
             self._round.ended_well.update(report.ended_well)  # a node that is done reports again when it is stopped
             self._round.steps += [report.steps] if report.steps is not None else []
             if report.node in self._round.present:
@@ -493,6 +499,8 @@ class Job:
         if len(round_.down) < len(round_.present):
             return None
         self._restarts.round_ended(combined_steps(round_.steps), self._now - round_.began)
+        if round_.faulty is not None and round_.faulty != HOST and len(self._nodes) > self._limits.min_nodes:
+            return self._exclude(round_.faulty)
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
@@ -502,6 +510,13 @@ class Job:
         if not round_.failures:
             return self._end(Outcome(lost="all workers were stopped, and no node reported a failure"))
         return self._after_failure(tuple(round_.failures))
+
+    def _exclude(self, number: int) -> list[Order]:
+        """Start the next round without the node on which a rank computes wrong gradients."""
+        failure = next(failure for failure in self._round.failures if failure.faulty)
+        self._lose(number, f"{self._nodes[number].name} was excluded from the job: {failure}")
+        why = "; ".join(self._round.lost)
+        return [Dismiss(number, Outcome((failure,))), *self._start_round_after_loss(why)]
 
     def _too_few(self) -> bool:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes

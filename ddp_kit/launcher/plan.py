@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from string import Template
 from types import MappingProxyType
@@ -48,9 +48,10 @@ from ddp_kit.launcher.devices.choice import Chosen, choose
 from ddp_kit.launcher.devices.cpus import Cpus, threads_each
 from ddp_kit.launcher.devices.gpus import Gpu, visible
 from ddp_kit.launcher.job import RankAssignment
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import LaunchSpec
-from ddp_kit.launcher.warm.messages import Import, Program
+from ddp_kit.launcher.warm.messages import Import
 
 GRACE_SECONDS = 25
 """Seconds from SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; 5 s remain for the verdict and cleanup."""
@@ -324,7 +325,7 @@ def make(
         )
     notices += [*rendezvous.overridden_flags(spec.torchrun), *rendezvous.ignored_settings(settings)]
     plan = Plan(
-        spec=replace(spec, torchrun=MappingProxyType(settings)),
+        spec=spec._replace(torchrun=MappingProxyType(settings)),
         read_by_torchrun=read_by_torchrun,
         python=env.get(PYTHON, sys.executable),
         may_fork=spec.may_fork(env),

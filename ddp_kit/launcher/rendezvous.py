@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -317,7 +317,7 @@ def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpe
     if _is_one_node(settings) or _ENDPOINT_FLAGS & spec.given:
         if "node_rank" not in spec.given and not _is_one_node(settings):
             settings["node_rank"] = place.node_rank
-        return replace(spec, torchrun=MappingProxyType(settings), place=place)
+        return spec._replace(torchrun=MappingProxyType(settings), place=place)
     if "rdzv_id" not in spec.given:
         settings["rdzv_id"] = place.run_id
     host = settings["master_addr"] if "master_addr" in spec.given else place.host
@@ -330,7 +330,7 @@ def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpe
         settings |= {"rdzv_backend": "static", "rdzv_endpoint": "", "master_addr": host, "master_port": port}
         if "node_rank" not in spec.given:
             settings["node_rank"] = place.node_rank
-    return replace(spec, torchrun=MappingProxyType(settings), place=place)
+    return spec._replace(torchrun=MappingProxyType(settings), place=place)
 
 
 def _is_one_node(settings: Mapping[str, Any]) -> bool:

@@ -9,21 +9,21 @@ import re
 import shlex
 import shutil
 import sys
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.program import Program
+
+if TYPE_CHECKING:
+    from ddp_kit.launcher.clusters.request import JobPlace
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
@@ -46,6 +46,7 @@ exit codes:
   {ExitCode.USAGE:<9d} the command line is invalid
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be started
   {ExitCode.NODE_LOST:<9d} the job lost a node and could not continue without it
+  {ExitCode.FAULTY:<9d} a process computes wrong gradients (see verify_ranks="replay")
   {ExitCode.REQUEUE:<9d} the processes saved a checkpoint: run the same command again to continue
   {ExitCode.HUNG:<9d} a process hung and was killed (see --hang-timeout)
   other     the exit code of the process that failed first; 128 + signal number if a signal killed it
@@ -98,8 +99,7 @@ def _words(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """A flag of `ddpkit launch`."""
 
     name: str
@@ -344,8 +344,7 @@ OWN_FLAGS = (
 # --- Parsing ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LaunchSpec:
+class LaunchSpec(NamedTuple):
     """The parsed command line."""
 
     gpus: str | None
@@ -362,7 +361,7 @@ class LaunchSpec:
     """Whether --dry-run was given: print what would run and start nothing."""
     torchrun: Mapping[str, Any]
     """torchrun's settings by their names in its parser, including the script and its arguments."""
-    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """The typed flags with their values, such as ("--nnodes", "2"), by the names of the settings."""
     hang_timeout: float | None = None
     """The value of --hang-timeout in seconds; None: not given."""
@@ -372,7 +371,7 @@ class LaunchSpec:
     """The value of --gpus-per-process; None: not given."""
     given: frozenset[str] = frozenset()
     """Names of the settings in `torchrun` that were set by a flag on the command line or by a PET_ variable."""
-    place: JobPlace | None = None
+    place: "JobPlace | None" = None
     """This node's place in the job, from the cluster's variables; None: no cluster, or flags set the place."""
 
     @property
@@ -549,7 +548,9 @@ def _check_file(script: str) -> None:
             warnings.simplefilter("ignore")  # these warnings are shown when the script runs
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        problem = "".join(traceback.format_exception_only(error)).rstrip()
+        from traceback import format_exception_only  # slow to import
+
+        problem = "".join(format_exception_only(error)).rstrip()
         raise UsageError(f"Python cannot parse {path}:\n{problem}", "fix this error; nothing was started") from None
 
 

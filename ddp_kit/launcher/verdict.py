@@ -52,6 +52,8 @@ class Failure:
     """Whether the kernel's out-of-memory killer killed the worker."""
     hung: bool = False
     """Whether the launcher killed the worker because it hung."""
+    faulty: bool = False
+    """Whether the other ranks have found that the worker computes wrong gradients. `exit_code` is then FAULTY."""
     others: tuple[str, ...] = ()
     """What the other ranks of the worker's node were doing when it failed, as lines of text."""
 

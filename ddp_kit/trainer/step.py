@@ -28,6 +28,7 @@ from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.non_finite import PassNote, can_read_losses, can_repeat, cause_alone, cause_with_all_ranks
+from ddp_kit.trainer.replay import Replay
 from ddp_kit.trainer.snapshots import BufferCopies, without_trace
 
 # --- The optimizer step -----------------------------------------------------------------------------------------------
@@ -69,6 +70,8 @@ class OptimizerStep:
         self._clock = clock
         self._parameters = RunParameters(context.model, context.optimizer, context.stepped_optimizer)
         self._loss = StepLoss(context, clock, self._parameters)
+        replays = context.config.verify_ranks == "replay" and context.world.world_size > 1
+        self._replay = Replay(context, self._loss.backpropagated) if replays else None
         self._gradients: Gradients | None = None  # for callbacks, once a step has run
         # With fp16, the gradient scaler skips steps itself.
         self._skips_non_finite = context.config.non_finite_gradients == "skip" and not context.precision.scales
@@ -110,8 +113,12 @@ class OptimizerStep:
         context, strategy, loss, config = self._context, self._strategy, self._loss, self._context.config
         self.clear()  # gradients from another Trainer, or from user code
         strategy.begin_step()
+        replay = (
+            self._replay if measure_norm and self._replay is not None and self._replay.is_due(recorder.step) else None
+        )
         loss.begin(share, recorder)
-        self.run_passes(share.passes, batch)
+        with nullcontext(batch) if replay is None else replay.watching(share, batch) as batch:
+            self.run_passes(share.passes, batch)
         loss.reduce_weights()  # on ranks without passes
         if measure_norm:  # only at log points, because it walks over all modules
             self.check_parameters()
@@ -121,6 +128,8 @@ class OptimizerStep:
         if context.world.world_size > 1:
             self._clock.end(COMMUNICATION)
         self.confirm_passes()
+        if replay is not None:
+            replay.compare(recorder.step)
         context.heartbeat.enter(Phase.OPTIMIZER)
         if (correction := loss.correction()) is not None:  # before unscale(), which finds a correction that is NaN
             scale_gradients(strategy.updated_parameters, correction)
@@ -342,7 +351,6 @@ class StepLoss:
                 "return the same type at every step: it determines how the ranks reduce the loss",
             )
         total = value.loss if isinstance(value, Loss) else value
-        total = total if total.ndim == 0 else total.reshape(())
         if self._reads_losses and number and not cmath.isfinite(total.item()):
             self._note_failure()
         if number < samples and not isinstance(value, Loss):
@@ -351,10 +359,16 @@ class StepLoss:
             self._recorder.add(value, number)
             if isinstance(value, Loss):
                 self._weight = self._weight + exact_weight(value.weight)
+        return self.backpropagated(value, number)
+
+    def backpropagated(self, value: "Tensor | Loss", samples: int) -> Tensor:
+        """The scalar that a pass of `samples` samples backpropagates: its loss, times its share of the global batch."""
+        total = value.loss if isinstance(value, Loss) else value
+        total = total if total.ndim == 0 else total.reshape(())
         # The strategy divides the sum of all gradients by its `divisor`.
-        weight = 1 if isinstance(value, Loss) and number else number
-        factor = weight * context.strategy.divisor / self._share.step_samples
-        return context.precision.scaled(total if factor == 1.0 else total * factor)
+        weight = 1 if isinstance(value, Loss) and samples else samples
+        factor = weight * self._context.strategy.divisor / self._share.step_samples
+        return self._context.precision.scaled(total if factor == 1.0 else total * factor)
 
     def reduce_weights(self) -> None:
         """Start the all-reduce that sums the weights of all ranks, unless this rank has already started it."""

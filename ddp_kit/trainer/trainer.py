@@ -27,7 +27,7 @@ from ddp_kit.data.feed import Feed, Share, loader_batch_size
 from ddp_kit.data.sampler import BatchPlan, plan_batches
 from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.world import random_states_kept, seed_everything
-from ddp_kit.env import rank_for_messages
+from ddp_kit.env import open_standard_streams, rank_for_messages
 from ddp_kit.errors import ConfigError, first_line
 from ddp_kit.heartbeat import Phase
 from ddp_kit.memory.choose import PlanPrinted, described, device_memory, planned
@@ -55,7 +55,7 @@ from ddp_kit.trainer.searches import (
 from ddp_kit.trainer.setup import check_main, checked_config
 from ddp_kit.trainer.step import ClosureStep
 from ddp_kit.trainer.updates import JointStep, Update
-from ddp_kit.uncaught import open_standard_streams, show_without_traceback
+from ddp_kit.uncaught import show_without_traceback
 
 
 class Trainer:

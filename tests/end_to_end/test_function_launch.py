@@ -101,3 +101,22 @@ def test_launch_with_a_captured_gpu_tensor_names_it() -> None:
     with pytest.raises(UsageError, match="weights is a dict, which cannot be copied .*: a tensor on cuda:0") as refused:
         launch(captures)
     assert "move tensors to the CPU" in str(refused.value)
+
+
+FORKING = """
+import os, sys
+from ddp_kit.function_launch import _session
+script = _session().script
+script.write_text("")
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(script, script.exists())
+"""
+
+
+def test_process_forked_from_a_session_leaves_its_script_when_it_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True)
+    script, exists = done.stdout.split()
+    assert exists == "True"
+    assert not Path(script).parent.exists()

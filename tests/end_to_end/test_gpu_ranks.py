@@ -60,6 +60,12 @@ def test_gpu_run_whose_rank_is_killed_ends_bitwise_like_an_undisturbed_one(
     assert ended[0] == ended[11]
 
 
+def test_replay_of_random_faults_on_a_gpu_names_rank_and_step(ddpkit: Run) -> None:
+    done = ddpkit("launch", "--nproc-per-node", 3, HERE / "replayed.py", "faults", 0, 20)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("20 faults named on rank") == 3
+
+
 def test_rank_without_a_gpu_is_refused_with_a_hint(ddpkit: Run, tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps(cases()[:1]))
     ranks = torch.cuda.device_count() + 1

@@ -36,9 +36,9 @@ import pytest
 from labels import unlabelled
 from launching import DDPKIT, seconds, wait_until
 
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import handover
 from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.launcher.warm.messages import Program
 
 Facts = dict[str, Any]
 Seen = Callable[[str, str], Facts]

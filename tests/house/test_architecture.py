@@ -27,9 +27,9 @@ FLOOR = {
     "trainer": 6,
 }  # fmt: skip
 LAUNCHER_LAYER = {  # of a folder or module of launcher/
-    "parser": 0, "diagnosis": 0, "verdict": 0, "clusters.request": 0, "warm.messages": 0, "trace": 0,
+    "parser": 0, "program": 0, "diagnosis": 0, "verdict": 0, "clusters.request": 0, "trace": 0,
     "rehearsal": 0,
-    "job": 1, "output": 1, "devices": 1, "clusters": 1,
+    "job": 1, "output": 1, "devices": 1, "clusters": 1, "warm.messages": 1,
     "spec": 2,
     "rendezvous": 3,
     "plan": 4,

@@ -13,8 +13,8 @@ import pytest
 from kept_folder import Folder, script_folder, short_folder
 from launching import clean_environment, seconds
 
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.launcher.warm.messages import Program
 
 GIB = 1024**3
 NOT_A_PROCESS = 4_194_304  # Linux numbers no process so high: as if it were in another container

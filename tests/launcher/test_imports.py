@@ -14,8 +14,9 @@ import pytest
 from launching import DDPKIT, launch, seconds, started, wait_until
 
 from ddp_kit.env import VARIABLES_OF_ONE_WORKER
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports
-from ddp_kit.launcher.warm.messages import Import, Program
+from ddp_kit.launcher.warm.messages import Import
 
 
 @pytest.fixture
@@ -173,7 +174,11 @@ def test_imports_see_the_place_and_the_variables_of_a_worker(packages: Path, tmp
     assert done["changed"] == {"FIRST": "12", "GONE": None}
 
 
-def test_import_of_fsspec_reads_only_its_own_variables(packages: Path, tmp_path: Path) -> None:
+def test_import_of_fsspec_reads_only_its_own_variables(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fsspec"]:  # imported by another test
+        monkeypatch.delitem(sys.modules, name)
     done = imported(request(the_script(tmp_path, "import fsspec"), {"FSSPEC_FILE": "{}", "MINE": "7"}))
     assert done["read"].get("FSSPEC_FILE") == "{}"
     assert "MINE" not in done["read"]

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.job import (
     LOST_NODES,
+    Dismiss,
     End,
     Job,
     Limits,
     Node,
     Order,
     Pause,
-    Refuse,
     Report,
     StartRound,
     State,
@@ -71,6 +71,33 @@ def test_job_of_a_single_node_starts_at_once_and_ends_with_its_workers() -> None
     machine, orders = job(Limits(), node(0))
     assert the_start(orders).assignments[0].world_size == 2
     assert the_end(machine.reported(report(0, State.DONE), 1.0)) == Outcome()
+
+
+FAULTY = failure(3, exit_code=ExitCode.FAULTY, faulty=True)
+
+
+def test_job_excludes_the_node_of_a_faulty_rank_and_continues_with_the_others() -> None:
+    machine, _ = job(ELASTIC, node(0), node(1))
+    machine.reported(report(0, State.FAILED, failure(0, secondary=True)), 1.0)
+    dismissal, start = machine.reported(report(1, State.FAILED, FAULTY), 1.1)
+    assert isinstance(dismissal, Dismiss)
+    assert (dismissal.node, judge(dismissal.outcome).exit_code) == (1, ExitCode.FAULTY)
+    assert isinstance(start, StartRound)
+    assert start.assignments.keys() == {0}
+    assert "h1 was excluded from the job: rank 3 failed first" in start.why
+    assert machine.alive == (0,)
+
+
+@pytest.mark.parametrize(
+    ("limits", "number"),
+    [(Limits(min_nodes=2, max_nodes=2, max_restarts=3), 1), (Limits(min_nodes=1, max_nodes=2, max_restarts=3), 0)],
+)
+def test_job_with_a_faulty_rank_on_a_node_that_it_needs_ends(limits: Limits, number: int) -> None:
+    machine, _ = job(limits, node(0), node(1))
+    machine.reported(report(1 - number, State.FAILED, failure(0, secondary=True)), 1.0)
+    outcome = the_end(machine.reported(report(number, State.FAILED, FAULTY), 1.1))
+    assert judge(outcome).exit_code == ExitCode.FAULTY
+    assert "not restarted: its device would compute wrong numbers again" in outcome.note
 
 
 def test_job_numbers_ranks_through_nodes_and_roles() -> None:
@@ -259,7 +286,9 @@ def test_job_with_inconsistent_nodes_refuses_them(second: Node, problem: str) ->
 def test_job_that_runs_refuses_a_node_with_another_number_of_nodes() -> None:
     machine, _ = job(ELASTIC, node(0, rank=0), node(1, rank=1))
     (order,) = machine.joined(node(2, rank=1, nnodes="3"), 1.0)
-    assert order == Refuse(2, "h0 was started with --nnodes 1, h2 with --nnodes 3")
+    assert order == Dismiss(
+        2, Outcome(lost="h0 was started with --nnodes 1, h2 with --nnodes 3", started=False, usage=True)
+    )
     assert machine.alive == (0, 1), "the node with the same rank is not replaced"
 
 

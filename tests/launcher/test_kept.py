@@ -19,8 +19,9 @@ from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import handover
-from ddp_kit.launcher.warm.messages import Import, Program
+from ddp_kit.launcher.warm.messages import Import
 
 # --- Facts and messages -----------------------------------------------------------------------------------------------
 
@@ -166,6 +167,48 @@ def test_keep_warm_flag_has_a_variable() -> None:
 def test_keep_warm_flag_refuses_what_is_no_time(words: str) -> None:
     with pytest.raises(UsageError, match="is not a time"):
         spec.parse([words, "train.py"], {})
+
+
+# What a client needs of the standard library, whatever else a version of Python imports for it.
+STANDARD_LIBRARY = """
+import argparse, array, importlib, json, math, pathlib, re, resource, shlex, shutil, signal, socket, struct, typing
+import unicodedata, zlib
+argparse.ArgumentParser().add_argument("--one", choices=("two",))
+class Row(typing.NamedTuple):
+    number: int = 0
+"""
+OF_THE_CLIENT = {
+    "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.launcher.cli",
+    "ddp_kit.launcher.parser", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
+    "ddp_kit.launcher.warm.handover",
+}  # fmt: skip
+
+
+def test_launch_that_is_handed_over_imports_only_what_that_needs(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    script = short_path / "train.py"
+    script.touch()
+    address = handover.address_of(Program(sys.executable, str(script), ()), None)
+    python = [sys.executable, "-X", "importtime"]
+    with socket.socket(socket.AF_UNIX) as kept:
+        kept.bind(str(address))
+        kept.listen()
+        kept.settimeout(seconds(30))
+        with started(*python, DDPKIT, "launch", "--keep-warm", script) as client:
+            connection, _ = kept.accept()
+            with connection:
+                _, descriptors = handover.receive(connection, 3)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                handover.send(connection, {"launcher": os.getpid()})
+                handover.send(connection, {"code": 7})
+            _, imports = client.communicate(timeout=seconds(30))
+            assert client.returncode == 7, imports
+    needed = run(*python, "-c", STANDARD_LIBRARY).stderr
+    modules, standard = ({line.rpartition("|")[2].strip() for line in text.splitlines()} for text in (imports, needed))
+    assert modules - standard - {"ddp_kit"} == OF_THE_CLIENT, "delays every second launch"
 
 
 # --- With the real command --------------------------------------------------------------------------------------------

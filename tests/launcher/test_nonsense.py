@@ -3,7 +3,6 @@
 import logging
 import os
 import traceback
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +38,7 @@ CONF += ["keep_alive_interval", "keep_alive_max_attempt", "replacement_timeout"]
 def planned(*words: str) -> plan.Plan:
     """The plan of a launch. Raises `UsageError`."""
     asked = spec.parse([*words, "train.py"], os.environ)
-    asked = replace(asked, processes=agent.nproc_per_node(asked.processes))
+    asked = asked._replace(processes=agent.nproc_per_node(asked.processes))
     return plan.make(asked, (), os.environ, "id", cpus.here(), {})
 
 

@@ -72,7 +72,7 @@ def test_shutdown_timeout_defaults_to_less_than_the_grace_of_kubernetes() -> Non
 def test_each_setting_of_torchrun_is_stored_once() -> None:
     made = planned("--nnodes 2 --role a --max-restarts 1 --tee 3 train.py --lr 1")
     changed = {"role": "b", "max_restarts": 2, "tee": "0", "shutdown_timeout": 9, "training_script_args": ["--lr", "2"]}
-    other = replace(made, spec=replace(made.spec, torchrun={**made.torchrun, **changed}))
+    other = replace(made, spec=made.spec._replace(torchrun={**made.torchrun, **changed}))
     assert (other.role, other.rendezvous.limits.max_restarts, other.logs.tee, other.shutdown_timeout) == (
         "b",
         2,

@@ -34,6 +34,7 @@ from ddp_kit.launcher.agent.inbox import (
     waiting_for_nodes,
 )
 from ddp_kit.launcher.job import (
+    Dismiss,
     End,
     Job,
     Limits,
@@ -41,7 +42,6 @@ from ddp_kit.launcher.job import (
     Order,
     Pause,
     RankAssignment,
-    Refuse,
     Report,
     StartRound,
     State,
@@ -234,8 +234,8 @@ class Coordinator:
                 self._write({"start": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
-            elif isinstance(order, Refuse):
-                self._write({"refuse": order.node, "why": order.why})
+            elif isinstance(order, Dismiss):
+                self._write({"dismiss": order.node, "outcome": asdict(order.outcome)})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):
@@ -567,10 +567,10 @@ class MultiNodeLink:
                 removed = self.number in order["lost"]
                 self._inbox.put(Disconnected(_REMOVED) if removed else End(Outcome(**_read(order["end"]))))
                 return
-            if "refuse" in order:
-                if order["refuse"] == self.number:
+            if "dismiss" in order:
+                if order["dismiss"] == self.number:
                     self._is_over = True
-                    self._inbox.put(End(Outcome(lost=order["why"], started=False, usage=True)))
+                    self._inbox.put(End(Outcome(**_read(order["outcome"]))))
                     return
             elif "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["may_save"]))

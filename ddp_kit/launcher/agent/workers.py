@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ddp_kit.env import (
     GRACE_FILE,
     NOTE_AT_START,
+    NOTE_FAULTY,
     NOTE_PRINTED,
     NOTE_PRINTED_HERE,
     NOTE_SECONDARY,
@@ -360,12 +361,13 @@ class Workers:
         )
         if terminated and code == -signal.SIGTERM and message and not secondary:
             code = 1  # the worker was already ending with its own exception when SIGTERM arrived
+        faulty = code > 0 and bool(fields.get(NOTE_FAULTY))
         out_of_memory = code == -signal.SIGKILL and not terminated and oom_kills() > self._oom_kills
         return Failure(
             rank=self.assignment.first_rank + local_rank,
             local_rank=local_rank,
             pid=self._processes[local_rank].pid,
-            exit_code=code,
+            exit_code=ExitCode.FAULTY if faulty else code,
             after=self._after.get(local_rank, 0.0),
             host=self._host,
             message=masked(message, os.environ),
@@ -378,6 +380,7 @@ class Workers:
             printed=bool(fields.get(NOTE_PRINTED)),
             printed_here=bool(fields.get(NOTE_PRINTED_HERE)),
             out_of_memory=out_of_memory,
+            faulty=faulty,
             others=self.hang_monitor.others if timed_out and hung is None else (),
         )
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS, PACKAGE_FOLDER, child_code
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.cleanup import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,
@@ -25,7 +26,6 @@ from ddp_kit.launcher.warm.messages import (
     Kill,
     MakeFolder,
     Message,
-    Program,
     Start,
     Started,
 )

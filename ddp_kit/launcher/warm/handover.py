@@ -1,7 +1,6 @@
 """Hand a launch over to the kept process (see kept.py). Imports nothing but the standard library, to start at once."""
 
 import array
-import hashlib
 import json
 import os
 import resource
@@ -9,15 +8,13 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
 import sys
-import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_kit import __version__
 from ddp_kit.env import (
@@ -29,7 +26,10 @@ from ddp_kit.env import (
     allocator_defaults,
     child_code,
 )
-from ddp_kit.launcher.warm.messages import Import, Program
+from ddp_kit.launcher.program import Program
+
+if TYPE_CHECKING:
+    from ddp_kit.launcher.warm.messages import Import
 
 # --- The facts that must be equal -------------------------------------------------------------------------------------
 # What a process gets from the one that starts it and cannot change, or what torch reads when it is imported.
@@ -150,7 +150,9 @@ def _place() -> Path:
     base = os.environ.get(RUNTIME_FOLDER, "")
     if base.startswith("/") and os.access(base, os.W_OK):
         return Path(base, "ddpkit")
-    return Path(tempfile.gettempdir(), f"ddpkit-{os.getuid()}")
+    from tempfile import gettempdir  # slow to import
+
+    return Path(gettempdir(), f"ddpkit-{os.getuid()}")
 
 
 def hand_over(
@@ -197,7 +199,7 @@ def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str,
     """The part of a request that says whether a kept process can serve it."""
     return {
         "folder": os.getcwd(),  # noqa: PTH109
-        "import": asdict(Import(program, {}, (), packages)),
+        "import": {"program": program, "env": {}, "differing": (), "packages": packages},
         "facts": facts_here(),
     }
 
@@ -244,11 +246,14 @@ def kept_processes_text() -> str:
     return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
 
 
-def keep_process(request: Import | None, seconds: float, print_message: Callable[[str], None]) -> None:
+def keep_process(request: "Import | None", seconds: float, print_message: Callable[[str], None]) -> None:
     """Start a kept process for the next launches of a script, which ends at once if the script has one already.
 
     `request`: what it imports. `seconds`: how long it waits for the next launch.
     """
+    import subprocess  # slow to import, and not needed to hand over a launch
+    from dataclasses import asdict
+
     if request is None:
         return
     address = address_of(request.program, request.packages)
@@ -288,7 +293,8 @@ def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | Non
     place = folder()
     name = program.name if program.module else str(Path(program.name).resolve())
     content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
-    return None if place is None else place / f"{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}.kept"
+    # A checksum, because hashlib is slow to import. Two scripts with the same one would replace each other's process.
+    return None if place is None else place / f"{zlib.crc32(content.encode()):08x}.kept"
 
 
 def _attend(connection: socket.socket, launcher: int) -> int:

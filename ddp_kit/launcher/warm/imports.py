@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ddp_kit.env import CACHE_FOLDER, INSTALLED_PACKAGES, RANK, set_environment
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.cleanup import has_children
-from ddp_kit.launcher.warm.messages import Import, Program
-from ddp_kit.launcher.warm.scan import folder_of, source
+from ddp_kit.launcher.warm.messages import Import
 
 # --- The statements ---------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def leading_imports(program: Program, stop_before: Collection[str] = ()) -> list
     and at the packages in `stop_before`. Imports of the standard library and of ddp_kit are skipped.
     """
     try:
-        body = ast.parse(source(program), program.name).body
+        body = ast.parse(program.source, program.name).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python reports the error when the script runs
         return []
     result: list[ImportStatement] = []
@@ -85,7 +85,7 @@ def is_installed(package: str, program: Program) -> bool:
 
 def _origin(package: str, program: Program | None) -> str:
     """The file or folder from which `package` would be imported; empty if there is none."""
-    folders = sys.path if program is None or sys.flags.safe_path else [str(folder_of(program)), *sys.path]
+    folders = sys.path if program is None or sys.flags.safe_path else [str(program.folder), *sys.path]
     spec = None
     with suppress(ImportError, ValueError):
         spec = PathFinder.find_spec(package, folders)
@@ -231,7 +231,7 @@ class _OwnModules:
 
     def __init__(self, program: Program, fail_now: Callable[[str], NoReturn]) -> None:
         self._fail_now = fail_now
-        self._own = modules_in(folder_of(program))
+        self._own = modules_in(program.folder)
         self.names: set[str] = set()
         """The names of the top-level modules that were looked for."""
 
@@ -261,7 +261,7 @@ def _place_of(program: Program, own_modules: _OwnModules) -> Iterator[None]:
     if not program.module:
         sys.modules["__main__"].__file__ = str(Path.cwd() / program.name)
     if not sys.flags.safe_path:
-        sys.path.insert(0, str(folder_of(program)))
+        sys.path.insert(0, str(program.folder))
     sys.meta_path.insert(0, own_modules)
     try:
         yield

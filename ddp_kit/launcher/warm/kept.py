@@ -32,7 +32,6 @@ from typing import Any, NoReturn
 from ddp_kit.env import HIDDEN_FROM_WORKERS, allocator_defaults, set_environment
 from ddp_kit.launcher.warm import handover, imports, server
 from ddp_kit.launcher.warm.messages import Import, message_of
-from ddp_kit.launcher.warm.scan import folder_of
 
 _REQUEST_SECONDS = 2.0  # for a client to send its request
 _LOOK_SECONDS = 1.0  # between two looks whether the script and the socket are still there
@@ -138,7 +137,7 @@ class _Kept:
             return f"{reason}: not as when the process was started"
         asked = replace(_import_of(request), unfit=self._request.unfit)
         with chdir(request["folder"]):
-            own = imports.modules_in(folder_of(asked.program)) & self.imported.names - sys.modules.keys()
+            own = imports.modules_in(asked.program.folder) & self.imported.names - sys.modules.keys()
             if own:
                 return f"the script's folder has {min(own)}, for which an import has looked"
             return "" if _texts(asked) == self._statements else "the imports of the script have changed"

@@ -12,27 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ddp_kit.launcher.program import Program
+
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 16
 _SEND_POLL_MILLISECONDS = 1000
 _MAX_DESCRIPTORS = 16  # per read; a frame carries at most two
-
-
-@dataclass(frozen=True)
-class Program:
-    """The Python program of a worker: `python -u script.py arguments` or `python -u -m module arguments`."""
-
-    python: str
-    """The interpreter's path, as `ps` shows it."""
-    name: str
-    """The path of a script, or the name of a module."""
-    arguments: tuple[str, ...]
-    module: bool = False
-
-    @property
-    def command_line(self) -> tuple[str, ...]:
-        """The equivalent command line."""
-        return (self.python, "-u", *(("-m",) if self.module else ()), self.name, *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -212,7 +197,8 @@ def message_of(name: str, fields: dict[str, Any]) -> Message:
     """The message of the kind `name` with these fields, which were converted to JSON and back."""
     fields = _with_tuples(fields)
     if fields.get("program") is not None:
-        fields["program"] = Program(**_with_tuples(fields["program"]))
+        python, name_of_program, arguments, module = fields["program"]
+        fields["program"] = Program(python, name_of_program, tuple(arguments), module)
     message: Message = _KINDS[name](**fields)
     return message
 

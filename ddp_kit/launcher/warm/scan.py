@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES, INSTALLED_PACKAGES
-from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.program import Program
 
 _SETTING = re.compile(
     r"environ(\['\w+'\] = ('[^'\\]*'$)?| \|= .*|\.update\(.*|\.setdefault\('\w+'(, '[^'\\]*'\))?)", re.MULTILINE
@@ -50,7 +50,7 @@ class _Scan:
     """Scan of a program and of the modules that it imports from its own folder or from PYTHONPATH."""
 
     def __init__(self, program: Program) -> None:
-        folder = folder_of(program)
+        folder = program.folder
         user_paths = [path for path in sys.path if path and not any(part in path for part in _NOT_USERS)]
         self._folders = list(dict.fromkeys([folder, *map(Path, user_paths)]))
         self._seen = {"ddp_kit"}
@@ -97,11 +97,11 @@ class _Scan:
 
         In the main file, settings of variables that later imports read are also collected after that.
         """
-        text = _read(path)
         try:
+            text = path.read_text(errors="replace")
             statements = ast.parse(text).body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python reports the error when the script runs
-            return False
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return False  # Python reports the error when the script runs
         lines, read_later = text.splitlines(), _READ_LATER if is_main and _later_imports(text) else ()
         has_torch = False
         for statement in statements:
@@ -148,7 +148,7 @@ def _modules(statement: ast.stmt, package: str) -> Iterator[str]:
 
 def later_imports(program: Program) -> tuple[str, ...]:
     """The modules, in addition to torch, that a program will import because it uses an optimizer or a Trainer."""
-    return _later_imports(source(program))
+    return _later_imports(program.source)
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> _Setting | None:
@@ -157,33 +157,12 @@ def variable_set_too_late(program: Program, env: Mapping[str, str]) -> _Setting 
     Setting a variable to its current value does not count as a change. The variable for torch's allocator has
     older names, which count as the same variable. `env`: the script's initial environment.
     """
-    return next((setting for setting in _settings(program, source(program)) if setting.changes(env)), None)
+    return next((setting for setting in _settings(program, program.source) if setting.changes(env)), None)
 
 
 @lru_cache(maxsize=1)
 def _settings(program: Program, _text: str) -> list[_Setting]:
     return _Scan(program).settings
-
-
-def folder_of(program: Program) -> Path:
-    """The folder that is first in the program's sys.path."""
-    return Path.cwd() if program.module else Path(program.name).resolve().parent
-
-
-def source(program: Program) -> str:
-    """The source of the program's main file; empty if the file cannot be found or read."""
-    path = Path(program.name)
-    if program.module:
-        path = Path(program.name.replace(".", "/"))
-        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    return _read(path)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _later_imports(text: str) -> tuple[str, ...]:
@@ -202,7 +181,7 @@ def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: f
     setting = variable_set_too_late(program, env)
     if setting is not None:
         return f"{setting.file} sets {setting.name}, which torch reads when it is imported"
-    folder = folder_of(program)
+    folder = program.folder
     if sys.flags.safe_path:
         return ""
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
+from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports, worker
 from ddp_kit.launcher.warm.cleanup import (
     Child,
@@ -41,7 +42,6 @@ from ddp_kit.launcher.warm.messages import (
     Kill,
     MakeFolder,
     Message,
-    Program,
     Start,
     Started,
 )

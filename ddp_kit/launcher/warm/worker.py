@@ -42,7 +42,8 @@ from ddp_kit.env import (
 from ddp_kit.errors import DdpKitError
 from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory, note_exiting
 from ddp_kit.launcher import diagnosis
-from ddp_kit.launcher.warm.messages import Program, Start
+from ddp_kit.launcher.program import Program
+from ddp_kit.launcher.warm.messages import Start
 from ddp_kit.uncaught import folded_traceback, leave_note
 
 # --- Monitoring -------------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def run_as_main(program: Program, warnings: dict[Any, Any]) -> None:
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
         if not sys.flags.safe_path:
-            sys.path.insert(0, str(Path.cwd() if program.module else Path(program.name).resolve().parent))
+            sys.path.insert(0, str(program.folder))
         if program.module:
             runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
         else:
