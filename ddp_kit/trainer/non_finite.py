@@ -237,25 +237,30 @@ class _Search:
         self.usual: set[str] = set()
         """Modules whose output is not finite in a pass with a finite loss, such as a mask with -inf."""
         self._found: list[range] = []  # no half of these samples gives it
+        self._untried: list[range] = []  # those of them with a half that cannot be tried
         self._left = [range(note.samples)]
         deadline = time.monotonic() + _SECONDS
         while self._left and len(self._found) <= _SHOWN and time.monotonic() < deadline:
             samples = self._left.pop()
             middle = len(samples) // 2
             halves = (samples[middle:], samples[:middle]) if middle else ()
-            causes = [half for half in halves if self._gives_it(repeat, half)]
+            answers = {half: self._gives_it(repeat, half) for half in halves}
+            causes = [half for half, gives_it in answers.items() if gives_it]
             self._left += causes
             if not causes:
                 self._found.append(samples)
+                if None in answers.values():
+                    self._untried.append(samples)
 
-    def _gives_it(self, repeat: _Repeat, samples: range) -> bool:
+    def _gives_it(self, repeat: _Repeat, samples: range) -> bool | None:
+        """Whether samples alone give a loss that is not finite, with the same origin; None: they cannot be tried."""
         part = part_of(self._note.batch, samples, self._note.samples)
         if part is None:
-            return False
+            return None
         try:
             trace = repeat.run(part, len(samples))
         except Exception:  # a layer such as BatchNorm may need several samples
-            return False
+            return None
         if trace.finite:
             self._any_finite = True
             self.usual |= {output.module for output in trace.outputs if not output.finite}
@@ -267,7 +272,10 @@ class _Search:
         if len(alone) > 1 and not self._any_finite and len(alone) == len(self._found):
             tried = f"of the {len(alone)} samples that were tried" if self._left else "sample of the micro-batch"
             return f"each {tried} gives it alone, so look at the weights and the learning rate first"
-        texts = [f"{_named(samples, keys)} only together" for samples in self._found if len(samples) > 1]
+        texts = []
+        for samples in (samples for samples in self._found if len(samples) > 1):
+            how = ", which cannot be tried alone" if samples in self._untried else " only together"
+            texts.append(f"{_named(samples, keys)}{how}")
         if alone:
             texts = [f"{_named(alone, keys)} alone", *texts]
         if self._left:

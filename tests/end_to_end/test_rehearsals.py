@@ -1,12 +1,13 @@
 """`ddpkit rehearse` on scripts that resume exactly, and on scripts with one planted fault each."""
 
 import json
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, PROGRAMS, ROOT, run
+from launching import DDPKIT, PROGRAMS, ROOT, run, seconds, started, wait_until
 
 REHEARSALS, RECIPES = PROGRAMS / "rehearsals", ROOT / "examples" / "recipes"
 
@@ -34,7 +35,7 @@ def refused(folder: Path, *words: object, code: int = 2) -> str:
     [
         ("scheduler", "learning rate", "learning rate 0.0025 -> 0.01"),
         ("position", "samples", "the samples start again, with those of step 1"),
-        ("batch_norm", "buffers", "1.running_mean and 1 more buffers (rank 1)"),
+        ("batch_norm", "buffers", "buffers 1.running_mean and 1 more (rank 1)"),
         ("optimizer", "optimizer", "the optimizer's state is empty"),
         ("seed", "random", "the random state of torch"),
         ("average", "copies", "AveragedModel.0.weight"),
@@ -100,7 +101,8 @@ def test_rehearsal_at_another_number_of_ranks_compares_within_a_tolerance(tmp_pa
 
 
 def test_rehearsal_of_a_random_script_does_not_blame_the_resume(tmp_path: Path) -> None:
-    undisturbed, *disturbed = rehearse(tmp_path, REHEARSALS / "unusual.py", "random", "out-{run}", ranks=1, code=1)
+    words = ("--ranks", 2, REHEARSALS / "unusual.py", "random", "out-{run}")
+    undisturbed, *disturbed = rehearse(tmp_path, *words, ranks=1, code=1)
     assert undisturbed["summary"].startswith("differ from step 1:")
     assert "random by itself" in undisturbed["cause"]
     assert all(result["equal"] for result in disturbed), disturbed
@@ -108,6 +110,11 @@ def test_rehearsal_of_a_random_script_does_not_blame_the_resume(tmp_path: Path) 
 
 def test_rehearsal_of_two_optimizers_counts_the_steps_of_the_first_one(tmp_path: Path) -> None:
     words = (REHEARSALS / "unusual.py", "two_optimizers", "out-{run}")
+    assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
+
+
+def test_rehearsal_of_a_script_without_backward_passes_counts_its_steps(tmp_path: Path) -> None:
+    words = (REHEARSALS / "unusual.py", "autograd_grad", "out-{run}")
     assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
 
 
@@ -147,6 +154,7 @@ def test_rehearsal_of_a_script_that_ends_early_compares_the_steps_that_it_makes(
         ("without_optimizer", "out-{run}", 2, "without a step of a torch.optim.Optimizer"),
         ("prints_forever", "out-{run}", 2, "made no optimizer step within 6 s"),
         ("ignores_checkpoint", "shared", 2, "in a folder that all runs would share"),
+        ("changes_folder", "out-{run}", 2, "changes its current folder before it saves"),
     ],
 )
 def test_rehearsal_that_is_impossible_says_why(tmp_path: Path, what: str, folder: str, code: int, message: str) -> None:
@@ -156,3 +164,24 @@ def test_rehearsal_that_is_impossible_says_why(tmp_path: Path, what: str, folder
     said = refused(tmp_path, *timeout, REHEARSALS / "unusual.py", what, folder, code=code)
     assert message in said
     assert (tmp_path / "shared" / "checkpoint.tmp").read_text() == "of the user"
+    assert not list(tmp_path.rglob("out-*"))
+
+
+def test_rehearsal_that_a_launcher_flag_prevents_has_the_launchers_message_and_exit_code(tmp_path: Path) -> None:
+    words = (REHEARSALS / "unusual.py", "ends_early", "out-{run}")
+    assert "--nproc-per-node 0 is less than 1" in refused(tmp_path, "--nproc-per-node", 0, *words)
+    *_, more = rehearse(tmp_path, "--ranks", 99999999, REHEARSALS / "plain.py", "out-{run}", ranks=1, code=1)
+    assert "more processes than Linux allows" in more["summary"]
+    assert not more["cause"]
+
+
+def test_rehearsal_that_two_signals_end_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    words = ("--steps", 10000, "--shutdown-timeout", 2, REHEARSALS / "unusual.py", "ignores_sigterm", "out-{run}")
+    with started(DDPKIT, "rehearse", *words, cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")}) as process:
+        wait_until(lambda: [*tmp_path.glob("out-*/checkpoint.pt")], "saved")
+        process.terminate()
+        wait_until(lambda: [*tmp_path.glob("out-*/stopping")], "stopping")  # for two seconds
+        process.terminate()
+        assert process.wait(seconds(60)) == 128 + signal.SIGTERM
+    assert not [*tmp_path.glob("out-*"), *(tmp_path / "tmp").glob("ddpkit-rehearsal-*")]

@@ -119,6 +119,7 @@ def test_checkpoints_command_diff_of_tensors_in_other_pieces_compares_no_values(
         (["runs", "--diff", "9", "10"], "there is no checkpoint of step 10"),
         (["runs", "--diff", "9"], "expected 2 arguments"),
         (["runs", "--diff", "9", "elsewhere"], "elsewhere"),
+        (["runs", "--diff", "9", "runs"], "runs is not a ddpkit checkpoint: it has no manifest.json"),
         ([f"runs/{name_of(9)}/manifest.json"], "is a file, not a folder"),
         ([], "the following arguments are required: DIR"),
     ],

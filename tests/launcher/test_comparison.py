@@ -96,6 +96,32 @@ def test_first_differences_use_the_later_of_repeated_rows(tmp_path: Path) -> Non
     assert lines[0] == "a and b are equal up to step 20, the last that both have"
 
 
+def test_first_differences_after_a_resume_include_the_steps_whose_samples_are_unknown(tmp_path: Path) -> None:
+    resumed = [*rows_to(10), recorded_row(20, samples="t", steps=5, attempt="job.1")]
+    attempts = begin(), begin("job.1", step=15)
+    lines = first_differences(history(tmp_path / "a", rows_to(20)), history(tmp_path / "b", resumed, *attempts))
+    assert lines[0] == "a and b first differ in steps 11 to 16: samples"
+    started_late = history(tmp_path / "c", resumed[1:], begin(step=15))
+    lines = first_differences(history(tmp_path / "d", rows_to(20)), started_late)
+    assert lines[0] == "d and c differ at the first step whose samples both have, step 16: samples"
+
+
+def test_first_differences_at_a_log_point_with_other_samples_include_the_steps_since_the_previous_one(
+    tmp_path: Path,
+) -> None:
+    other = [*rows_to(10), recorded_row(20, weights="v")]
+    other[1]["samples_checksums"] = f"{other[1]['samples_checksums'][:-1]}f"
+    lines = first_differences(history(tmp_path / "a", rows_to(20)), history(tmp_path / "b", other))
+    assert lines[0] == "a and b first differ in steps 11 to 20: samples, weights"
+
+
+def test_first_differences_of_weights_that_are_recorded_in_the_beginning_only_are_not_known(tmp_path: Path) -> None:
+    old, new = rows_to(20), rows_to(20)
+    del new[1]["weights_checksum"]
+    lines = first_differences(history(tmp_path / "a", old), history(tmp_path / "b", new))
+    assert lines[0] == "a and b are equal up to step 20, the last that both have, as far as is known"
+
+
 def test_first_differences_of_records_without_checksums_say_so(tmp_path: Path) -> None:
     old = history(tmp_path / "a", [row(10), row(20)])
     lines = first_differences(old, history(tmp_path / "b", rows_to(20)))

@@ -70,8 +70,8 @@ def test_attempt_that_continues_the_undisturbed_run_has_no_difference() -> None:
         ({"losses": ()}, "passes", "backward passes per step 1 -> 0"),
         ({"batches": ((4, 9, "unknown"),)}, "samples", "the samples are other ones"),
         ({"random": {"torch": "other"}}, "random", "the random state of torch"),
-        ({"buffers": {"bn.running_mean": ("other",)}}, "buffers", "bn.running_mean"),
-        ({"copies": {"AveragedModel.weight": ("other",)}}, "copies", "AveragedModel.weight"),
+        ({"buffers": {"bn.running_mean": ("other",)}}, "buffers", "buffer bn.running_mean"),
+        ({"copies": {"AveragedModel.weight": ("other",)}}, "copies", "copy of the model: AveragedModel.weight"),
         ({"losses": (2.5,)}, "loss", "loss 2.16667 -> 2.5"),
     ],
 )
@@ -84,7 +84,7 @@ def test_difference_has_its_kind_step_and_text(changes: dict[str, Any], kind: st
 
 def test_difference_of_one_rank_names_the_rank() -> None:
     attempt = resumed(ranks=(1,), buffers={"bn.running_mean": ("other",)})
-    assert found(attempt)[0].description == "bn.running_mean (rank 1)"
+    assert found(attempt)[0].description == "buffer bn.running_mean (rank 1)"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,37 @@ def test_kinds_that_differ_undisturbed_are_ignored() -> None:
     assert "learning rate" in kinds
 
 
+def test_random_states_that_a_script_does_not_seed_are_not_compared() -> None:
+    first, second = (
+        {
+            rank: [replace(each, random={"Python": name, **each.random}) for each in lines]
+            for rank, lines in run().items()
+        }
+        for name in ("a", "b")
+    )
+    for lines in (*first.values(), *second.values()):
+        lines[:] = [replace(each, random={**each.random, "Python": f"{id(lines)}"}) for each in lines]
+    seeded = compare.without_unseeded(first, second)
+    assert compare.differences(seeded, second) == []
+    other = {
+        rank: [replace(each, random={**each.random, "torch": "other"}) for each in lines]
+        for rank, lines in run().items()
+    }
+    assert compare.differences(seeded, other)[0].text == "the random state of torch"
+
+
 def test_random_state_that_nothing_uses_is_harmless() -> None:
     assert compare.is_harmless(found(resumed(random={"torch": "other"})))
     assert not compare.is_harmless(found(resumed(random={"torch": "other"}, losses=(9.0,))))
+
+
+def test_pass_of_a_step_that_the_scaler_skipped_before_the_save_is_harmless() -> None:
+    reference = run()
+    for lines in reference.values():
+        lines[5] = replace(lines[5], losses=(9.0, *lines[5].losses))
+    differing = compare.differences(reference, resumed(), 5)
+    assert [each.text for each in differing] == ["backward passes per step 2 -> 1"]
+    assert compare.is_harmless(differing)
 
 
 def test_dict_that_is_there_for_one_step_is_no_copy_of_the_model() -> None:
@@ -196,7 +224,7 @@ def test_another_number_of_ranks_is_compared_in_total() -> None:
     larger_batch = {0: [replace(each, batches=((12, 1, "other"),)) for each in alone[0][5:]]}
     assert "12 samples instead of 8" in compare.differences_in_total(run(), larger_batch, 5)[0].text
     other_loss = {0: [replace(each, losses=(each.losses[0] * 1.1,)) for each in alone[0][5:]]}
-    assert [each.kind for each in compare.differences_in_total(run(), other_loss, 5)] == ["loss"]
+    assert [each.kind for each in compare.differences_in_total(run(), other_loss, 5)] == ["mean loss"]
     assert compare.differences_in_total(run(), other_loss, 5, noise=0.2) == []
 
 

@@ -9,11 +9,14 @@ from ddp_kit.launcher.commands.rehearse import run
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required: script.py"),
+        ([], r"the following arguments are required: script.py(.|\n)*ddpkit rehearse --help"),
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         (["--steps", "2", __file__], "--steps 2 is too few"),
         (["--steps", "many", __file__], "invalid int value: 'many'"),
-        (["--ranks", "two", __file__], "--ranks two is not a list of numbers"),
+        (["--ranks", "two", __file__], "--ranks two is not a list of different numbers"),
+        (["--ranks", "2,2", __file__], "--ranks 2,2 is not a list of different numbers"),
+        (["--step-timeout", "0", __file__], "--step-timeout 0 is no time"),
+        (["--step-timeout", "nan", __file__], "--step-timeout nan is no time"),
         (["--nnodes", "2", __file__], "--nnodes 2: a rehearsal runs on one node"),
         (["--cold", __file__], "a rehearsal watches forked workers"),
         (["--no-python", "true"], "a rehearsal watches forked workers"),

@@ -89,9 +89,18 @@ def test_weights_that_a_gradient_made_nan_are_named() -> None:
 
 
 def test_samples_that_give_it_only_together_are_named_together() -> None:
-    """BatchNorm needs two samples, so no sample gives it alone."""
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0] * 0).mean() + batch[0][:, 1].abs().sum()
+
+    data = rows(bad=None)
+    data.tensors[0][13:15, 1] = 2e38  # their sum overflows
+    assert "it comes from samples 13, 14 of train_data only together" in message_of(trainer_for(network(), loss), data)
+
+
+def test_samples_that_cannot_be_tried_alone_are_named_together() -> None:
+    """BatchNorm needs two samples."""
     message = message_of(trainer_for(network(nn.BatchNorm1d(4))))
-    assert "it comes from samples 12, 13 of train_data only together" in message or "samples 13, 14 of" in message
+    assert "it comes from samples 13, 14 of train_data, which cannot be tried alone" in message
 
 
 def test_sample_without_targets_of_its_own_is_not_blamed() -> None:

@@ -136,9 +136,12 @@ def _checkpoint(word: str, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoi
             f"there is no checkpoint of step {word}", f"the folder has checkpoints of steps {', '.join(by_step)}"
         )
     try:
-        return examine(Path(word))
+        checkpoint = examine(Path(word))
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
+    if checkpoint.manifest is None and not Path(word).name.startswith("step-"):
+        raise UsageError(f"{word} is {checkpoint.problem}", "name a folder such as step-00000100")
+    return checkpoint
 
 
 def _differences(title: str, old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:

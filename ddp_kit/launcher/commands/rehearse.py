@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -38,10 +38,13 @@ from ddp_kit.launcher.warm.cleanup import die_with_parent
 _RUN = "{run}"
 _LAUNCH = child_code("from ddp_kit.launcher import cli", "cli.entry(['launch', *sys.argv[2:]])")
 _FEWEST_STEPS = 4
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHOWN_LINES = 12
-_KEPT_LINES = 200
 _POLL_SECONDS = 0.1
 _END_SECONDS = 40.0
+_HINT = (
+    "put {run} into the argument that names this folder, such as --output_dir out-{run}: it becomes the name of the run"
+)
 _OWN = ("help", "steps", "ranks", "step_timeout", "keep", "json")
 _EPILOG = """\
 examples:
@@ -94,7 +97,7 @@ def parser(env: Mapping[str, str] | None = None) -> Parser:
         default=300.0,
         help="longest time for one optimizer step, or from the start to the first one. Default: 300",
     )
-    own.add_argument("--keep", action="store_true", help="keep the folders of the runs, and what they printed")
+    own.add_argument("--keep", action="store_true", help="keep the folders of the runs")
     own.add_argument("--json", action="store_true", help="print the result as JSON")
     return flags
 
@@ -117,7 +120,7 @@ def run(
     """Run the rehearsal and print one line per disturbance. `report`: prints a message about the progress."""
     settings, flags, words = _parse(argv, env)
     with _folder(keep=settings.keep, report=report) as folder:
-        rehearsal = _Rehearsal(settings, flags, words, env, folder, report)
+        rehearsal = _Rehearsal(settings, _Command(flags, words, env, folder, settings.step_timeout, report))
         try:
             results = rehearsal.results()
         finally:
@@ -145,6 +148,8 @@ def _parse(
     typed, words = spec.split(argv, known)
     own = [word for name in _OWN for word in typed.pop(name, ())]
     settings = known.parse_args([*own, "script.py"])
+    if not words:
+        known.error("the following arguments are required: script.py")
     launch = spec.parse([*(word for flag in typed.values() for word in flag), *words], env)
     spec.check_script(launch, env)
     if launch.torchrun["nnodes"] not in ("1", "1:1"):
@@ -160,10 +165,13 @@ def _parse(
         raise UsageError("--dry-run starts nothing that could be compared", "omit --dry-run")
     if settings.steps < _FEWEST_STEPS:
         raise UsageError(f"--steps {settings.steps} is too few", f"use at least {_FEWEST_STEPS}, such as --steps 40")
-    if not all(text.isdecimal() and int(text) for text in settings.ranks.split(",") if settings.ranks):
+    ranks = settings.ranks.split(",") if settings.ranks else []
+    if not all(text.isdecimal() and int(text) for text in ranks) or len(set(ranks)) < len(ranks):
         raise UsageError(
-            f"--ranks {settings.ranks} is not a list of numbers", "use numbers of ranks, such as --ranks 2,3"
+            f"--ranks {settings.ranks} is not a list of different numbers", "use numbers of ranks, such as --ranks 2,3"
         )
+    if not settings.step_timeout > 0:
+        raise UsageError(f"--step-timeout {settings.step_timeout:g} is no time", "use seconds, such as 300")
     for name in ("max_restarts", "keep_warm"):
         typed.pop(name, None)
     return settings, typed, words
@@ -171,10 +179,14 @@ def _parse(
 
 @contextmanager
 def _folder(*, keep: bool, report: Callable[[str], None]) -> Iterator[Path]:
-    """A folder for what the runs record, print and save; removed at the end, unless it is kept."""
+    """A folder for what the runs record and save; removed at the end, unless it is kept."""
     folder = Path(tempfile.mkdtemp(prefix="ddpkit-rehearsal-"))
     try:
         yield folder
+    except OSError as error:
+        raise RehearsalError(
+            f"a file of the rehearsal cannot be written: {error}", "free space, or set TMPDIR to a folder elsewhere"
+        ) from error
     finally:
         if keep:
             report(f"the runs are in {folder}")
@@ -185,20 +197,9 @@ def _folder(*, keep: bool, report: Callable[[str], None]) -> Iterator[Path]:
 class _Rehearsal:
     """The runs of one rehearsal."""
 
-    def __init__(
-        self,
-        settings: argparse.Namespace,
-        flags: Mapping[str, tuple[str, ...]],
-        words: Sequence[str],
-        env: Mapping[str, str],
-        folder: Path,
-        report: Callable[[str], None],
-    ) -> None:
+    def __init__(self, settings: argparse.Namespace, command: "_Command") -> None:
         self.steps = settings.steps
-        self._settings, self._flags, self._words, self._env = settings, flags, words, env
-        self._folder, self._report = folder, report
-        self._script = words[0]
-        self._token = secrets.token_hex(3)
+        self._ranks, self._command, self._script = settings.ranks, command, command.words[0]
         self._runs: list[_Run] = []
 
     def results(self) -> list[Result]:
@@ -206,6 +207,7 @@ class _Rehearsal:
         first = self._undisturbed("undisturbed-1")
         second = self._undisturbed("undisturbed-2")
         self._check_separate(first, second)
+        first = compare.without_unseeded(first, second)
         noisy = compare.differences(first, second)
         repeated = compare.repeated_epoch(first)
         results = [self._result_of_undisturbed(noisy, repeated)]
@@ -213,19 +215,19 @@ class _Rehearsal:
         at, rank = self._disturbance(first)
 
         killed = self._run("killed")
-        killed.launch(signal=signal.SIGKILL, step=at, rank=rank, max_restarts=1)
+        killed.launch(signal.SIGKILL, step=at, rank=rank, max_restarts=1)
         title = f"kill -9 of rank {rank} at step {at} and a restart"
         results.append(self._compare(title, killed, first, ignored))
 
         stopped = self._run("stopped")
-        stopped.launch(signal=signal.SIGTERM, step=at)
+        stopped.launch(signal.SIGTERM, step=at)
         stopped.launch()
         results.append(self._compare(f"SIGTERM at step {at} and the same command again", stopped, first, ignored))
 
         noise = compare.loss_distance(first, second)
-        for ranks in [int(text) for text in self._settings.ranks.split(",") if text]:
+        for ranks in [int(text) for text in self._ranks.split(",") if text]:
             moved = self._run(f"at-{ranks}-ranks")
-            moved.launch(signal=signal.SIGTERM, step=at)
+            moved.launch(signal.SIGTERM, step=at)
             moved.launch(ranks=ranks)
             title = f"SIGTERM at step {at} and the same command at {ranks} rank{'s' * (ranks > 1)}"
             results.append(self._compare(title, moved, first, ignored, noise=noise, ranks=ranks))
@@ -238,37 +240,30 @@ class _Rehearsal:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):  # there is no such file, or the folder is read-only
+                        path.unlink()
 
-    def _run(self, name: str) -> "_Run":
-        made = _Run(
-            name,
-            f"rehearsal-{self._token}-{name}",
-            self._folder / name,
-            self._flags,
-            self._words,
-            self._env,
-            self.steps,
-            self._settings.step_timeout,
-            self._report,
-        )
-        self._runs.append(made)
-        return made
+    def _run(self, title: str) -> "_Run":
+        self._runs.append(_Run(self._command, title, self.steps))
+        return self._runs[-1]
 
-    def _undisturbed(self, name: str) -> Recording:
+    def _undisturbed(self, title: str) -> Recording:
         """Run the script without a disturbance. Raises an error if that does not work."""
-        made = self._run(name)
+        made = self._run(title)
         end = made.launch()
-        attempts = made.attempts()
+        attempts = read_attempts(made.folder)
         if (made.folder / ELSEWHERE_FILE).exists():
             path = (made.folder / ELSEWHERE_FILE).read_text()
-            raise UsageError(
-                f"{self._script} saves {path}, in a folder that all runs would share",
-                "put {run} into the argument that names this folder, such as --output_dir out-{run}: it becomes the "
-                "name of the run",
-            )
+            if moved := [*_paths(path, made.name)]:
+                made.own_paths.update(moved)
+                raise UsageError(
+                    f"{self._script} changes its current folder before it saves {path}",
+                    f"use an absolute path for the argument with {_RUN}, such as {Path.cwd() / f'out-{_RUN}'}",
+                )
+            raise UsageError(f"{self._script} saves {path}, in a folder that all runs would share", _HINT)
         if end.code:
-            raise RehearsalError(
+            kind = UsageError if end.code == ExitCode.USAGE else RehearsalError
+            raise kind(
                 f"{self._script} fails without any disturbance, with exit code {end.code}:\n{end.last_lines}",
                 "fix this error first",
             )
@@ -289,7 +284,7 @@ class _Rehearsal:
                 f"{self._script} ended after step {steps}", f"make it train for at least {_FEWEST_STEPS} steps"
             )
         if steps < self.steps:
-            self._report(f"{self._script} ended after step {steps}, so {steps} steps are compared")
+            self._command.report(f"{self._script} ended after step {steps}, so {steps} steps are compared")
             self.steps = steps
         return recording
 
@@ -301,8 +296,7 @@ class _Rehearsal:
             raise UsageError(
                 f"the second run of {self._script} began with the weights that the first one had at step "
                 f"{first[0][begin].step}: it resumes from a folder that all runs share",
-                "put {run} into the argument that names this folder, such as --output_dir out-{run}: it becomes the "
-                "name of the run",
+                _HINT,
             )
 
     def _disturbance(self, first: Recording) -> tuple[int, int]:
@@ -316,9 +310,8 @@ class _Rehearsal:
 
     def _result_of_undisturbed(self, noisy: Sequence[Difference], repeated: Difference | None) -> Result:
         title = "undisturbed, twice"
-        found = [each for each in noisy if each.kind != "random"] and list(noisy)
-        if found:
-            summary = f"differ from step {found[0].step}: {compare.described(found)}"
+        if noisy:
+            summary = f"differ from step {noisy[0].step}: {compare.described(noisy)}"
             cause = (
                 "the script is random by itself: it does not seed all random generators, or uses operations that are "
                 "not deterministic. What differs here is not compared below"
@@ -327,7 +320,7 @@ class _Rehearsal:
         if repeated is not None:
             summary = f"equal, but from step {repeated.step}: {repeated.description}"
             return Result(title, False, summary, (repeated,), CAUSES["epochs"])
-        return Result(title, True, f"equal in all {self.steps} steps", tuple(noisy))
+        return Result(title, True, f"equal in all {self.steps} steps")
 
     def _compare(
         self,
@@ -342,11 +335,12 @@ class _Rehearsal:
         """Compare the last attempt of a disturbed run with the undisturbed run."""
         disturbed = made.folder / DISTURBED_FILE
         if not disturbed.exists():
-            return Result(title, False, "the run ended before this step", cause=made.last_lines())
-        attempts = [attempt for attempt in made.attempts() if all(attempt.values())]
+            return Result(title, False, "the run ended before this step", cause=made.ends[-1].last_lines)
+        attempts = [attempt for attempt in read_attempts(made.folder) if all(attempt.values())]
         if made.ends[-1].code:
             summary = f"the resumed run fails with exit code {made.ends[-1].code}:\n{made.ends[-1].last_lines}"
-            return Result(title, False, summary, cause="the script cannot load its own checkpoint")
+            cause = "the script cannot load its own checkpoint" if made.ends[-1].code != ExitCode.USAGE else ""
+            return Result(title, False, summary, cause=cause)
         if len(attempts) < 2:
             return Result(title, False, "the resumed run ended without an optimizer step: it counts as finished")
         resumed = attempts[-1]
@@ -369,21 +363,21 @@ class _Rehearsal:
         if ranks is None:
             found = compare.differences(first, resumed, begin, ignored)
         else:
-            found = compare.differences_in_total(first, resumed, begin, noise)
+            in_total = compare.differences_in_total(first, resumed, begin, noise)
+            found = [difference for difference in in_total if difference.kind not in ignored]
         steps = compare.compared_steps(first, {0: resumed[0]}, begin)
         if steps is None:
             return Result(title, False, "not shown: the resumed run has no step in common", note=note)
         where = f"resumed with step {steps[0]}, compared until step {steps[1]}"
         if not found or (ranks is None and compare.is_harmless(found)):
             if found:
-                note = (
-                    f"{found[0].description} differs from step {found[0].step}, but nothing that was compared used it"
-                )
+                note = f"from step {found[0].step}: {compare.described(found)}; nothing that was compared depends on it"
             how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
-            how += " in what is not random by itself" * bool(ignored - {"random"})
+            how += " in what is not random by itself" * bool(ignored)
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
         summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
-        return Result(title, False, summary, tuple(found), CAUSES[found[0].kind], note)
+        cause = "; ".join(CAUSES[each.kind] for each in compare.origins(found))
+        return Result(title, False, summary, tuple(found), cause, note)
 
 
 @dataclass(frozen=True)
@@ -394,58 +388,64 @@ class _End:
     last_lines: str
 
 
+@dataclass(frozen=True)
+class _Command:
+    """What all runs of a rehearsal have in common."""
+
+    flags: Mapping[str, tuple[str, ...]]
+    words: Sequence[str]
+    """The script and its arguments."""
+    env: Mapping[str, str]
+    folder: Path
+    step_timeout: float
+    report: Callable[[str], None]
+    token: str = field(default_factory=lambda: secrets.token_hex(3))
+    """Makes the names of the runs unique."""
+
+
 class _Run:
     """One run with folders of its own: one launch, or two with the same command."""
 
-    def __init__(
-        self,
-        title: str,
-        name: str,
-        folder: Path,
-        flags: Mapping[str, tuple[str, ...]],
-        words: Sequence[str],
-        env: Mapping[str, str],
-        steps: int,
-        step_timeout: float,
-        report: Callable[[str], None],
-    ) -> None:
-        self.folder = folder
+    def __init__(self, command: _Command, title: str, steps: int) -> None:
+        self.name = f"rehearsal-{command.token}-{title}"
+        self.folder = command.folder / title
         self.ends: list[_End] = []
-        self._title, self._flags, self._report = title, flags, report
-        self._steps, self._step_timeout = steps, step_timeout
-        self._words = [words[0], *(word.replace(_RUN, name) for word in words[1:])]
-        self._env = {**env, **{variable: value.format(folder=folder) for variable, value in OFFLINE.items()}}
-        self._env |= {REHEARSAL: str(folder), KEEP_WARM: "off"}
-        (folder / "tmp").mkdir(parents=True)
-        self.own_paths = tuple({path for word in self._words[1:] if name in word for path in _paths(word, name)})
+        self._command, self._title, self._steps = command, title, steps
+        script, *arguments = command.words
+        self._words = [script, *(word.replace(_RUN, self.name) for word in arguments)]
+        self._env = {**command.env, **{name: value.format(folder=self.folder) for name, value in OFFLINE.items()}}
+        self._env |= {REHEARSAL: str(self.folder), KEEP_WARM: "off"}
+        (self.folder / "tmp").mkdir(parents=True)
+        self.own_paths = {path for word in self._words[1:] for path in _paths(word, self.name)}
         """The files and folders whose name contains that of the run."""
 
     def launch(
-        self, signal: int = 0, step: int = 0, rank: int = 0, max_restarts: int = 0, ranks: int | None = None
+        self, disturbance: int = 0, step: int = 0, rank: int = 0, max_restarts: int = 0, ranks: int | None = None
     ) -> _End:
-        """Launch the script, and wait for its end. `ranks`: another number of ranks."""
+        """Launch the script, and wait for its end. `disturbance`: a signal. `ranks`: another number of ranks."""
         again = bool(self.ends)
-        self._report(f"running {self._words[0]}: {self._title}{', the same command again' if again else ''} ...")
+        command = self._command
+        command.report(f"running {self._words[0]}: {self._title}{', the same command again' if again else ''} ...")
         resumed_steps = self._steps - self._steps // 3
         Instructions(
             launch=len(self.ends),
             steps=resumed_steps if again else self._steps,
             steps_after_restart=resumed_steps,
             folders=(str(self.folder / "checkpoints"), *map(str, self.own_paths)),
-            signal=signal,
+            signal=disturbance,
             step=step,
             rank=rank,
         ).write(self.folder)
-        flags = dict(self._flags)
+        flags = dict(command.flags)
         if ranks is not None:
             name = "gpus" if "gpus" in flags else "nproc_per_node"
             flags = {flag: typed for flag, typed in flags.items() if flag not in ("gpus", "nproc_per_node")}
             flags[name] = (f"--{name.replace('_', '-')}", str(ranks))
         typed = [word for flag in flags.values() for word in flag]
         flags_and_script = [*typed, "--max-restarts", str(max_restarts), *self._words]
-        command = [sys.executable, "-c", _LAUNCH, PACKAGE_FOLDER, *flags_and_script]
+        lines: deque[bytes] = deque(maxlen=_SHOWN_LINES)
         with subprocess.Popen(
-            command,
+            [sys.executable, "-c", _LAUNCH, PACKAGE_FOLDER, *flags_and_script],
             env=self._env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -453,24 +453,27 @@ class _Run:
             preexec_fn=partial(die_with_parent, os.getpid()),
         ) as process:
             (self.folder / LAUNCHER_FILE).write_text(str(process.pid))
-            lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
-            reader = Thread(target=self._read, args=(process, lines), daemon=True)
+            assert process.stdout is not None
+            blocks = iter(partial(process.stdout.readline, 1 << 16), b"")
+            reader = Thread(target=lines.extend, args=(blocks,), daemon=True)
             reader.start()
             try:
                 late = self._wait(process)
             finally:
                 if process.poll() is None:
+                    for number in _STOPPING:  # from now on, so that they cannot prevent the removal of the folders
+                        signal.signal(number, signal.SIG_IGN)
                     process.terminate()
                     try:
                         process.wait(_END_SECONDS)
                     except subprocess.TimeoutExpired:
                         process.kill()
             reader.join(_END_SECONDS)
-        text = b"\n".join(list(lines)[-_SHOWN_LINES:]).decode(errors="replace")
+        text = b"".join(lines).decode(errors="replace").rstrip("\n")
         if late:
-            kind = RehearsalError if signal or again else UsageError
+            kind = RehearsalError if disturbance or again else UsageError
             raise kind(
-                f"{self._words[0]} made no optimizer step within {self._step_timeout:g} s ({self._title}):\n{text}",
+                f"{self._words[0]} made no optimizer step within {command.step_timeout:g} s ({self._title}):\n{text}",
                 "raise --step-timeout if it is slow; a rehearsal compares steps of torch.optim.Optimizer",
             )
         code = process.returncode
@@ -481,21 +484,6 @@ class _Run:
     def ignored_sigterm(self) -> bool:
         """Whether the first launch ended as if SIGTERM had not arrived."""
         return len(self.ends) > 1 and len(list(self.folder.glob("0.*.done"))) > 0
-
-    def attempts(self) -> list[Recording]:
-        """What the attempts of all launches have recorded."""
-        return read_attempts(self.folder)
-
-    def last_lines(self) -> str:
-        """What the script printed last."""
-        return self.ends[-1].last_lines
-
-    def _read(self, process: "subprocess.Popen[bytes]", lines: "deque[bytes]") -> None:
-        """Keep the last lines that the launch prints."""
-        assert process.stdout is not None
-        with suppress(OSError, ValueError):
-            while line := process.stdout.readline(1 << 16):
-                lines.append(line.rstrip(b"\n"))
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> bool:
         """Wait for the end of a launch. Returns True if no step came for too long."""
@@ -508,12 +496,12 @@ class _Run:
             now = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
             if now != sizes:
                 sizes, since = now, time.monotonic()
-            if time.monotonic() - since > self._step_timeout:
+            if time.monotonic() - since > self._command.step_timeout:
                 return True
 
 
 def _paths(word: str, name: str) -> Iterator[Path]:
-    """The absolute path in an argument such as `--dir=out-NAME/logs`, up to the part that contains the name."""
+    """The absolute path in an argument such as `--dir=out-NAME/logs`, up to the part that contains the name, if any."""
     path = Path(os.path.abspath(word.rpartition("=")[2]))  # noqa: PTH100  # links are kept
     for parent in (path, *path.parents):
         if name in parent.name and name not in str(parent.parent):

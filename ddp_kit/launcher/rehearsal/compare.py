@@ -4,7 +4,7 @@ Pure functions over the lines of `lines.py`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -45,9 +45,12 @@ CAUSES = {
     "samples": "the position in the data is not in the checkpoint: the epoch, and the batches of it that are done",
     "random": "the random states of Python, NumPy and torch are not in the checkpoint, or something draws from them "
     "after they are restored",
-    "buffers": "buffers such as BatchNorm's statistics differ between ranks, but one rank's are saved or restored",
+    "buffers": "buffers are not in the checkpoint, or those of one rank are restored on all, although BatchNorm's "
+    "statistics differ between ranks",
     "copies": "a copy of the weights, such as an exponential moving average, is not in the checkpoint",
     "loss": "an operation that is not deterministic, or state of the script that is not in the checkpoint",
+    "mean loss": "each rank draws its own random numbers, as for dropout, or normalises its own batch, as BatchNorm "
+    "does, so the loss depends on the number of ranks; or state of the script is not in the checkpoint",
     "epochs": "DistributedSampler.set_epoch(epoch) is not called before each epoch",
 }
 """What usually causes a difference, by its kind, in the order in which one causes the others."""
@@ -68,12 +71,12 @@ def begins_at(reference: Recording, resumed: Recording) -> int | None:
         """How much evidence besides the weights there is for a line; of several, the latest one counts."""
         return sum(index in matching for name, matching in evidence.items() if name != "weights"), index
 
-    for name in ("weights", "optimizer"):
-        if evidence[name]:
-            best = max(evidence[name], key=score)
-            others = {*evidence["optimizer"], best + 1} if name == "weights" else set()
-            return max((best, *others), key=lambda index: (score(index)[0], index == best))
-    return max({index for matching in evidence.values() for index in matching}, key=score, default=None)
+    matching = evidence["weights"] or evidence["optimizer"] or {index for found in evidence.values() for index in found}
+    best = max(matching, key=score, default=None)
+    if best is None or not evidence["weights"]:
+        return best
+    others = (best, best + 1, *evidence["optimizer"])
+    return max(others, key=lambda index: (score(index)[0], index == best))
 
 
 _EVIDENCE: Mapping[str, Callable[[Line], Any]] = {
@@ -112,23 +115,41 @@ def differences(
     for rank, lines in resumed.items():
         expected = reference.get(rank, [])
         for index in range(begin, min(len(expected), begin + len(lines))):
-            for kind, compare in _KINDS.items():
-                text = "" if kind in ignored else compare(_Pair(expected, index, lines, index - begin))
-                earlier = found.get(kind)
-                if not text or (earlier is not None and earlier.step < expected[index].step):
+            pair, step = _Pair(expected, index, lines, index - begin), expected[index].step
+            for kind in _KINDS.keys() - ignored:
+                if not (text := _KINDS[kind](pair)):
                     continue
-                same_step = earlier is not None and earlier.step == expected[index].step
-                if same_step and earlier is not None:
-                    if rank not in earlier.ranks:
-                        found[kind] = replace(earlier, ranks=(*earlier.ranks, rank))
-                else:
-                    found[kind] = Difference(kind, expected[index].step, text, (rank,))
-    order = list(CAUSES)
+                earlier = found.get(kind)
+                if earlier is None or step < earlier.step:
+                    found[kind] = Difference(kind, step, text, (rank,))
+                elif step == earlier.step and rank not in earlier.ranks:
+                    found[kind] = replace(earlier, ranks=(*earlier.ranks, rank))
     everyone = tuple(sorted(resumed))
-    return sorted(
-        (replace(each, ranks=() if each.ranks == everyone else each.ranks) for each in found.values()),
-        key=lambda each: (each.step, order.index(each.kind)),
-    )
+    return _in_order(replace(each, ranks=() if each.ranks == everyone else each.ranks) for each in found.values())
+
+
+def _in_order(found: Iterable[Difference]) -> list[Difference]:
+    """Differences by step; at one step, those that cause others come first."""
+    order = list(CAUSES)
+    return sorted(found, key=lambda each: (each.step, order.index(each.kind)))
+
+
+def without_unseeded(first: Recording, second: Recording) -> Recording:
+    """The first of two undisturbed runs, without the states of random generators that the script does not seed."""
+    unseeded = {
+        name
+        for rank, lines in first.items()
+        for line, other in zip(lines, second.get(rank, ()), strict=False)
+        for name, state in line.random.items()
+        if other.random.get(name) != state
+    }
+    return {
+        rank: [
+            replace(line, random={name: state for name, state in line.random.items() if name not in unseeded})
+            for line in lines
+        ]
+        for rank, lines in first.items()
+    }
 
 
 def compared_steps(reference: Recording, resumed: Recording, begin: int = 0) -> tuple[int, int] | None:
@@ -142,8 +163,11 @@ def compared_steps(reference: Recording, resumed: Recording, begin: int = 0) -> 
 
 
 def is_harmless(found: Sequence[Difference]) -> bool:
-    """Whether only random states differ: nothing that was compared has used them."""
-    return {each.kind for each in found} <= {"random"}
+    """Whether only random states or the number of backward passes differ, so that neither has changed a weight.
+
+    After a step that a gradient scaler skips, the next line has the passes of both.
+    """
+    return {each.kind for each in found} <= {"random", "passes"}
 
 
 def repeated_epoch(run: Recording) -> Difference | None:
@@ -283,7 +307,8 @@ def _named(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]
 
 def _buffers(pair: _Pair) -> str:
     names = _named(pair.expected.buffers, pair.line.buffers)
-    return f"{names[0]}" + (f" and {len(names) - 1} more buffers" if len(names) > 1 else "") if names else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"buffer{'s' * (len(names) > 1)} {names[0]}{more}" if names else ""
 
 
 def _copies(pair: _Pair) -> str:
@@ -293,7 +318,8 @@ def _copies(pair: _Pair) -> str:
     names = [name for name in pair.expected.copies if all(name in each for each in differing)]
     if not names:
         return ""
-    return f"{names[0]}" + (f" and {len(names) - 1} more tensors of copies of the model" if len(names) > 1 else "")
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return f"copy of the model: {names[0]}{more}"
 
 
 def _loss(pair: _Pair) -> str:
@@ -324,15 +350,21 @@ _FOLLOWS_FROM = {
     "buffers": {"weights", "passes", "samples", "random"},
     "copies": {"weights"},
     "loss": set(CAUSES) - {"loss"},
+    "mean loss": set(CAUSES) - {"mean loss"},
 }
 """Kinds that follow at once from others."""
 
 
-def described(found: Sequence[Difference]) -> str:
+def origins(found: Sequence[Difference]) -> list[Difference]:
     """The differences at the first step, without those that follow from others."""
     now = [each for each in found if each.step == found[0].step]
     kinds = {each.kind for each in now}
-    return "; ".join(each.description for each in now if not _FOLLOWS_FROM.get(each.kind, set()) & kinds)
+    return [each for each in now if not _FOLLOWS_FROM.get(each.kind, set()) & kinds]
+
+
+def described(found: Sequence[Difference]) -> str:
+    """The differences at the first step, as text."""
+    return "; ".join(each.description for each in origins(found))
 
 
 # --- Another number of ranks ------------------------------------------------------------------------------------------
@@ -376,15 +408,14 @@ def differences_in_total(reference: Recording, resumed: Recording, begin: int, n
         }
         before, now = _mean_loss(expected), _mean_loss(lines)
         if before is not None and now is not None and _distance(before, now) > max(LOSS_TOLERANCE, 10 * noise):
-            texts["loss"] = f"mean loss {_changes([before], [now])}"
+            texts["mean loss"] = f"mean loss {_changes([before], [now])}"
         same_size = first.numel == line.numel
         if same_size and _distance(first.norm, line.norm) > max(NORM_TOLERANCE, 10 * noise):
             texts["weights"] = f"the norm of the weights {_changes([first.norm], [line.norm])}"
         for kind, text in texts.items():
             if text and kind not in found:
                 found[kind] = Difference(kind, first.step, text)
-    order = list(CAUSES)
-    return sorted(found.values(), key=lambda each: (each.step, order.index(each.kind)))
+    return _in_order(found.values())
 
 
 def loss_distance(first: Recording, second: Recording) -> float:

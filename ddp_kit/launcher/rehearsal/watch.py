@@ -1,7 +1,7 @@
 """The watch in a worker of a rehearsal: records each optimizer step, sends the disturbance, and ends the run.
 
 It draws no random numbers, keeps no tensors, and starts no collectives, so the script computes what it always computes.
-It replaces four functions of torch, which have no hooks: in a rehearsal only, never in a training run.
+It replaces five functions of torch, which have no hooks: in a rehearsal only, never in a training run.
 """
 
 import gc
@@ -13,9 +13,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from numbers import Number
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -50,20 +52,32 @@ _SIGTERM_SECONDS = 0.3
 _QUIET_SECONDS = 0.5
 """Time without a change after which a save is complete."""
 _MOST_FILES = 10_000
+_DEEPEST = 8
 _LOGS = (".jsonl", ".json", ".log", ".txt", ".csv", ".yaml", ".yml", ".lock", ".html")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+_Container = dict[str, Tensor] | list[Tensor]
 
 
 def install(folder: Path) -> None:
     """Watch this process from now on. `folder`: the folder of the run."""
     watch = Watch(folder, Instructions.read(folder))
-    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: watch.before_step(optimizer))
-    register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: watch.after_step(optimizer))
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.before_step(optimizer, with_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+
+    def after_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        watch.after_step(optimizer)
+
+    # torch.compile would otherwise compile the hooks as a part of a step.
+    register_optimizer_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
+    register_optimizer_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
     register_module_buffer_registration_hook(lambda module, _name, _buffer: watch.modules.add(module))
     register_module_parameter_registration_hook(lambda module, _name, _parameter: watch.modules.add(module))
 
     open_loader, next_batch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-    backward, save = torch.autograd.backward, torch.save
+    backward, grad, save = torch.autograd.backward, torch.autograd.grad, torch.save
 
     def watched_loader(loader: DataLoader[Any]) -> Any:
         watch.note_epoch(loader)
@@ -78,13 +92,17 @@ def install(folder: Path) -> None:
         with watch.backward_pass(tensors):
             backward(tensors, *args, **kwargs)
 
+    def watched_grad(*args: Any, **kwargs: Any) -> Any:
+        watch.has_trained = True
+        return grad(*args, **kwargs)
+
     def watched_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         watch.check_own(f)
         save(obj, f, *args, **kwargs)
 
     DataLoader.__iter__ = watched_loader  # type: ignore[method-assign]
     _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign, assignment]
-    torch.autograd.backward = watched_backward
+    torch.autograd.backward, torch.autograd.grad = watched_backward, watched_grad
     torch.save = watched_save
 
 
@@ -101,9 +119,10 @@ class Watch:
         self._kinds: dict[type, str] = {}
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
+        self._line = Line(step=0)
         self._step = 0
         self._in_backward = False
-        self._has_trained = False
+        self.has_trained = False
         self._losses: list[float] = []
         self._batches: list[tuple[int, int, str]] = []
         self._epochs: list[tuple[int, bool, int]] = []
@@ -126,23 +145,20 @@ class Watch:
         if torch.is_grad_enabled():
             self._batches.append(checksum_of_batch(batch))
 
-    def backward_pass(self, tensors: Any) -> "_BackwardPass":
+    @contextmanager
+    def backward_pass(self, tensors: Any) -> Iterator[None]:
         """Record a backward pass. Those inside another one, as with activation checkpointing, are not counted."""
-        return _BackwardPass(self, tensors)
-
-    def begin_backward(self, tensors: Any) -> bool:
-        """Record the tensors of a backward pass. Returns False inside another backward pass."""
         if self._in_backward:
-            return False
-        self._in_backward = self._has_trained = True
+            yield
+            return
+        self._in_backward = self.has_trained = True
         with torch.no_grad():
             parts = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._losses.append(sum(float(_local(part).sum()) for part in parts))
-        return True
-
-    def end_backward(self) -> None:
-        """The outermost backward pass has ended."""
-        self._in_backward = False
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def check_own(self, target: Any) -> None:
         """End the run if the script is about to save in a place that is not of this run alone.
@@ -153,30 +169,33 @@ class Watch:
         if self._step and isinstance(name, str | os.PathLike):
             path = Path(os.path.abspath(os.fspath(name)))  # noqa: PTH100  # links are kept
             if not any(path.is_relative_to(folder) for folder in (str(self._folder), *self._instructions.folders)):
-                (self._folder / ELSEWHERE_FILE).write_text(os.fspath(name))
+                (self._folder / ELSEWHERE_FILE).write_text(str(path))
                 self._end()
 
     # --- A step
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Record the state of this rank just before a step."""
-        if not self._has_trained:  # a trial of the optimizer, not training
+    def before_step(self, optimizer: Optimizer, *, with_closure: bool = False) -> None:
+        """Record the state of this rank just before a step. `with_closure`: the step makes backward passes itself."""
+        if not self.has_trained and not with_closure:  # a trial of the optimizer, not training
             return
-        if self._stepping not in (None, optimizer):  # an optimizer that a wrapper such as ZeRO calls
+        if self._stepping not in (None, optimizer):  # a wrapper such as ZeRO calls it: its state is the wrapper's
+            state, count = _state_of(optimizer)
+            self._line = replace(self._line, state={**self._line.state, **state}, count=count)
             return
         self._stepping = optimizer
         number = self._optimizers.setdefault(optimizer, len(self._optimizers))
         self._step += number == 0
         with torch.no_grad():
-            line = self._line(optimizer, number)
-        self._file.write(write_line(line))
-        self._losses, self._batches, self._epochs = [], [], []
+            self._line = self._state(optimizer, number)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Send the disturbance, or end the run, if it is due."""
+        """Write the record of the step. Send the disturbance, or end the run, if it is due."""
         if self._stepping is not optimizer:
             return
         self._stepping = None
+        losses, batches, epochs = tuple(self._losses), tuple(self._batches), tuple(self._epochs)
+        self._file.write(write_line(replace(self._line, losses=losses, batches=batches, epochs=epochs)))
+        self._losses, self._batches, self._epochs = [], [], []
         if self._optimizers[optimizer] != 0:
             return
         instructions = self._instructions
@@ -218,38 +237,28 @@ class Watch:
 
     # --- The state of this rank
 
-    def _line(self, optimizer: Optimizer, number: int) -> Line:
-        roots, dicts, scalers = self._objects()
+    def _state(self, optimizer: Optimizer, number: int) -> Line:
+        roots, containers, scalers = self._objects()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         optimized = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        in_modules = {tensor.data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())}
         names: dict[int, str] = {}
         buffers, copies = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
         for root in roots:
-            named = [(_plain(name), parameter) for name, parameter in root.named_parameters()]
-            is_trained = any(id(parameter) in optimized for _, parameter in named)
-            tensors = [(_plain(name), buffer) for name, buffer in root.named_buffers()]
-            if is_trained:
-                names.update((id(parameter), name) for name, parameter in named)
-            for name, tensor in tensors if is_trained else [*named, *tensors]:
-                if is_trained:
-                    buffers[name].append(checksum(tensor))
-                elif id(tensor) not in optimized:
+            named = {_plain(name): parameter for name, parameter in root.named_parameters()}
+            named_buffers = {_plain(name): buffer for name, buffer in root.named_buffers()}
+            if optimized.isdisjoint(map(id, named.values())):
+                for name, tensor in (named | named_buffers).items():
                     copies[f"{type(root).__name__}.{name}"].append(checksum(tensor))
-        trained = set(names.values())
-        in_modules = {tensor.data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())}
-        for tensors_by_name in dicts:
-            plain = {_plain(name): tensor for name, tensor in tensors_by_name.items()}
-            if trained and trained <= plain.keys():
-                for name in trained:
-                    if plain[name].data_ptr() not in in_modules:
-                        copies[f"dict.{name}"].append(checksum(plain[name]))
-        states = defaultdict[str, list[str]](list)
-        count: float | None = None
-        for parameter in parameters:
-            for name, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-                states[str(name)].append(checksum(value) if isinstance(value, Tensor) else repr(value))
-                if name == "step":
-                    count = max(count or 0.0, float(value))
+                continue
+            names.update((id(parameter), name) for name, parameter in named.items())
+            for name, buffer in named_buffers.items():
+                buffers[name].append(checksum(buffer))
+            for container in containers:
+                for name, tensor in _copies_in(container, named).items():
+                    if tensor.data_ptr() not in in_modules:
+                        copies[f"{'list' if isinstance(container, list) else 'dict'}.{name}"].append(checksum(tensor))
+        state, count = _state_of(optimizer)
         locals_of_parameters = [_local(parameter) for parameter in parameters]
         return Line(
             step=self._step,
@@ -257,45 +266,44 @@ class Watch:
             parameters=tuple(names.get(id(parameter), "") for parameter in parameters) if self._step == 1 else (),
             weights=tuple(map(checksum, parameters)),
             numel=sum(part.numel() for part in locals_of_parameters),
-            norm=sum(float(part.double().pow(2).sum()) for part in locals_of_parameters) ** 0.5,
-            state={name: _joined(values) for name, values in states.items()},
+            norm=sum(float(part.abs().double().pow(2).sum()) for part in locals_of_parameters) ** 0.5,
+            state=state,
             count=count,
             settings=_settings(optimizer),
             scalers=tuple(scalers),
-            losses=tuple(self._losses),
-            batches=tuple(self._batches),
-            epochs=tuple(self._epochs),
             random=_random_states(),
             buffers={name: tuple(sorted(values)) for name, values in buffers.items()},
             copies={name: tuple(sorted(values)) for name, values in copies.items()},
             files=tuple(self._written()) if self._worker.rank == 0 else (),
         )
 
-    def _objects(self) -> tuple[list[nn.Module], list[dict[str, Tensor]], list[dict[str, float]]]:
-        """The modules that are part of no other module, dicts of tensors, and states of gradient scalers.
+    def _objects(self) -> tuple[list[nn.Module], list[_Container], list[dict[str, float]]]:
+        """The modules that are part of no other module, dicts and lists of tensors, and states of gradient scalers.
 
         Modules that were copied or unpickled are known to the garbage collector only.
         """
         modules: dict[int, nn.Module] = {id(module): module for module in self.modules}
-        dicts, scalers = [], []
+        containers, scalers = list[_Container](), []
         for each in gc.get_objects():
             kind = type(each)
             if kind not in self._kinds:
                 is_module, is_scaler = issubclass(kind, nn.Module), issubclass(kind, torch.amp.GradScaler)
-                self._kinds[kind] = "module" * is_module + "scaler" * is_scaler + "dict" * issubclass(kind, dict)
+                is_container = issubclass(kind, dict | list)
+                self._kinds[kind] = "module" * is_module + "scaler" * is_scaler + "container" * is_container
             role = self._kinds[kind]
             if role == "module":
                 modules[id(each)] = each
+                self.modules.add(each)  # `gc.freeze` in the script hides it from now on
             elif role == "scaler" and each.is_enabled():
                 scalers.append({name: float(value) for name, value in each.state_dict().items()})
-            elif role == "dict" and each and _is_dict_of_tensors(each):
-                dicts.append(each)
+            elif role == "container" and each and _has_only_tensors(each):
+                containers.append(each)
         own = {id(tensors) for module in modules.values() for tensors in (module._parameters, module._buffers)}
         children = {
             id(child) for module in modules.values() for child in (module._modules or {}).values() if child is not None
         }
         roots = [module for module in modules.values() if id(module) not in children and hasattr(module, "_parameters")]
-        return roots, [tensors for tensors in dicts if id(tensors) not in own], scalers
+        return roots, [container for container in containers if id(container) not in own], scalers
 
     def _files_of_run(self) -> Iterator[tuple[Path, int]]:
         """The files of this run with their modification times, without logs and settings."""
@@ -315,19 +323,6 @@ class Watch:
         return written
 
 
-class _BackwardPass:
-    """Context of a backward pass."""
-
-    def __init__(self, watch: Watch, tensors: Any) -> None:
-        self._watch, self._is_outermost = watch, watch.begin_backward(tensors)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_outermost:
-            self._watch.end_backward()
-
-
 # --- Checksums --------------------------------------------------------------------------------------------------------
 
 
@@ -337,58 +332,70 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor if to_local is None else to_local()).detach()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _dense(tensor: Tensor) -> Tensor:
+    """The values of a tensor on this rank, in the memory of the host and in the usual layout."""
     local = _local(tensor)
+    if local.is_nested:
+        local = local.to_padded_tensor(0.0)
     if local.layout is not torch.strided:
         local = local.to_dense()
-    flat = local.cpu().contiguous().reshape(-1)
+    return local.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _bytes(dense: Tensor) -> memoryview:
+    flat = dense.reshape(-1)
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(content)
 
 
 def checksum(tensor: Tensor) -> str:
     """Checksum of the values of a tensor on this rank."""
-    if tensor.is_meta or is_lazy(tensor):
-        return ""
-    return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
+    return "" if tensor.is_meta or is_lazy(tensor) else str(xxhash.xxh3_64_hexdigest(_bytes(_dense(tensor))))
 
 
 def checksum_of_batch(batch: object) -> tuple[int, int, str]:
     """Number of samples of a batch, sum of their hashes modulo 2**64, and checksum of the whole batch."""
-    leaves = list(_leaves(batch))
+    leaves = [_dense(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf for leaf in _leaves(batch)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    whole = xxhash.xxh3_64()
-    for leaf in leaves:
-        whole.update(_bytes(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+    whole = _joined(leaves)
     size = min((len(tensor) for tensor in tensors), default=1)
-    rows = [tensor.detach().cpu().contiguous() for tensor in tensors if len(tensor) == size]
+    rows = [tensor for tensor in tensors if len(tensor) == size and not tensor.is_meta]
     total = 0
     for index in range(size) if rows else ():
         sample = xxhash.xxh3_64()
         for tensor in rows:
             sample.update(_bytes(tensor[index]))
         total += sample.intdigest()
-    return size, (total if rows else whole.intdigest()) % 2**64, whole.hexdigest()
+    return size, (total if rows else int(whole, 16)) % 2**64, whole
 
 
-def _leaves(value: Any) -> Iterable[Any]:
-    """The tensors, numbers and texts in a batch. Other objects count with their fields, if they have any."""
+def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The tensors, numbers and texts in a batch. Other objects count with their fields, if they have any.
+
+    What is more than eight levels deep is omitted: objects may refer to each other.
+    """
     if isinstance(value, Tensor | str | bytes | Number | None):
         yield value
-    elif isinstance(value, Mapping):
-        for name in value:
-            yield from _leaves(value[name])
-    elif isinstance(value, list | tuple | set | frozenset):
-        for part in value:
-            yield from _leaves(part)
-    elif hasattr(value, "__array__"):
-        yield torch.as_tensor(value.__array__()) if value.dtype.kind in "biufc" else repr(value)
-    else:
-        yield from _leaves(list(getattr(value, "__dict__", {}).values()))
+    elif hasattr(value, "__array__") and not isinstance(value, type):
+        array = value.__array__()
+        numeric = array.dtype.kind in "biufc"
+        yield torch.as_tensor(array.astype(array.dtype.newbyteorder("="), order="C")) if numeric else repr(value)
+    elif depth < _DEEPEST and not isinstance(value, type | ModuleType):
+        parts: Iterable[Any] = getattr(value, "__dict__", {}).values()
+        if isinstance(value, Mapping):
+            parts = (value[name] for name in value)
+        elif isinstance(value, list | tuple):
+            parts = value
+        elif isinstance(value, set | frozenset):
+            parts = sorted(value, key=repr)  # the order of texts in a set differs between processes
+        for part in parts:
+            yield from _leaves(part, depth + 1)
 
 
-def _joined(values: Iterable[str]) -> str:
-    return str(xxhash.xxh3_64_hexdigest("\n".join(values).encode()))
+def _joined(leaves: Iterable[Any]) -> str:
+    """Checksum of tensors, numbers and texts."""
+    texts = (checksum(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return str(xxhash.xxh3_64_hexdigest("\n".join(texts).encode()))
 
 
 def _random_states() -> dict[str, str]:
@@ -405,13 +412,26 @@ def _random_states() -> dict[str, str]:
     return states
 
 
+def _state_of(optimizer: Optimizer) -> tuple[dict[str, str], float | None]:
+    """Checksum of an optimizer's state by name, over all parameters; the highest step count, or None."""
+    states, count = defaultdict[str, list[Any]](list), None
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        # In ZeRO, the state of another rank's parameter is None once a checkpoint was loaded.
+        for name, value in sorted((optimizer.state.get(parameter) or {}).items(), key=lambda item: str(item[0])):
+            states[str(name)] += _leaves(value)
+            if name == "step":
+                count = max(count or 0.0, float(value))
+    return {name: _joined(values) for name, values in states.items()}, count
+
+
 def _settings(optimizer: Optimizer) -> dict[str, tuple[float, ...]]:
     """The numbers of the parameter groups, such as `lr`, by name."""
     settings = defaultdict[str, list[float]](list)
     for group in optimizer.param_groups:
         for name, value in group.items():
-            numbers = value if isinstance(value, tuple | list) and name != "params" else [value]
-            for number in numbers if name != "params" else ():
+            if name == "params":
+                continue
+            for number in value if isinstance(value, tuple | list) else [value]:
                 if isinstance(number, Number) or (isinstance(number, Tensor) and number.numel() == 1):
                     settings[name].append(float(number))  # type: ignore[arg-type]
     return {name: tuple(values) for name, values in settings.items()}
@@ -424,11 +444,21 @@ def _plain(name: str) -> str:
     return name
 
 
-def _is_dict_of_tensors(values: dict[Any, Any]) -> bool:
-    """Whether the first and all other values of a dict are tensors, with names as keys."""
+def _has_only_tensors(container: dict[Any, Any] | list[Any]) -> bool:
+    """Whether a dict or a list contains tensors only; the keys of a dict must be names."""
     with suppress(RuntimeError):  # another thread changes the dict
-        name, value = next(iter(values.items()))
-        return (
-            isinstance(name, str) and isinstance(value, Tensor) and all(isinstance(v, Tensor) for v in values.values())
-        )
+        if isinstance(container, dict):
+            return isinstance(next(iter(container)), str) and all(isinstance(v, Tensor) for v in container.values())
+        return all(isinstance(value, Tensor) for value in container)
     return False
+
+
+def _copies_in(container: _Container, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a dict with the names of a model's parameters, or of a list with their shapes, by name."""
+    if isinstance(container, dict):
+        by_name = {_plain(name): tensor for name, tensor in container.items()}
+        return {name: by_name[name] for name in parameters} if parameters.keys() <= by_name.keys() else {}
+    for named in (parameters, {name: p for name, p in parameters.items() if p.requires_grad}):
+        if 1 < len(named) == len(container) and [t.shape for t in container] == [p.shape for p in named.values()]:
+            return dict(zip(named, container, strict=True))
+    return {}

@@ -143,16 +143,17 @@ def _summary(runs: str, courses: Mapping[str, Course]) -> str:
         last = courses["learning rate"].equal  # every row has one
         if not last:
             return f"{runs} have no log point in common"
-        known = "" if courses["samples"].equal and courses["weights"].equal else ", as far as is known"
+        known = "" if courses["samples"].equal == courses["weights"].equal == last else ", as far as is known"
         return f"{runs} are equal up to step {last:,}, the last that both have{known}"
     first = min(found.differs for found in differing.values() if found.differs is not None)
     names = [name for name, found in differing.items() if found.differs == first]
-    equal = max(differing[name].equal for name in names)
-    where = f"first differ in steps {equal + 1:,} to {first:,}"
-    if "samples" in names or equal + 1 == first:
+    equal = min((differing[name].equal for name in names if differing[name].equal), default=0)
+    where = f"first differ in steps {equal + 1:,} to {first:,}"  # a resumed run may not know the samples of all steps
+    if equal + 1 == first:
         where = f"first differ at step {first:,}"
     elif not equal:  # perhaps even before the first step
-        where = f"differ at their first common log point, step {first:,}"
+        what = "the first step whose samples both have" if "samples" in names else "their first common log point"
+        where = f"differ at {what}, step {first:,}"
     return f"{runs} {where}: {', '.join(names)}"
 
 

@@ -21,8 +21,7 @@ ACCUMULATED, SAVED_EVERY, EPOCHS, BATCHES, BATCH = 2, 7, 6, 15, 4
 folder, fault = Path(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else "")
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-random.seed(rank)
-np.random.seed(rank)
+np.random.seed(rank)  # Python's generator is not seeded, as in most scripts
 torch.manual_seed(0)
 x = torch.randn(BATCHES * BATCH * ranks, 6)
 data = TensorDataset(x, x.sum(dim=1, keepdim=True))

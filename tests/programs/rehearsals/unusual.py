@@ -1,10 +1,11 @@
 """Scripts that are unusual for a rehearsal. Arguments: WHAT FOLDER.
 
 without_optimizer, ends_early, two_optimizers, ignores_sigterm, saves_on_sigterm, prints_forever, fails, random,
-saves_nothing, ignores_checkpoint.
+saves_nothing, ignores_checkpoint, changes_folder, autograd_grad.
 """
 
 import itertools
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,8 @@ from torch import nn
 what, folder = sys.argv[1], Path(sys.argv[2])
 if what != "random":
     torch.manual_seed(0)
+if what == "changes_folder":
+    os.chdir("shared")
 if what == "fails":
     raise ValueError("the data is not there")
 if what == "prints_forever":
@@ -30,6 +33,8 @@ stopped = False
 def stop(*_: object) -> None:
     global stopped
     stopped = True
+    if what == "ignores_sigterm":
+        (folder / "stopping").touch()
 
 
 if what in ("ignores_sigterm", "saves_on_sigterm"):
@@ -55,7 +60,13 @@ for _ in itertools.count() if what == "ignores_sigterm" else range(step, 6 if wh
     x = torch.randn(8, 4)
     for net, optimizer in zip(nets, optimizers, strict=True):
         loss = net(x).square().mean()
-        loss.backward()
+        if what == "autograd_grad":
+            for parameter, gradient in zip(
+                net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
+            ):
+                parameter.grad = gradient
+        else:
+            loss.backward()
         if what == "without_optimizer":
             with torch.no_grad():
                 net.weight -= 0.01 * net.weight.grad
