@@ -25,6 +25,7 @@ DOCUMENTS = [
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SCRIPTS = "scripts"  # a folder with the scripts of the documents alone
 SCRIPT_NAME = re.compile(r"# ([\w/]+\.py)\n")
 
 
@@ -74,7 +75,9 @@ def copied(folder: Path) -> Path:
         for block in blocks(document, "python"):
             name = SCRIPT_NAME.match(block)
             assert name, f"a python block in {document.name} does not begin with its file's name"
-            (folder / name[1]).write_text(block)
+            for place in (folder, folder / SCRIPTS):
+                (place / name[1]).parent.mkdir(parents=True, exist_ok=True)
+                (place / name[1]).write_text(block)
     return folder
 
 
@@ -95,6 +98,8 @@ def run(command: Command, clone: Path) -> None:
             return  # needs to run in the environment that the Makefile makes
     elif words[0] == "make":
         words.insert(1, "--dry-run")  # these are what is running this test
+    elif words[1:2] == ["rehearse"]:
+        folder = clone / SCRIPTS  # next to a package called ddp_kit, workers are not forked
     elif words[:2] == ["pip", "install"]:
         words.insert(2, "--dry-run")  # the tests' own environment stays as it is
     done = started(words, folder)

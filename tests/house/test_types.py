@@ -19,6 +19,7 @@ CHECKERS = {
 MYPY = """\
 [mypy]
 strict = true
+untyped_calls_exclude = torch.distributions
 [mypy-cloudpickle.*,datasets.*,mlflow.*,pynvml.*,sklearn.*,tensorboard.*,threadpoolctl.*,torchao.*,trackio.*,wandb.*]
 ignore_missing_imports = true
 [mypy-accelerate.*,peft.*,transformers.*]
@@ -32,11 +33,15 @@ CONTEXT = """\
 from typing import Any
 
 import torch
+from torch.utils.data import WeightedRandomSampler
 
 from ddp_kit import Trainer, TrainerConfig
 
 model: Any = None
 loss_fn: Any = None
+weights: Any = None
+labels: Any = None
+MyBatchSampler: Any = None
 """
 SETTINGS = """\
 from pathlib import Path
