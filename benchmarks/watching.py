@@ -55,7 +55,7 @@ trainer.fit(data)
 if trainer.world.is_main:
     Path("seconds.json").write_text(json.dumps(clock.seconds / ({STEPS} - {WARM})))
 """
-SAMPLES = 200
+SAMPLED_SECONDS = 30
 KINDS = ("off", "watched", "loggers")
 
 
@@ -96,15 +96,17 @@ def read_to_end(terminal: int) -> None:
 
 
 def sampling_share() -> float:
-    """The share of a core that one sample per second takes."""
-    from ddp_kit.launcher.devices.gpus import gpu_usage_reader
-    from ddp_kit.launcher.record import _add, _sample_of
+    """The share of a core that the launcher's samples take."""
+    from ddp_kit.launcher.record import RecordKeeper
 
-    with tempfile.TemporaryDirectory() as name, gpu_usage_reader() as gauges:
+    with tempfile.TemporaryDirectory() as name:
+        keeper = RecordKeeper(Path(name), Path(name), 0)
+        keeper.start()
         began = time.process_time()
-        for _ in range(SAMPLES):
-            _add(Path(name, "samples"), _sample_of(gauges()))
-        return (time.process_time() - began) / SAMPLES
+        time.sleep(SAMPLED_SECONDS)
+        used = time.process_time() - began
+        keeper.stop()
+    return used / SAMPLED_SECONDS
 
 
 def main() -> None:
