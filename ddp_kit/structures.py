@@ -1,7 +1,8 @@
-"""Nested containers of tensors, the repeated blocks of a model, and their division into consecutive stages."""
+"""Nested containers of tensors, a model's mode, its repeated blocks, and their division into consecutive stages."""
 
 from collections import Counter, UserDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
@@ -58,6 +59,39 @@ def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
             object.__setattr__(filled, name, each_leaf(function, getattr(batch, name)))  # works for frozen classes too
         return filled
     return function(batch)
+
+
+# --- Training and evaluation mode ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Context manager that sets a model to training or evaluation mode, and restores the mode of each module on exit.
+
+    Calls the model's own `train` and `eval`, as a loop by hand does: a model may override them, for example to merge
+    adapters into its weights, or to keep BatchNorm frozen. A module whose mode differs from the model's was set by
+    hand, and gets the same call again.
+    """
+    before = model.training
+    modes = {module: module.training for module in model.modules()}
+    set_mode(model, training=training)
+    try:
+        yield
+    finally:
+        set_mode(model, training=before)
+        for module, mode in modes.items():  # from the outside in: a call also sets the modules inside
+            if module.training != mode:
+                set_mode(module, training=mode)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def set_mode(module: nn.Module, *, training: bool) -> None:
+    """Call the module's own `train()` or `eval()`."""
+    if training:
+        module.train()
+    else:
+        module.eval()
 
 
 # --- Repeated blocks --------------------------------------------------------------------------------------------------

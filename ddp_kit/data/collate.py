@@ -88,7 +88,11 @@ def _whole(parts: Sequence[Any]) -> Any:
 
 
 class Partial(NamedTuple):
-    """A batch from which the user's `__getitems__` or collate function has left out samples."""
+    """A batch with fewer samples than were requested.
+
+    Known are samples that the user's `__getitems__` has not returned, and those that are None, which a collate function
+    leaves out. The shapes of a batch say nothing: its tensors may be packed sequences, or single images in a list.
+    """
 
     samples: int
     """The number of samples in the batch."""
@@ -107,22 +111,6 @@ def warn_about_left_out_samples() -> None:
         "the collate function or __getitems__ has left out samples of a batch: losses, gradients and metrics are "
         "weighted by the samples that remain; log rows and FitResult.samples count all samples"
     )
-
-
-def _samples_in(batch: Any, requested: int, samples: list[Any]) -> int:
-    """The first dimension of a batch's tensors if it is equal for all of them and less than `requested`; else that.
-
-    `samples`: the samples that were collated. If the batch contains tensors of `samples` themselves, it is a list of
-    samples, and first dimensions do not count them. They do not either if all second dimensions are `requested`: then
-    the samples are along the second dimension.
-    """
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-    sizes = {tensor.size(0) for tensor in tensors}
-    if len(sizes) != 1 or (number := sizes.pop()) >= requested:
-        return requested
-    if all(tensor.dim() > 1 and not tensor.is_nested and tensor.size(1) == requested for tensor in tensors):
-        return requested
-    return requested if not {*map(id, tensors)}.isdisjoint(map(id, tensors_in(samples))) else number
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -174,9 +162,9 @@ class Collate:
 
         `keys`: the key of each sample, to return a `Keyed` batch; None: return the batch only.
         """
-        fetched = len(samples) if isinstance(samples, list) else requested
+        number = len(samples) if isinstance(samples, list) else requested
         if self.function is None:
-            number, batch = fetched, _default_batch(samples)
+            batch = _default_batch(samples)
             if type(batch) is Uncollated:
                 return batch
         else:
@@ -184,15 +172,16 @@ class Collate:
                 batch = self.function(samples)
             except StopIteration as error:
                 raise stop_iteration_error("the collate function") from error
-            number = fetched
             if isinstance(samples, list):
-                number = _samples_in(batch, fetched if keys is not None else max(requested, fetched), samples)
+                number -= sum(sample is None for sample in samples)  # which only the user's function can leave out
         if keys is not None:
-            if number < fetched:
+            rows = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+            if rows - {len(keys)}:
                 raise DataError(
-                    f"the collate function has left out {fetched - number} of {fetched} samples, but with "
-                    "data.seed_samples, data.device_transform needs all of them: it is called for each sample",
-                    "leave out these samples in the dataset, or set data.seed_samples=False",
+                    f"the collate function has made a batch of {len(keys)} samples with a tensor of "
+                    f"{min(rows - {len(keys)})} rows, but with data.seed_samples, data.device_transform is called for "
+                    "each sample, with its row of each tensor",
+                    "return one row per sample, and leave out samples in the dataset; or set data.seed_samples=False",
                 )
             batch = Keyed(keys, batch)
         return batch if number >= requested else Partial(number, batch)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import DeviceTransform, unpacked
 from ddp_kit.data.comparison import subset_indices
 from ddp_kit.data.device import on_device
+from ddp_kit.data.loader_batches import LoaderBatches, bytes_of_tensors, iterates_itself, loader_batches
 from ddp_kit.data.loading import build_loader
 from ddp_kit.data.sampler import (
     BatchPlan,
@@ -27,14 +28,21 @@ from ddp_kit.data.sampler import (
     UserTrainBatches,
     split,
 )
-from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data, train_batching
+from ddp_kit.data.source import (
+    Batching,
+    Data,
+    DatasetEpoch,
+    batching,
+    check_batch_size,
+    open_data,
+    train_batching,
+)
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
 from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.log import logger
 from ddp_kit.structures import with_copied_containers
-from ddp_kit.torch_internals import pytree
 
 # --- Feeds ------------------------------------------------------------------------------------------------------------
 # Training data, one optimizer step at a time, from a dataset with a length or from a stream.
@@ -243,6 +251,7 @@ class StreamFeed:
     same step, when no rank has samples left; a rank whose stream ends earlier runs the remaining steps without samples.
     The all-reduce uses host memory, does not wait for the device, and overlaps with the previous step.
 
+    `own`: the batches that it reads, if a DataLoader that iterates in its own way makes them.
     `at_least`: the minimum number of samples in a step; a step with fewer samples is skipped and ends the epoch.
     """
 
@@ -257,9 +266,11 @@ class StreamFeed:
         move: EpochMover,
         facts: Facts,
         data_rank: DataRank,
+        own: LoaderBatches | None = None,
         at_least: int | None = None,
     ) -> None:
         self._data_rank = data_rank
+        self._own = own
         self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
         self._at_least = at_least or 1
@@ -311,6 +322,8 @@ class StreamFeed:
             raise self._no_steps_error(samples, self._begun_at)
         if not self._compared and self._world.world_size > 1:
             self._compared = True
+            if self._own is not None:
+                self._own.check_ranks(self._world, "train_data")
             self._compare_first_samples(batches)
         self._begun_at = None
         return Share(samples, passes) if samples >= self._at_least else None
@@ -353,9 +366,7 @@ class StreamFeed:
 
         Raises `DataError` if ranks that share a model replica read different samples.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, torch.Tensor)]
-        readable = [leaf for leaf in tensors if leaf.layout == torch.strided and leaf.dtype != torch.bfloat16]
-        bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in readable)
+        bits = bytes_of_tensors(batches)
         digests: dict[int, set[int]] = {}
         for data_rank, digest in gathered(self._world, [self._data_rank.rank, digest_of(bits)]):
             digests.setdefault(data_rank, set()).add(digest)
@@ -399,6 +410,11 @@ class EvaluationData:
     """
     count: Callable[[], int] | None = None
     """A function that returns the number of this rank's batches; None for a stream."""
+    order: Callable[[], Sequence[Any] | None] = lambda: None
+    """A function that returns the keys of all ranks' samples, rank by rank; None if they are in the dataset's order.
+
+    Raises `DataError` if the order is random and cannot be known.
+    """
 
 
 def _raise_no_batch() -> NoReturn:
@@ -458,15 +474,20 @@ class FeedBuilder:
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
         check_batch_size(options, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
+        own = None
+        if template is not None and iterates_itself(template):
+            own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=False, role="train_data")
+            dataset, template = own, own.as_loader()
         if isinstance(dataset, IterableDataset):
             self._check_stream()
             share = split(self.plan.global_batch, self.data_rank.ranks, self.data_rank.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            stream = build_stream(dataset, sizes, config.data, self._reader, config.seed, template, record_states=True)
+            reader = self._reader if own is None else own.reader(self._reader)
+            stream = build_stream(dataset, sizes, config.data, reader, config.seed, template, record_states=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
-            return StreamFeed(stream, len(sizes), world, self._move, facts, self.data_rank, at_least=full)
+            return StreamFeed(stream, len(sizes), world, self._move, facts, self.data_rank, own, at_least=full)
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, options, epoch)
@@ -562,9 +583,24 @@ class FeedBuilder:
         dataset, template = open_data(data, role)
         options, config = batching(template), self.config
         size = options.size if options and options.size else self.plan.micro_batch
+        own = None
+        if template is not None and iterates_itself(template):
+            own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=True, role=role)
+            dataset, template = own, own.as_loader()
         if isinstance(dataset, IterableDataset):
-            stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
-            return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _raise_no_batch)
+            reader = self._reader if own is None else own.reader(self._reader)
+            stream = build_stream(dataset, [size], config.data, reader, config.seed, template)
+
+            def batches_of_stream() -> Iterator[tuple[int, Any]]:
+                arriving = counted(stream, self._move_to_evaluate)
+                if own is None:
+                    return arriving
+                first = [*islice(arriving, 1)]
+                own.check_ranks(self.world, role)
+                return chain(first, arriving)
+
+            order = partial(own.check_order, role) if own is not None else lambda: None
+            return EvaluationData(batches_of_stream, _raise_no_batch, order=order)
         batches: EvalBatches | UserEvalBatches
         if options is not None and options.batches is not None:
             batches = UserEvalBatches(options.batches, self.data_rank.rank, self.data_rank.ranks, seed=config.seed)
@@ -581,6 +617,7 @@ class FeedBuilder:
             lambda: self._read(dataset, batches.filler_batch(), template, transform)[1],
             lambda: [self._read(dataset, batch, template, transform) for batch in islice(batches, 1)],
             lambda: len(batches.sizes()),
+            batches.order,
         )
 
     def _read(

@@ -510,6 +510,10 @@ class EvalBatches(Sampler[list[Any]]):
         """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
+    def order(self) -> Sequence[Any] | None:
+        """The keys of all ranks' samples, rank by rank, in a user's order; None if they are in the dataset's order."""
+        return None if self._sampler.user_sampler is None else self._sampler.order()
+
     def __iter__(self) -> Iterator[list[Any]]:
         keys = iter(self._sampler)
         return (list(islice(keys, size)) for size in self.sizes())
@@ -525,7 +529,8 @@ class UserEvalBatches(Sampler[list[Any]]):
         self.seed, self.epoch = seed, 0
         share = split(_length(user_sampler, "batch sampler"), world_size, rank)
         everyone = _drawn_batches(user_sampler, seed, self.epoch)
-        self._batches, self._first = everyone[share.start : share.stop], everyone[:1]
+        self._everyone = everyone
+        self._batches = everyone[share.start : share.stop]
 
     def sizes(self) -> list[int]:
         """The number of samples in each batch."""
@@ -533,7 +538,11 @@ class UserEvalBatches(Sampler[list[Any]]):
 
     def filler_batch(self) -> list[Any]:
         """The first batch, for a rank that has no batch of its own."""
-        return list(self._first[0])
+        return list(self._everyone[0])
+
+    def order(self) -> Sequence[Any]:
+        """The keys of all ranks' samples, rank by rank."""
+        return [*chain(*self._everyone)]
 
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._batches)

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.config.settings import DataConfig
+from ddp_kit.data.loader_batches import iterates_itself
 from ddp_kit.data.sampler import samplers_in
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError, kind_of
@@ -130,6 +131,9 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
 def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
     """Raise `DataError` if the user's DataLoader does not yield all samples on every rank."""
     batches: Any = loader.batch_sampler
+    own = iterates_itself(loader)
+    if batches is None and own:
+        batches = loader.sampler
     if batches is None:
         raise DataError(
             f"{role} is a DataLoader with batch_size=None over {type(loader.dataset).__name__}: "
@@ -139,7 +143,7 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
     dataset: Any = loader.dataset
     for sampler in samplers_in(batches):
         # The Trainer can replace torch's own DistributedSampler over the whole dataset.
-        plain = type(sampler) is DistributedSampler and type(batches) is BatchSampler
+        plain = type(sampler) is DistributedSampler and type(batches) is BatchSampler and not own
         if hasattr(sampler, "num_replicas") and not (plain and len(sampler.dataset) == len(dataset)):
             raise DataError(
                 f"{role} is a DataLoader with a {type(sampler).__name__}, which yields only this rank's samples",
@@ -167,7 +171,7 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
     """The batching options of a DataLoader; None without a DataLoader."""
     if loader is None:
         return None
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or iterates_itself(loader):
         return Batching(loader.batch_size, shuffle=False, drop_last=loader.drop_last)
     batches: Any = loader.batch_sampler
     if type(batches) is not BatchSampler:

@@ -28,7 +28,7 @@ from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
 from ddp_kit.precision import Precision
-from ddp_kit.structures import repeated_blocks, with_copied_containers
+from ddp_kit.structures import in_mode, repeated_blocks, with_copied_containers
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 
 # --- Measurement on fake tensors --------------------------------------------------------------------------------------
@@ -242,14 +242,9 @@ def _in_training_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     `device`: the device on which, besides the CPU, random states are restored.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    devices = [device] if device.type == "cuda" else []
+    with in_mode(model, training=True), torch.enable_grad(), torch.random.fork_rng(devices):
+        yield
 
 
 def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:

@@ -19,6 +19,7 @@ from ddp_kit.log import logger
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
+from ddp_kit.structures import in_mode
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.context import MetricFunction, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.position import Position, RunState
@@ -248,17 +249,14 @@ def evaluate(
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[Any]]:
     """Context manager that sets the model to evaluation mode. Yields a list that holds the model's latest output."""
-    modes = {module: module.training for module in model.modules()}
     outputs: list[Any] = []
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs[:] = [output]
 
     hook = model.register_forward_hook(note)
-    model.eval()
     try:
-        yield outputs
+        with in_mode(model, training=False):
+            yield outputs
     finally:
         hook.remove()
-        for module, mode in modes.items():
-            module.training = mode

@@ -27,6 +27,7 @@ from ddp_kit.checkpoint.state import SettingChange, log_setting_changes
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
 from ddp_kit.data import Data, DatasetEpoch, open_data, train_batching
 from ddp_kit.data.feed import loader_batch_size
+from ddp_kit.data.loader_batches import iterates_itself
 from ddp_kit.data.sampler import lengths_in, plan_batches
 from ddp_kit.env import from_env
 from ddp_kit.errors import ConfigError
@@ -467,6 +468,11 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
     if size is None and config.micro_batch_size != "auto":
         size = config.micro_batch_size
     plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
+    if template is not None and iterates_itself(template):
+        of_batches = plan_batches(plan.accumulation * ranks, None, plan.accumulation, ranks)
+        return sum(
+            of_batches.steps(length, drop_last) for length in lengths_in(template, "DataLoader", config.seed, epochs)
+        )
     if options is not None and options.sampler is not None:
         lengths = lengths_in(options.sampler, "sampler", config.seed, epochs)
         return sum(plan.steps(length, drop_last) for length in lengths)

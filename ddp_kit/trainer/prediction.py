@@ -1,7 +1,8 @@
 """Prediction: the model's outputs for all samples, concatenated over batches and ranks in the dataset's order."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def predict(context: TrainerContext, function: PredictFunction | None, data: Eva
     results that cannot be concatenated.
     """
     columns: dict[str, list[Tensor]] = {}
-    structure = None
+    structure, keys = None, data.order()
     with evaluating(context.model) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
         for samples, batch in with_bar(batches, "prediction", data.count, context.world.is_main):
@@ -54,7 +55,29 @@ def predict(context: TrainerContext, function: PredictFunction | None, data: Eva
         whole, structure = _gather(whole, structure, context.world)
     if structure is None:
         raise LossError("predict got no samples", "check what the data yields")
+    if keys is not None:
+        whole = _in_order_of_dataset(whole, keys)
     return _rebuilt(structure, whole)
+
+
+def _in_order_of_dataset(columns: Mapping[str, Tensor], keys: Sequence[Any]) -> dict[str, Tensor]:
+    """Sort rows by the indices of their samples in the dataset; keys that are no integers have no such order.
+
+    A caller does not know which samples a random sampler has drawn first, so they could not be told apart otherwise.
+    """
+    try:
+        indices = [index(key) for key in keys]
+    except TypeError:
+        return {**columns}
+    order = torch.tensor(sorted(range(len(indices)), key=indices.__getitem__), dtype=torch.int64)
+    for name, column in columns.items():
+        if len(column) != len(order):
+            raise LossError(
+                f"the sampler of the DataLoader chose {len(order)} samples, but {name or 'the prediction'} has "
+                f"{len(column)} rows, because samples were left out of their batches: it is not known which",
+                "pass the dataset itself, or leave these samples out in the sampler",
+            )
+    return {name: column[order] for name, column in columns.items()}
 
 
 def _predicted(context: TrainerContext, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:

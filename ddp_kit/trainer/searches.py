@@ -18,6 +18,7 @@ from ddp_kit.memory.choose import out_of_memory_hint
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.records import LearningRateSearch
+from ddp_kit.structures import in_mode
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.logging import Interval
@@ -117,18 +118,17 @@ def _tried(
     `last`: whether the micro-batch is the rank's whole share; training then does not accumulate gradients.
     """
     outcome, kept = _FITS, None
-    modes = {module: module.training for module in context.model.modules()}
-    context.model.train()
     try:
-        batch, *_ahead = batches_of(size)
-        _pass(context, batch)
-        for parameter in context.strategy.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()  # the step should only allocate state, without non-finite values
-        context.stepped_optimizer.step()
-        if last:
-            _clear_gradients(context.model)
-        _pass(context, batch)
+        with in_mode(context.model, training=True):
+            batch, *_ahead = batches_of(size)
+            _pass(context, batch)
+            for parameter in context.strategy.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()  # the step should only allocate state, without non-finite values
+            context.stepped_optimizer.step()
+            if last:
+                _clear_gradients(context.model)
+            _pass(context, batch)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -137,9 +137,6 @@ def _tried(
         if "more than 1 value per channel" not in str(error):
             raise
         outcome = _TOO_SMALL  # for BatchNorm
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     _clear_gradients(context.model)
     return outcome, kept
 

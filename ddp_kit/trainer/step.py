@@ -72,6 +72,8 @@ class OptimizerStep:
         self._loss = StepLoss(context, clock, self._parameters)
         replays = context.config.verify_ranks == "replay" and context.world.world_size > 1
         self._replay = Replay(context, self._loss.backpropagated) if replays else None
+        # Whether the user's optimizer overrides `zero_grad`, which a loop by hand calls in each step.
+        self._zeroes_itself = getattr(context.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
         self._gradients: Gradients | None = None  # for callbacks, once a step has run
         # With fp16, the gradient scaler skips steps itself.
         self._skips_non_finite = context.config.non_finite_gradients == "skip" and not context.precision.scales
@@ -112,6 +114,8 @@ class OptimizerStep:
         """
         context, strategy, loss, config = self._context, self._strategy, self._loss, self._context.config
         self.clear()  # gradients from another Trainer, or from user code
+        if self._zeroes_itself:
+            context.optimizer.zero_grad()
         strategy.begin_step()
         replay = (
             self._replay if measure_norm and self._replay is not None and self._replay.is_due(recorder.step) else None

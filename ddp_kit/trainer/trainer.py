@@ -732,8 +732,8 @@ class Trainer:
             if not self._run.checkpoints.restore_random():
                 seed_everything(self.config.seed, self._context.strategy.data_rank)
             self._run.state.seeded = True
-        if not self.model.training:
-            self.model.train()
+        if not self.model.training or all(module.training for module in self.model.modules()):
+            self.model.train()  # as a loop by hand does: a model may override it. Not if modules were frozen by hand
         self._run.optimizer_step.clear()  # gradients of an unfinished step, or from user code
         self._run.log_points.begin(self.step + 1)
 
