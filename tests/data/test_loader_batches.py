@@ -1,126 +1,18 @@
 """DataLoaders that iterate in their own way: the Trainer uses the batches that a loop by hand gets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from own_loaders import LOADERS, FirstTwo, OtherLength, Scaled, X, by_hand, loss_fn, model_of_weights
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from ddp_kit import DataError, Trainer, TrainerConfig, scheduler_steps
 from ddp_kit.data.loader_batches import iterates_itself, loader_batches
-
-X = torch.arange(1.0, 17.0).reshape(16, 1)
-
-
-class Scaled(DataLoader[Any]):
-    """Changes each batch, as a loader that normalises or mixes up."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for (x,) in super().__iter__():
-            yield [x * 0.5]
-
-
-class FirstTwo(DataLoader[Any]):
-    """Yields only some of the batches."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return islice(super().__iter__(), len(self))
-
-    def __len__(self) -> int:
-        return 2
-
-
-class OneIterator(DataLoader[Any]):
-    """Keeps its iterator from epoch to epoch, and starts it again at its end."""
-
-    _kept: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for _ in range(len(self)):
-            batch = next(self._kept, None) if self._kept is not None else None
-            if batch is None:
-                self._kept = super().__iter__()
-                batch = next(self._kept)
-            yield batch
-
-
-class OwnIterator(DataLoader[Any]):
-    """Overrides the method that makes torch's iterator."""
-
-    def _get_iterator(self) -> Any:
-        return ([x + 1] for (x,) in super()._get_iterator())
-
-
-class OtherLength(DataLoader[Any]):
-    """Overrides only the length, which a loop by hand does not read."""
-
-    def __len__(self) -> int:
-        return 1
-
-
-class OwnIndices(DataLoader[Any]):
-    """Chooses the samples itself."""
-
-    @property
-    def _index_sampler(self) -> Any:
-        return [[0, 3], [5], [7, 1, 2]]
-
-
-class Numbers(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter([[x] for x in X])
-
-
-def patched() -> DataLoader[Any]:
-    loader: Any = DataLoader(TensorDataset(X), batch_size=4)
-    plain = loader._get_iterator
-    loader._get_iterator = lambda: ([x + 2] for (x,) in plain())
-    return loader
-
-
-def of(kind: type[DataLoader[Any]], **options: Any) -> Callable[[], DataLoader[Any]]:
-    return lambda: kind(TensorDataset(X), **{"batch_size": 4, **options})
-
-
-LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    **{kind.__name__: of(kind) for kind in (Scaled, FirstTwo, OneIterator, OwnIterator, OtherLength, OwnIndices)},
-    "patched": patched,
-    "with workers": of(Scaled, num_workers=1),
-    "with persistent workers": of(Scaled, num_workers=1, persistent_workers=True),
-    "uneven": of(Scaled, batch_size=5),
-    "last batch dropped": of(Scaled, batch_size=5, drop_last=True),
-    "own batch sampler": lambda: Scaled(TensorDataset(X), batch_sampler=[[0, 3], [5], [7, 1, 2]]),
-    "own collate function": of(Scaled, collate_fn=lambda samples: [torch.stack([x for (x,) in samples]) * 2]),
-    "over a stream": lambda: Scaled(Numbers(), batch_size=4),
-    "samples that are batches": lambda: Scaled(TensorDataset(X[:, None]), batch_size=None),
-}
-
-
-def model_of_weights() -> nn.Module:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    return model
-
-
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch[0]).square().mean()
-
-
-def by_hand(loader: DataLoader[Any], epochs: int) -> tuple[list[list[float]], Tensor]:
-    """The batches of a loop by hand, and the weight after it."""
-    seen, model = [], model_of_weights()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for _ in range(epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            seen.append(batch[0].flatten().tolist())
-    return seen, next(model.parameters()).detach()
 
 
 @pytest.mark.parametrize("name", LOADERS)
