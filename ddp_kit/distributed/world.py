@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,54 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, which logs and writes for all ranks."""
         return self.rank == 0
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, with gradients: for losses that compare samples of all ranks. A collective.
+
+        The backward pass is a collective as well. It sums the gradients of this rank's rows over the losses of all
+        ranks; a sum of losses that the Trainer has weighted therefore has the gradient of the global batch. With
+        tensor or pipeline parallelism, ranks that share a model replica return equal rows.
+
+        Args:
+            tensor: This rank's rows, of shape [rows, ...]. The number of rows may differ between ranks.
+
+        Returns:
+            The rows of all ranks in rank order, of shape [all rows, ...]; `tensor` itself if there is only one rank.
+
+        Raises:
+            WorldError: If shapes or dtypes differ between ranks in more than the number of rows.
+        """
+        if self.world_size == 1:
+            return tensor
+        shape = ("rows", *tensor.shape[1:]) if tensor.dim() else ()
+        form = f"of {tensor.dtype} and shape [{', '.join(map(str, shape))}]"
+        sizes = gathered(self, [tensor.size(0) if shape else 0, crc32(form.encode())], host_group(self))
+        if not shape or len({of_form for _, of_form in sizes}) > 1:
+            raise WorldError(
+                f"world.all_gather got a tensor {form} on rank {self.rank}, which does not fit those of other ranks",
+                "pass tensors of shape [rows, ...] that differ only in the number of rows",
+            )
+        gathered_rows: Tensor = _AllRows.apply(tensor, [count for count, _ in sizes], self.rank)  # type: ignore[no-untyped-call]
+        return gathered_rows
+
+
+class _AllRows(torch.autograd.Function):
+    """The rows of all ranks in rank order. `counts`: the number of rows of each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, counts: list[int], rank: int) -> Tensor:
+        ctx.own = sum(counts[:rank]), len(tensor)
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        of_ranks = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(of_ranks, padded)
+        return torch.cat([rows[:count] for rows, count in zip(of_ranks, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # not ours to change
+        dist.all_reduce(total)  # other ranks have used this rank's rows in their losses
+        return total.narrow(0, *ctx.own), None, None
 
 
 def join(

@@ -3,35 +3,14 @@
 ddpkit launch --nproc-per-node 2 examples/recipes/contrastive.py
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Trainer, TrainerConfig
+from ddp_kit import Trainer, TrainerConfig, World
 
 SEEN, SAID = 24, 16  # the sizes of an "image" and of its "text"
-
-
-class AllRows(torch.autograd.Function):
-    """The rows of all ranks, equally many from each, in rank order. Gradients are summed over all ranks' losses."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.size = len(rows)
-        everyone = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, rows.contiguous())
-        return torch.cat(everyone)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        total = grad_outputs[0].contiguous()
-        dist.all_reduce(total)  # other ranks compared this rank's rows with their own
-        start = dist.get_rank() * ctx.size
-        return total[start : start + ctx.size]
 
 
 class TwoTowers(nn.Module):
@@ -47,21 +26,12 @@ class TwoTowers(nn.Module):
         return F.normalize(self.image(batch[0]), dim=1), F.normalize(self.text(batch[1]), dim=1)
 
 
-def gathered(rows: Tensor, most: int) -> tuple[Tensor, int]:
-    """The rows of all ranks, each padded with zeros to `most` rows, and the index of this rank's first row."""
-    padded = F.pad(rows, (0, 0, 0, most - len(rows)))
-    if not dist.is_initialized():
-        return padded, 0
-    return AllRows.apply(padded), dist.get_rank() * most  # type: ignore[no-untyped-call]
-
-
-def compared(own: Tensor, others: Tensor, scale: Tensor, most: int) -> Tensor:
+def compared(world: World, own: Tensor, others: Tensor, scale: Tensor) -> Tensor:
     """The mean loss over this rank's rows, each of which is classified among the rows of all ranks."""
-    everyone, first = gathered(others, most)
-    logits = scale.exp() * own @ everyone.T
-    padding = (everyone == 0).all(dim=1)  # no normalised row is zero
-    targets = first + torch.arange(len(own), device=own.device)
-    return F.cross_entropy(logits.masked_fill(padding, -torch.inf), targets)
+    logits = scale.exp() * own @ world.all_gather(others).T
+    rows = world.all_gather(torch.tensor([len(own)], device=own.device))  # of each rank: they may differ by one
+    targets = rows[: world.rank].sum() + torch.arange(len(own), device=own.device)
+    return F.cross_entropy(logits, targets)
 
 
 def data(samples: int, seed: int) -> TensorDataset:
@@ -82,8 +52,8 @@ def main() -> None:
 
     def loss_fn(model: TwoTowers, batch: tuple[Tensor, Tensor]) -> Tensor:
         image, text = model(batch)
-        most = trainer.batch_plan.micro_batch
-        return (compared(image, text, model.scale, most) + compared(text, image, model.scale, most)) / 2
+        world = trainer.world
+        return (compared(world, image, text, model.scale) + compared(world, text, image, model.scale)) / 2
 
     torch.manual_seed(0)
     trainer = Trainer(TwoTowers(), lambda parameters: torch.optim.AdamW(parameters, lr=3e-3), loss_fn, config)
