@@ -4,6 +4,7 @@ Their options do not say what they yield: every rank iterates over the whole Dat
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -125,6 +126,16 @@ class StatefulLoaderBatches(LoaderBatches):
         return batches
 
 
+def _has_state(loader: Any) -> bool:
+    """Whether a DataLoader has a state. That of Accelerate has the methods even if the DataLoader inside lacks them."""
+    if not callable(getattr(loader, "load_state_dict", None)):
+        return False
+    with suppress(AttributeError):
+        loader.state_dict()
+        return True
+    return False
+
+
 def bytes_of_tensors(batches: Any) -> bytes:
     """The bytes of all tensors in batches, to compare them between ranks."""
     tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, Tensor)]
@@ -139,9 +150,7 @@ def loader_batches(loader: "DataLoader[Any]", rank: int, ranks: int, *, in_order
     DataLoader's order; otherwise they take turns, as the steps of training need it. A stream divides itself.
     Raises `DataError` if the number of batches has to be known and is not.
     """
-    kind = LoaderBatches
-    if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
-        kind = StatefulLoaderBatches
+    kind = StatefulLoaderBatches if _has_state(loader) else LoaderBatches
     if ranks == 1 or isinstance(loader.dataset, IterableDataset):
         return kind(loader, slice(0, None, 1))
     if not in_order:

@@ -127,6 +127,22 @@ def test_loader_with_a_state_continues_from_it(ranks: int, stop: int) -> None:
         assert begun + [x.tolist() for (x,) in second] == whole
 
 
+class WithoutState(Scaled):
+    """Has the methods of a state, but the loader inside lacks them."""
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def test_loader_whose_state_does_not_exist_is_read_again_after_a_resume() -> None:
+    batches = loader_batches(WithoutState(TensorDataset(X), batch_size=4), 0, 1, in_order=False, role="")
+    assert not hasattr(batches, "state_dict")
+    assert len([*batches]) == 4
+
+
 def test_steps_of_a_loader_that_iterates_itself_are_counted_by_its_length() -> None:
     loader = FirstTwo(TensorDataset(X), batch_size=4)
     assert scheduler_steps(TrainerConfig(epochs=3), loader) == 6
