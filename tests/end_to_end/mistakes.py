@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,10 @@ def of_two_ranks(rank: int) -> Mistakes:
             out: Tensor = self.used(x)
             return out
 
+    class Divided(DataLoader[Any]):
+        def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+            return islice(super().__iter__(), rank, None, 2)
+
     def changed() -> object:
         found = trainer()
         with torch.no_grad():
@@ -279,6 +284,9 @@ def of_two_ranks(rank: int) -> Mistakes:
         "a loss that is not a tensor, on one rank": lambda: losing(lambda loss: "text" if rank else loss),
         "a DataLoader with a DistributedSampler of a part": lambda: fit(
             DataLoader(PAIRS, 2, sampler=torch.utils.data.distributed.DistributedSampler(Subset(PAIRS, range(8))))
+        ),
+        "a DataLoader that divides its batches itself": lambda: fit(
+            Divided(TensorDataset(torch.arange(24.0).reshape(12, 2), X), batch_size=2)
         ),
         "global_batch_size=1, with streams": lambda: fit(Nothing(), config={"global_batch_size": 1}),
     }
