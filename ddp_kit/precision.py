@@ -25,7 +25,7 @@ from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.log import logger
 from ddp_kit.structures import each_leaf
-from ddp_kit.torch_internals import scale_on_device
+from ddp_kit.torch_internals import has_overflowed, join_overflow_flags, scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _EXACT = 256  # bfloat16 represents all whole numbers up to this one; then only every second, fourth, ... number
@@ -197,6 +197,7 @@ class Precision:
         """Divide the gradients by the loss scale, once per step, before clipping."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
+            join_overflow_flags(self._scaler, optimizer)
 
     def state(self) -> dict[str, Any]:
         """The state of the gradient scaler; an empty dict if there is no scaler."""
@@ -220,7 +221,9 @@ class Precision:
         before = scale_on_device(self._scaler)
         assert before is not None, "the loss was scaled"
         before = before.clone()  # update() changes it in place
-        self._scaler.step(optimizer)
+        # The host skips a step that would create momentum: a fused kernel that skips it leaves it uninitialised.
+        if not (_creates_momentum(optimizer) and has_overflowed(self._scaler, optimizer)):
+            self._scaler.step(optimizer)
         self._scaler.update()
         # The scale decreases if and only if the step overflowed.
         self.overflowed = overflowed = scale_on_device(self._scaler) < before  # type: ignore[operator]
@@ -247,6 +250,16 @@ def _cached_casts_have_gradients() -> bool:
         with torch.no_grad():
             weight @ weight
         return (weight @ weight).requires_grad
+
+
+def _creates_momentum(optimizer: Optimizer) -> bool:
+    """Whether the next step of an optimizer creates the momentum of SGD in a fused kernel."""
+    return any(
+        parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group.get("fused") and group.get("momentum")
+        for parameter in group["params"]
+    )
 
 
 def _scaler(device: torch.device, *, sharded: bool) -> torch.amp.GradScaler:

@@ -1,5 +1,8 @@
 """The precisions, on the device at hand; fp8 is in test_float8.py."""
 
+from inspect import signature
+from typing import Any
+
 import pytest
 import torch
 from reads import Reads
@@ -9,6 +12,7 @@ from ddp_kit import LossError, Trainer, TrainerConfig
 from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.precision import Precision
+from ddp_kit.torch_internals import join_overflow_flags
 
 CPU = torch.device("cpu")
 
@@ -73,6 +77,46 @@ def test_precision_fp16_skips_the_step_of_an_overflow() -> None:
     precision.unscale(optimizer)
     assert not precision.step_optimizer(optimizer)
     assert weight.item() == 2.0
+
+
+FUSED = [
+    kind for kind in vars(torch.optim).values() if isinstance(kind, type) and "fused" in signature(kind).parameters
+]
+SETTINGS: list[tuple[Any, dict[str, Any]]] = [(kind, {}) for kind in FUSED]
+SETTINGS += [(torch.optim.SGD, {"momentum": 0.9, **more}) for more in ({}, {"dampening": 0.5}, {"nesterov": True})]
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_fused_optimizer_skips_an_overflow_like_any_other(kind: Any, settings: dict[str, Any]) -> None:
+    ends = []
+    for fused in (False, True):
+        weights = [nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(()))]
+        optimizer, precision = kind(weights, lr=0.1, fused=fused, **settings), Precision("fp16", CPU)
+        for factor in (torch.inf, 1.0, torch.nan, 2.0):  # the first step, which creates the state, is skipped
+            optimizer.zero_grad()
+            garbage = [torch.full((1000,), 1e30) for _ in range(100)]
+            del garbage  # so that uninitialised memory is not zero
+            precision.scaled(sum((weight * factor).sum() for weight in weights)).backward()  # type: ignore[union-attr]
+            precision.unscale(optimizer)
+            precision.step_optimizer(optimizer, wait=False)
+        assert precision.take_skipped_steps() == 2
+        ends.append([*weights, *(value for weight in weights for value in optimizer.state[weight].values())])
+    for one, other in zip(*ends, strict=True):
+        assert torch.allclose(one, other)
+
+
+@pytest.mark.parametrize(("flags", "joined"), [((0.0, 0.0), 0.0), ((0.0, 1.0), 1.0), ((1.0, 2.0), 1.0)])
+def test_overflow_on_several_devices_and_ranks_is_one_flag(flags: tuple[float, float], joined: float) -> None:
+    weight, scaler = nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    found.update({CPU: torch.tensor([flags[0]]), torch.device("cpu", 1): torch.tensor(flags[1])})
+    join_overflow_flags(scaler, optimizer)
+    assert found == {CPU: joined}
+    scaler.step(optimizer)
+    assert torch.equal(weight, torch.ones(2)) == bool(joined)
 
 
 def test_scale_gradients_does_not_round_the_factor_to_low_precision() -> None:

@@ -39,7 +39,7 @@ from ddp_kit.data.source import (
 )
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
 from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
-from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed
+from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed, random_states_kept
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.log import logger
 from ddp_kit.structures import with_copied_containers
@@ -251,7 +251,8 @@ class StreamFeed:
     same step, when no rank has samples left; a rank whose stream ends earlier runs the remaining steps without samples.
     The all-reduce uses host memory, does not wait for the device, and overlaps with the previous step.
 
-    `own`: the batches that it reads, if a DataLoader that iterates in its own way makes them.
+    `first_batch`: a function that reads the first batch of this rank in an epoch; it returns [batch], or [] if there is
+    none. `own`: the batches that it reads, if a DataLoader that iterates in its own way makes them.
     `at_least`: the minimum number of samples in a step; a step with fewer samples is skipped and ends the epoch.
     """
 
@@ -266,10 +267,12 @@ class StreamFeed:
         move: EpochMover,
         facts: Facts,
         data_rank: DataRank,
+        first_batch: Callable[[int], list[Any]],
         own: LoaderBatches | None = None,
         at_least: int | None = None,
     ) -> None:
         self._data_rank = data_rank
+        self._first_batch = first_batch
         self._own = own
         self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
@@ -288,6 +291,9 @@ class StreamFeed:
         return self._facts
 
     def begin(self, epoch: int, first_step: int, stream_position: StreamPosition = ()) -> None:
+        if stream_position and self._data_rank.equal_passes and not self._last:
+            # The stream may have ended already. Not later: after `load_state_dict` it may yield nothing from its start.
+            self._last = self._first_batch(epoch)
         self.stream_position = self._reached = stream_position
         self._loader.set_position(epoch, stream_position)
         number = first_step * self._passes if stream_position else 0
@@ -308,6 +314,8 @@ class StreamFeed:
         if states := self._loader.states:
             for state in [states.popleft() for _ in fetched]:
                 self._reached = (*(other for other in self._reached if other.reader != state.reader), state)
+        if fetched and self._data_rank.equal_passes:
+            self._last = with_copied_containers([fetched[-1][1]])
         return fetched
 
     def next(self) -> Share | None:
@@ -337,7 +345,6 @@ class StreamFeed:
     def _padded(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
         """Add zero-weight passes until this rank has as many passes as the rank with the most. A collective."""
         missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
-        self._last = with_copied_containers(batches[-1:]) or self._last
         if missing and not self._last:
             _raise_no_batch()
         return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
@@ -484,10 +491,13 @@ class FeedBuilder:
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
             reader = self._reader if own is None else own.reader(self._reader)
-            stream = build_stream(dataset, sizes, config.data, reader, config.seed, template, record_states=True)
+            build = partial(build_stream, dataset, sizes, config.data, reader, config.seed, template)
+            first_batch = partial(self._first_of_stream, build)
             full = self.plan.global_batch if config.data.drop_last else None
-            facts = self._stream_facts(template)
-            return StreamFeed(stream, len(sizes), world, self._move, facts, self.data_rank, own, at_least=full)
+            stream, facts = build(record_states=True), self._stream_facts(template)
+            return StreamFeed(
+                stream, len(sizes), world, self._move, facts, self.data_rank, first_batch, own, at_least=full
+            )
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, options, epoch)
@@ -509,6 +519,13 @@ class FeedBuilder:
             filler_batch = lambda: self._read(dataset, batches.filler_batch(), template, transform)[1]  # noqa: E731
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch)
+
+    def _first_of_stream(self, build: Callable[[], Stream], epoch: int) -> list[Any]:
+        """[the first batch of a stream in an epoch], or []. Random states are kept, as in `_read`."""
+        with random_states_kept(self.world):
+            stream = build()
+            stream.set_position(epoch)
+            return [batch for _, batch in islice(counted(stream, self._move(epoch, 0)), 1)]
 
     def _map_facts(self, dataset: Any, options: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         """Properties that determine the samples of each step of the current epoch."""
@@ -627,10 +644,14 @@ class FeedBuilder:
         template: DataLoader[Any] | None,
         transform: Callable[[Any], Any] | None,
     ) -> tuple[int, Any]:
-        """Read (number of samples, batch) of the samples at `indices`, without DataLoader workers."""
+        """Read (number of samples, batch) of the samples at `indices`, without DataLoader workers.
+
+        Random states are kept: which batches are read in this way depends on where the run was last resumed.
+        """
         settings = self.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
-        loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
-        return unpacked(len(indices), next(iter(self._on_device(loader, self._transform(transform)))))
+        with random_states_kept(self.world):
+            loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
+            return unpacked(len(indices), next(iter(self._on_device(loader, self._transform(transform)))))
 
     def _train_batches(self, dataset: Any, options: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
         config = self.config

@@ -7,10 +7,11 @@
 `memory.measure` measures the size of its state in a trial.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ _RATES = ("lr", "initial_lr")  # of groups that differ only in these settings, o
 _STEPS = 12
 _RATE = 1e-2  # the lowest learning rate: at 0, as at the start of a warm-up, nothing would change
 _SCALES = (1.0, 1e3, 1e6)  # scales of the gradients: an optimizer may clip gradients at any norm
+_LARGEST = 2**21  # values of a tensor in a trial with the shape of a parameter: it takes 100 MB of memory at most
+_PERIOD = (
+    10007  # after so many values, those of such a tensor repeat: drawing all of them would take longer than a step
+)
+_PART = 999  # values of the part of such a tensor; odd, because an optimizer may divide tensors into blocks
 
 
 def trial_of(
@@ -60,9 +66,12 @@ def _settings(group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, A
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that updates a shard differently from the same part of the whole tensor.
 
-    Compares trial runs with the same class and settings: one on small tensors, and one on each half of these tensors.
+    Compares trial runs with the same class and settings: on small tensors and on each half of these tensors; then, for
+    each shape that parameters have, on a tensor of that shape and on a part of it, because an optimizer may factor or
+    divide only tensors from some size on. In shapes of more than `_LARGEST` values, the largest dimensions are reduced.
     """
     groups: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, set[tuple[int, ...]]] = {}
     for group in optimizer.param_groups:
         settings = _settings(group)
         key = repr({name: value for name, value in settings.items() if name not in _RATES})
@@ -70,14 +79,66 @@ def check_elementwise(optimizer: Optimizer) -> None:
             rates = (group["lr"], group.get("initial_lr"))
             settings["lr"] = max([_RATE, *(rate for rate in rates if isinstance(rate, int | float))])
         groups.setdefault(key, settings)
+        shapes.setdefault(key, set()).update(
+            _shape_of_trial(each.shape) for each in group["params"] if each.requires_grad
+        )
     with random_states_kept():
-        problem = next(filter(None, (_problem_of(optimizer, group) for group in groups.values())), None)
+        problems = (
+            _problem_of(optimizer, group) or _problem_of_shapes(optimizer, group, sorted(shapes[key]))
+            for key, group in groups.items()
+        )
+        problem = next(filter(None, problems), None)
     if problem is not None:
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} cannot be sharded: {problem}",
             "use an optimizer that updates each value independently, such as AdamW or SGD; or use parallel='ddp', "
             "which does not shard",
         )
+
+
+def _shape_of_trial(shape: Sequence[int]) -> tuple[int, ...]:
+    """A parameter's shape, with the largest dimensions reduced until there are at most `_LARGEST` values."""
+    sizes = [*shape]
+    while prod(sizes) > _LARGEST:
+        largest = sizes.index(max(sizes))
+        second = max([1, *sizes[:largest], *sizes[largest + 1 :]])
+        sizes[largest] = max(_LARGEST * sizes[largest] // prod(sizes), min(second, sizes[largest] // 2))
+    return tuple(sizes)
+
+
+def _problem_of_shapes(optimizer: Optimizer, group: Mapping[str, Any], shapes: Iterable[tuple[int, ...]]) -> str | None:
+    """The reason why an optimizer cannot be sharded that shows only with the shapes of parameters, or None."""
+    random = torch.Generator().manual_seed(0)
+    period = torch.randn(1 + len(_SCALES), _PERIOD, generator=random, dtype=torch.float32, device="cpu")
+    for shape in shapes:
+        size = prod(shape)
+        if size < 2:
+            continue
+        length = min(_PART, -(-size // 2))
+        begin = (size - length) // 2 | 1
+        part = slice(begin, begin + length)
+        values = period.repeat(1, -(-size // _PERIOD))[:, :size]
+        try:
+            whole = _end_of_trial(optimizer, group, [each.view(shape) for each in values])
+            alone = _end_of_trial(optimizer, group, [each[part] for each in values])
+        except Exception as error:
+            return (
+                f"a trial run on a tensor of shape {shape} or a part of it fails with {type(error).__name__}: {error}"
+            )
+        # Not bitwise: vectorized kernels may round the last values of a tensor differently.
+        if not torch.allclose(whole.view(-1)[part], alone, rtol=1e-5, atol=1e-6, equal_nan=True):
+            return f"in a tensor of shape {shape}, the update of a value depends on other values"
+    return None
+
+
+def _end_of_trial(optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor]) -> Tensor:
+    """A tensor after a trial. `values`: the tensor at the start, and its gradient in each step."""
+    parameter = nn.Parameter(values[0].clone())
+    trial = trial_of(optimizer, group, [parameter])
+    for gradient, scale in zip(values[1:], _SCALES, strict=True):
+        parameter.grad = gradient * scale
+        trial.step()
+    return parameter.detach()
 
 
 def _problem_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:

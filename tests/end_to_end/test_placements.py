@@ -70,6 +70,19 @@ def test_run_moved_between_placements_ends_like_one_that_stays(ddpkit: Ddpkit, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(seconds(600))
+def test_fused_optimizers_train_like_others_at_every_placement_and_precision(start: Ddpkit) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "fused_optimizers.py")
+    assert run.returncode == 0, run.stderr  # type: ignore[attr-defined]
+    runs = [json.loads(line) for line in re.findall(r"run (.*)", run.stdout)]  # type: ignore[attr-defined]
+    assert len(runs) == 2 * 6 * 15, "4 fused optimizers and SGD with momentum, on 2 ranks"
+    for name, plain, fused in runs:
+        assert fused["skipped"] == plain["skipped"], name
+        assert plain["skipped"] >= (2 if "fp16" in name else 0), name
+        assert fused["outputs"] == pytest.approx(plain["outputs"], rel=1e-2), name
+
+
+@pytest.mark.slow
 def test_evaluation_of_averaged_weights_restores_the_trained_ones(start: Ddpkit) -> None:
     runs = [start("ddpkit", 2, PROGRAMS / "averaged_evaluation.py", parallel) for parallel in ("ddp", "fsdp")]
     found = [[float(text) for text in re.findall(r"ended (\S+)", run.stdout)] for run in runs]  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import PROGRAMS, seconds
 
 from ddp_kit.checkpoint.format import checkpoints
 
@@ -101,3 +102,14 @@ def test_save_of_a_killed_rank_is_completed_before_the_launcher_exits(ddpkit: Dd
     run = ddpkit("launch", "--nproc-per-node", 1, script, tmp_path / "run", 300)
     assert run.returncode == 137, run.stderr
     assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run", hashes=True) if checkpoint.whole] == [4, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(seconds(600))
+def test_resume_is_bitwise_although_a_rank_has_no_samples_in_some_steps(start: Ddpkit, tmp_path: Path) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "resumed_without_samples.py", str(tmp_path / "runs"), "fsdp")
+    assert run.returncode == 0, run.stderr  # type: ignore[attr-defined]
+    cases = re.findall(r"case (.*): (\d+) steps, differ (.*)", run.stdout)  # type: ignore[attr-defined]
+    assert {int(steps) for _, steps, _ in cases} == {6, 10}
+    assert len(cases) == 2 * 7, "kinds of data, on 2 ranks"
+    assert {name: differ for name, _, differ in cases if differ != "[]"} == {}

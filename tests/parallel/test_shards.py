@@ -107,6 +107,60 @@ def test_check_elementwise_refuses_rules_over_several_values(settings: dict[str,
         check_elementwise(Own(parameters(), **settings))
 
 
+class FromSize(torch.optim.SGD):
+    """Has a rule over several values of a tensor from some size on, like optimizers with factors or blocks."""
+
+    def __init__(self, params: Any, rule: str, size: int) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0].update(rule=rule, size=size)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                rule, size, grad = group["rule"], group["size"], each.grad
+                if rule == "factors" and each.ndim == 2 and min(each.shape) >= size:
+                    square = grad.square()
+                    grad.div_((square.mean(0) * square.mean(1)[:, None] / square.mean()).sqrt() + 1e-8)
+                if rule == "one side" and each.ndim == 2 and max(each.shape) >= size:
+                    grad.div_(grad.norm(dim=0) + 1e-8)
+                if rule == "blocks" and each.numel() >= size:
+                    width = size // 4
+                    blocks = grad.reshape(-1)[: grad.numel() // width * width].view(-1, width)
+                    blocks.div_(blocks.abs().amax(dim=1, keepdim=True) + 1e-8)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("rule", ["factors", "one side", "blocks"])
+@pytest.mark.parametrize("size", [8, 32, 128, 512, 1024])
+def test_check_elementwise_refuses_rules_that_begin_at_the_size_of_a_parameter(rule: str, size: int) -> None:
+    weight, other = nn.Parameter(torch.randn(1024, 1040)), nn.Parameter(torch.randn(4))
+    optimizer = FromSize([other, weight], rule, size)
+    assert weight.numel() < 2**21, "the trial has the shape of the parameter"
+    with pytest.raises(ConfigError, match=r"tensor of shape \(1024, 1040\), the update of a value depends on other"):
+        check_elementwise(optimizer)
+    optimizer.param_groups[0]["params"] = [other]
+    check_elementwise(optimizer)
+
+
+@pytest.mark.parametrize("shape", [(50257, 768), (8192, 28672), (64, 1024, 1024, 3), (3_000_000,)])
+def test_check_elementwise_tries_large_parameters_with_smaller_dimensions(shape: tuple[int, ...]) -> None:
+    weight = nn.Parameter(torch.empty(shape, device="meta"))
+    check_elementwise(torch.optim.AdamW([weight]))
+    with pytest.raises(ConfigError, match="the update of a value depends on other values"):
+        check_elementwise(FromSize([weight], "factors" if len(shape) == 2 else "blocks", 512))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (3, 1), (31, 33), (4, 2, 3, 3), (0, 5), ()])
+def test_check_elementwise_accepts_every_elementwise_optimizer_with_any_shape(shape: tuple[int, ...]) -> None:
+    for kind in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
+        optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(shape))])
+        try:
+            check_elementwise(optimizer)
+        except ConfigError as refused:
+            pytest.fail(f"{kind}: {refused}")
+
+
 class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for each in (one for group in self.param_groups for one in group["params"]):
