@@ -20,16 +20,24 @@ T = TypeVar("T")
 
 def with_copied_containers(batch: T) -> T:
     """Copy the containers of a batch, but not the leaves: a loss function may modify the dicts and lists it gets."""
+    result: T = each_value(lambda leaf: leaf, batch)
+    return result
 
-    def copied(leaf: Any) -> Any:
+
+def each_value(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply `function` to each leaf as `each_leaf` does, also to those of a UserDict with a `to` method.
+
+    Hugging Face's BatchEncoding is such a container.
+    """
+
+    def value(leaf: Any) -> Any:
         if not isinstance(leaf, UserDict):
-            return leaf
-        clone = copy(leaf)  # a container with a `to` method, such as Hugging Face's BatchEncoding
-        clone.data = with_copied_containers(leaf.data)
+            return function(leaf)
+        clone = copy(leaf)
+        clone.data = each_value(function, leaf.data)
         return clone
 
-    result: T = each_leaf(copied, batch)
-    return result
+    return each_leaf(value, batch)
 
 
 def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:

@@ -64,13 +64,14 @@ class OptimizerStep:
     At the end of an epoch, `end_epoch` steps the scheduler if `scheduler_every="epoch"`.
     """
 
-    def __init__(self, context: TrainerContext, clock: StepClock) -> None:
+    def __init__(self, context: TrainerContext, clock: StepClock, *, has_updates: bool = False) -> None:
+        """A collective with `verify_ranks="replay"`. `has_updates`: whether the passes are those of other steps."""
         self._context = context
         self._strategy = context.strategy
         self._clock = clock
         self._parameters = RunParameters(context.model, context.optimizer, context.stepped_optimizer)
         self._loss = StepLoss(context, clock, self._parameters)
-        replays = context.config.verify_ranks == "replay" and context.world.world_size > 1
+        replays = context.config.verify_ranks == "replay" and context.world.world_size > 1 and not has_updates
         self._replay = Replay(context, self._loss.backpropagated) if replays else None
         self._gradients: Gradients | None = None  # for callbacks, once a step has run
         # With fp16, the gradient scaler skips steps itself.
@@ -119,6 +120,7 @@ class OptimizerStep:
         loss.begin(share, recorder)
         with nullcontext(batch) if replay is None else replay.watching(share, batch) as batch:
             self.run_passes(share.passes, batch)
+        loss.note_cause()
         loss.reduce_weights()  # on ranks without passes
         if measure_norm:  # only at log points, because it walks over all modules
             self.check_parameters()
@@ -352,7 +354,7 @@ class StepLoss:
             )
         total = value.loss if isinstance(value, Loss) else value
         if self._reads_losses and number and not cmath.isfinite(total.item()):
-            self._note_failure()
+            self._failed = self._failed or self._recorder.wants_cause
         if number < samples and not isinstance(value, Loss):
             self._note_missing(samples - number, samples)
         if counted:
@@ -497,12 +499,13 @@ class StepLoss:
         error.reported_elsewhere = context.world.rank != rank
         return error
 
-    def _note_failure(self) -> None:
-        """Note that the loss of this pass is not finite, and the cause, unless all ranks have to repeat a pass."""
-        if self._failed or not self._recorder.wants_cause:
-            return
-        self._failed, context, note = True, self._context, self._note
-        if not context.strategy.divides_weights and note is not None:
+    def note_cause(self) -> None:
+        """After the passes: if a loss was not finite, find the cause, unless all ranks have to repeat a pass.
+
+        Not before the backward pass: a repeated forward pass that writes to weights changes what autograd has saved.
+        """
+        context, note = self._context, self._note
+        if self._failed and not context.strategy.divides_weights and note is not None:
             self._recorder.note_cause(cause_alone(context, note, self._keys(note)))
 
     def note_cause_with_all_ranks(self) -> None:
