@@ -82,9 +82,10 @@ class Precision:
     def prepare(self, model: nn.Module) -> None:
         """Convert the model's weights (bf16-true) or linear layers (fp8); parameters remain the same objects.
 
-        Raises `ConfigError` if fp8 is not available or can convert no layer, or if `bf16_buffers` names an unknown
-        buffer.
+        Raises `ConfigError` if fp8 is not available or can convert no layer, if `bf16_buffers` names an unknown buffer,
+        and for weights of a dtype that cannot be trained or converted.
         """
+        self._check_weights(model)
         if self.weights_dtype is not None:
             kept = self.kept_buffers(model)
             model.to(self.weights_dtype)
@@ -94,6 +95,28 @@ class Precision:
             self._kept_buffers = tuple(kept)
         if self._fp8_layers is not None:
             convert_linear_layers(model, self._fp8_layers, self._device)
+
+    def _check_weights(self, model: nn.Module) -> None:
+        weights = dict(model.named_parameters())
+        if self._scaler is not None:
+            refused = [
+                name
+                for name, weight in weights.items()
+                if weight.requires_grad and not _can_unscale(weight.dtype, self._device)
+            ]
+            if refused:
+                raise ConfigError(
+                    f"precision='fp16' scales gradients, which torch cannot do in {_named(weights[refused[0]].dtype)}, "
+                    f"the dtype of {some(refused)}",
+                    "call model.float() before you create the optimizer: with precision='fp16', matrix products are "
+                    "computed in float16 anyway. Frozen weights may keep their dtype",
+                )
+        refused = [name for name, weight in weights.items() if weight.is_complex()]
+        if refused and self.weights_dtype is not None:
+            raise ConfigError(
+                f"precision='bf16-true' would discard the imaginary part of complex weights: {some(refused)}",
+                "use precision='bf16', which leaves the weights as they are",
+            )
 
     def kept_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """The floating-point buffers that `prepare` does not convert, by name.
@@ -158,7 +181,7 @@ class Precision:
             "values become {}. Pass positions, time steps and ids as integers, which are not converted; or set "
             "bf16_inputs=False, and convert the other inputs in the loss function",
             _EXACT,
-            str(leaf.dtype).removeprefix("torch."),
+            _named(leaf.dtype),
             tuple(leaf.shape),
             *(each.unique().numel() for each in (whole, converted)),  # type: ignore[no-untyped-call]
         )
@@ -233,6 +256,24 @@ class Precision:
         """The number of steps that `apply(wait=False)` has skipped since the last call. Waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _can_unscale(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a gradient scaler supports gradients of a dtype: not float16, and otherwise it depends on the device."""
+    scaler = torch.amp.GradScaler(device.type)
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+    weight.grad = torch.zeros_like(weight)
+    scaler.scale(torch.zeros((), device=device))  # creates the scale
+    try:
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.0))
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 @cache

@@ -1,9 +1,12 @@
 """The precisions, on the device at hand; fp8 is in test_float8.py."""
 
+from typing import Any
+
 import pytest
 import torch
 from reads import Reads
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from ddp_kit import LossError, Trainer, TrainerConfig
 from ddp_kit.errors import ConfigError
@@ -221,3 +224,59 @@ def test_precision_bf16_true_checks_the_first_batch_for_whole_numbers(said: list
     assert sum("rounds whole numbers" in line for line in said) == 1
     with pytest.raises(ConfigError, match="bf16_inputs = False needs precision = 'bf16-true', but precision = 'bf16'"):
         TrainerConfig(precision="bf16", bf16_inputs=False)
+
+
+# --- Dtypes of weights ------------------------------------------------------------------------------------------------
+
+
+DTYPES = [
+    dtype
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    if (dtype.is_floating_point and dtype.itemsize > 1) or dtype in (torch.complex64, torch.complex128)
+]
+IMAGINARY = "would discard the imaginary part of complex weights: 0.weight"
+REFUSED = {
+    ("fp16", torch.float16): "torch cannot do in float16, the dtype of 0.weight",
+    ("fp16", torch.complex64): "torch cannot do in complex64, the dtype of 0.weight",
+    ("fp16", torch.complex128): "torch cannot do in complex128, the dtype of 0.weight",
+    ("bf16-true", torch.complex64): IMAGINARY,
+    ("bf16-true", torch.complex128): IMAGINARY,
+}
+
+
+class Weighted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 1), 0.5, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.real if self.weight.is_complex() else self.weight
+        return (x.float() @ weight.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_of_each_dtype_train_or_are_refused_when_the_trainer_is_created(
+    frozen: bool, precision: str, dtype: torch.dtype
+) -> None:
+    """Frozen weights may have any dtype, unless bf16-true would have to convert them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Weighted(dtype).requires_grad_(not frozen), nn.Linear(1, 1))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = TrainerConfig(precision=precision, global_batch_size=4, max_steps=2)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).float().square().mean()
+
+    def make() -> Trainer:
+        return Trainer(model, torch.optim.SGD(trained, lr=0.2), loss, config)
+
+    message = REFUSED.get((precision, dtype))
+    if message and (not frozen or precision == "bf16-true"):
+        with pytest.raises(ConfigError, match=message):
+            make()
+    else:
+        trainer, before = make(), [parameter.detach().clone() for parameter in trained]
+        trainer.fit(TensorDataset(torch.ones(8, 2)))
+        assert not all(torch.equal(one, other) for one, other in zip(before, trained, strict=True))
