@@ -21,7 +21,7 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
-from ddp_kit.parallel.strategy import scale_gradients
+from ddp_kit.parallel.strategy import clip_gradient_values, scale_gradients
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree, step_hooks
@@ -150,7 +150,7 @@ class OptimizerStep:
             if config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(strategy.updated_parameters, config.max_grad_norm, norm)
         if config.max_grad_value is not None:
-            nn.utils.clip_grad_value_(strategy.updated_parameters, config.max_grad_value)
+            clip_gradient_values(strategy.updated_parameters, config.max_grad_value)
         return True
 
     def run_passes(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
