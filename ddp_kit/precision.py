@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.log import logger
-from ddp_kit.structures import each_leaf
+from ddp_kit.structures import each_value
 from ddp_kit.torch_internals import scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -64,6 +64,7 @@ class Precision:
         self._bf16_buffers = bf16_buffers
         self._kept_buffers: tuple[str, ...] = ()
         self._warned_about_batch = False
+        self._unconverted = set[str]()  # the classes of objects in batches whose tensors are not converted
         self._autocast_dtype = _AUTOCAST.get(name)
         # Autocast may use a cast that it cached in an earlier forward pass (such as one under no_grad). With FSDP, the
         # backward pass would reach such a cast too late, after the gradients of its module were reduced.
@@ -153,9 +154,11 @@ class Precision:
         not wait for a GPU.
         """
         if self.batch_dtype is not None and not self._warned_about_batch:
-            each_leaf(self._check_leaf, batch)
+            each_value(self._check_leaf, batch)
 
     def _check_leaf(self, leaf: object) -> None:
+        if hasattr(leaf, "to") and not isinstance(leaf, Tensor | type):
+            self._unconverted.add(type(leaf).__name__)
         # Only integers of these dtypes can be lost, and only tensors on the host can be read without waiting for a GPU.
         if (
             self._warned_about_batch
@@ -199,17 +202,19 @@ class Precision:
         """Context manager that re-raises torch's error about mixed dtypes, common with bf16-true, as a `LossError`."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             text = str(error).partition("\n")[0]
-            if "BFloat16" not in text and "mixed dtype" not in text:
+            if "bfloat16" not in text.lower() and "mixed dtype" not in text:
                 raise
             kept = [f"the buffers {some(self._kept_buffers)}"] if self._kept_buffers else []
             kept += [] if self.batch_dtype else ["the batch"]
+            kept += [f"tensors in objects of the class {name} in the batch" for name in sorted(self._unconverted)]
             raise LossError(
                 f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are bfloat16"
                 + (f", and {' and '.join(kept)} keep their dtype" if kept else ""),
                 "convert tensors of other dtypes where the model uses them, as in x + self.table.to(x.dtype)"
-                + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else ""),
+                + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else "")
+                + ("; or in a function data.device_transform, which gets each batch" if self._unconverted else ""),
             ).with_traceback(error.__traceback__) from error
 
     def scaled(self, loss: Tensor) -> Tensor:

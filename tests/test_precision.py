@@ -1,11 +1,15 @@
 """The precisions, on the device at hand; fp8 is in test_float8.py."""
 
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from reads import Reads
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
 from ddp_kit import LossError, Trainer, TrainerConfig
@@ -144,10 +148,10 @@ def mean_output(model: nn.Module, batch: Tensor) -> Tensor:
     return found
 
 
-def trained(model: nn.Module, data: object, loss_fn: object = mean_output, **settings: object) -> Trainer:
+def trained(model: nn.Module, train_data: object, loss_fn: object = mean_output, **settings: object) -> Trainer:
     config = TrainerConfig(precision="bf16-true", global_batch_size=4, max_steps=1, **settings)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, config)
-    trainer.fit(data)
+    trainer.fit(train_data)
     return trainer
 
 
@@ -224,6 +228,127 @@ def test_precision_bf16_true_checks_the_first_batch_for_whole_numbers(said: list
     assert sum("rounds whole numbers" in line for line in said) == 1
     with pytest.raises(ConfigError, match="bf16_inputs = False needs precision = 'bf16-true', but precision = 'bf16'"):
         TrainerConfig(precision="bf16", bf16_inputs=False)
+
+
+# --- Containers of bf16-true ------------------------------------------------------------------------------------------
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As Hugging Face's BatchEncoding, whose `to` takes only a device."""
+
+    def to(self, device: Any) -> "Encoding":
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+class NamedDict(dict):  # type: ignore[type-arg]
+    def to(self, device: Any) -> "NamedDict":
+        return NamedDict({name: value.to(device) for name, value in self.items()})
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    ids: Tensor
+
+
+@dataclass
+class Movable(Sample):
+    def to(self, device: Any) -> "Movable":
+        return replace(self, x=self.x.to(device), ids=self.ids.to(device))
+
+
+class Graph:
+    """An object whose tensors ddpkit cannot know."""
+
+    def __init__(self, x: Tensor, ids: Tensor) -> None:
+        self.x, self.ids = x, ids
+
+    def to(self, device: Any) -> "Graph":
+        return Graph(self.x.to(device), self.ids.to(device))
+
+
+Pair = namedtuple("Pair", ["x", "ids"])
+
+
+def feature(x: Tensor, ids: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchFeature({"x": x, "ids": ids})
+
+
+def encoding(x: Tensor, ids: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchEncoding({"x": x, "ids": ids})
+
+
+CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda x, ids: {"x": x, "ids": ids},
+    "list": lambda x, ids: [x, ids],
+    "tuple": lambda x, ids: (x, ids),
+    "namedtuple": Pair,
+    "dataclass": Sample,
+    "UserDict": lambda x, ids: UserDict(x=x, ids=ids),
+    "OrderedDict": lambda x, ids: OrderedDict(x=x, ids=ids),
+    "Encoding": lambda x, ids: Encoding(x=x, ids=ids),
+    "NamedDict": lambda x, ids: NamedDict(x=x, ids=ids),
+    "Movable": Movable,  # type: ignore[dict-item]
+    "BatchFeature": feature,
+    "BatchEncoding": encoding,
+    "nested": lambda x, ids: Encoding(x=Movable(x, ids), ids=ids),
+}
+
+
+def pair_in(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, list | tuple):
+        return batch[0], batch[1]
+    if isinstance(batch, dict | UserDict):
+        nested = isinstance(batch["x"], Movable)
+        return pair_in(batch["x"]) if nested else (batch["x"], batch["ids"])
+    return batch.x, batch.ids
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_precision_bf16_true_converts_floats_in_containers_and_no_integers(name: str) -> None:
+    given = [(torch.randn(4), torch.arange(300, 304)) for _ in range(8)]
+    kinds: list[object] = []
+
+    def collated(samples: list[Any]) -> Any:
+        return CONTAINERS[name](*map(torch.stack, zip(*samples, strict=True)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, ids = pair_in(batch)
+        kinds.append((type(batch), x.dtype, ids.dtype))
+        return model(x).mean()
+
+    trained(nn.Linear(4, 1), given, loss, data={"collate_fn": collated})
+    assert kinds == [(type(collated(given[:1])), torch.bfloat16, torch.int64)]
+
+
+def test_precision_bf16_true_converts_a_packed_sequence() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch)[1].mean()
+
+    trained(nn.GRU(4, 1), [torch.randn(3, 4)] * 8, loss, data={"collate_fn": pack_sequence})
+
+
+def test_precision_bf16_true_names_the_class_of_objects_that_it_cannot_convert() -> None:
+    def graph(samples: list[Tensor]) -> Graph:
+        return Graph(torch.stack(samples), torch.arange(4))
+
+    def loss(model: nn.Module, batch: Graph) -> Tensor:
+        return model(batch.x).mean()
+
+    with pytest.raises(LossError, match="tensors in objects of the class Graph in the batch keep their dtype\n.*") as e:
+        trained(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph})
+    assert "or in a function data.device_transform, which gets each batch" in e.value.hint
+
+    def converted(batch: Graph) -> Graph:
+        return Graph(batch.x.bfloat16(), batch.ids)
+
+    trained(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph, "device_transform": converted})
+
+
+def test_precision_bf16_true_checks_whole_numbers_inside_containers_with_a_method_to(said: list[str]) -> None:
+    Precision("bf16-true", CPU).check_batch(Encoding(x=torch.arange(1000.0)))
+    assert sum("rounds whole numbers" in line for line in said) == 1
 
 
 # --- Dtypes of weights ------------------------------------------------------------------------------------------------
