@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.log import logger
-from ddp_kit.structures import each_leaf
+from ddp_kit.structures import each_value
 from ddp_kit.torch_internals import has_overflowed, join_overflow_flags, scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -64,6 +64,7 @@ class Precision:
         self._bf16_buffers = bf16_buffers
         self._kept_buffers: tuple[str, ...] = ()
         self._warned_about_batch = False
+        self._unconverted = set[str]()  # the classes of objects in batches whose tensors are not converted
         self._autocast_dtype = _AUTOCAST.get(name)
         # Autocast may use a cast that it cached in an earlier forward pass (such as one under no_grad). With FSDP, the
         # backward pass would reach such a cast too late, after the gradients of its module were reduced.
@@ -82,9 +83,10 @@ class Precision:
     def prepare(self, model: nn.Module) -> None:
         """Convert the model's weights (bf16-true) or linear layers (fp8); parameters remain the same objects.
 
-        Raises `ConfigError` if fp8 is not available or can convert no layer, or if `bf16_buffers` names an unknown
-        buffer.
+        Raises `ConfigError` if fp8 is not available or can convert no layer, if `bf16_buffers` names an unknown buffer,
+        and for weights of a dtype that cannot be trained or converted.
         """
+        self._check_weights(model)
         if self.weights_dtype is not None:
             kept = self.kept_buffers(model)
             model.to(self.weights_dtype)
@@ -94,6 +96,28 @@ class Precision:
             self._kept_buffers = tuple(kept)
         if self._fp8_layers is not None:
             convert_linear_layers(model, self._fp8_layers, self._device)
+
+    def _check_weights(self, model: nn.Module) -> None:
+        weights = dict(model.named_parameters())
+        if self._scaler is not None:
+            refused = [
+                name
+                for name, weight in weights.items()
+                if weight.requires_grad and not _can_unscale(weight.dtype, self._device)
+            ]
+            if refused:
+                raise ConfigError(
+                    f"precision='fp16' scales gradients, which torch cannot do in {_named(weights[refused[0]].dtype)}, "
+                    f"the dtype of {some(refused)}",
+                    "call model.float() before you create the optimizer: with precision='fp16', matrix products are "
+                    "computed in float16 anyway. Frozen weights may keep their dtype",
+                )
+        refused = [name for name, weight in weights.items() if weight.is_complex()]
+        if refused and self.weights_dtype is not None:
+            raise ConfigError(
+                f"precision='bf16-true' would discard the imaginary part of complex weights: {some(refused)}",
+                "use precision='bf16', which leaves the weights as they are",
+            )
 
     def kept_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """The floating-point buffers that `prepare` does not convert, by name.
@@ -130,9 +154,11 @@ class Precision:
         not wait for a GPU.
         """
         if self.batch_dtype is not None and not self._warned_about_batch:
-            each_leaf(self._check_leaf, batch)
+            each_value(self._check_leaf, batch)
 
     def _check_leaf(self, leaf: object) -> None:
+        if hasattr(leaf, "to") and not isinstance(leaf, Tensor | type):
+            self._unconverted.add(type(leaf).__name__)
         # Only integers of these dtypes can be lost, and only tensors on the host can be read without waiting for a GPU.
         if (
             self._warned_about_batch
@@ -158,7 +184,7 @@ class Precision:
             "values become {}. Pass positions, time steps and ids as integers, which are not converted; or set "
             "bf16_inputs=False, and convert the other inputs in the loss function",
             _EXACT,
-            str(leaf.dtype).removeprefix("torch."),
+            _named(leaf.dtype),
             tuple(leaf.shape),
             *(each.unique().numel() for each in (whole, converted)),  # type: ignore[no-untyped-call]
         )
@@ -176,17 +202,19 @@ class Precision:
         """Context manager that re-raises torch's error about mixed dtypes, common with bf16-true, as a `LossError`."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             text = str(error).partition("\n")[0]
-            if "BFloat16" not in text and "mixed dtype" not in text:
+            if "bfloat16" not in text.lower() and "mixed dtype" not in text:
                 raise
             kept = [f"the buffers {some(self._kept_buffers)}"] if self._kept_buffers else []
             kept += [] if self.batch_dtype else ["the batch"]
+            kept += [f"tensors in objects of the class {name} in the batch" for name in sorted(self._unconverted)]
             raise LossError(
                 f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are bfloat16"
                 + (f", and {' and '.join(kept)} keep their dtype" if kept else ""),
                 "convert tensors of other dtypes where the model uses them, as in x + self.table.to(x.dtype)"
-                + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else ""),
+                + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else "")
+                + ("; or in a function data.device_transform, which gets each batch" if self._unconverted else ""),
             ).with_traceback(error.__traceback__) from error
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -236,6 +264,24 @@ class Precision:
         """The number of steps that `apply(wait=False)` has skipped since the last call. Waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _can_unscale(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a gradient scaler supports gradients of a dtype: not float16, and otherwise it depends on the device."""
+    scaler = torch.amp.GradScaler(device.type)
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+    weight.grad = torch.zeros_like(weight)
+    scaler.scale(torch.zeros((), device=device))  # creates the scale
+    try:
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.0))
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 @cache

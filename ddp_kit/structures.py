@@ -21,16 +21,25 @@ T = TypeVar("T")
 
 def with_copied_containers(batch: T) -> T:
     """Copy the containers of a batch, but not the leaves: a loss function may modify the dicts and lists it gets."""
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, UserDict):
-            return leaf
-        clone = copy(leaf)  # a container with a `to` method, such as Hugging Face's BatchEncoding
-        clone.data = with_copied_containers(leaf.data)
-        return clone
-
-    result: T = each_leaf(copied, batch)
+    result: T = each_value(lambda leaf: leaf, batch)
     return result
+
+
+def each_value(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply `function` to each leaf as `each_leaf` does, also to those inside containers with a `to` method.
+
+    Such containers are Hugging Face's BatchEncoding and BatchFeature, torch's PackedSequence, and dataclasses.
+    """
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, UserDict):
+            clone = copy(leaf)
+            clone.data = each_value(function, leaf.data)
+            return clone
+        known = isinstance(leaf, dict | list | tuple) or (is_dataclass(leaf) and not isinstance(leaf, type))
+        return _filled(value, leaf) if known else function(leaf)
+
+    return each_leaf(value, batch)
 
 
 def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -40,6 +49,11 @@ def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
     """
     if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
         return function(batch)
+    return _filled(function, batch)
+
+
+def _filled(function: Callable[[Any], Any], batch: Any) -> Any:
+    """A copy of a container whose leaves are the results of `function`; for another object, this result."""
     if type(batch) is list or type(batch) is tuple:  # nearly all batches
         return type(batch)([each_leaf(function, value) for value in batch])
     if isinstance(batch, MutableMapping) and type(batch) is not dict:

@@ -1,5 +1,8 @@
 """The precisions, on the device at hand; fp8 is in test_float8.py."""
 
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -7,6 +10,8 @@ import pytest
 import torch
 from reads import Reads
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import TensorDataset
 
 from ddp_kit import LossError, Trainer, TrainerConfig
 from ddp_kit.errors import ConfigError
@@ -185,10 +190,10 @@ def mean_output(model: nn.Module, batch: Tensor) -> Tensor:
     return found
 
 
-def trained(model: nn.Module, data: object, loss_fn: object = mean_output, **settings: object) -> Trainer:
+def trained(model: nn.Module, train_data: object, loss_fn: object = mean_output, **settings: object) -> Trainer:
     config = TrainerConfig(precision="bf16-true", global_batch_size=4, max_steps=1, **settings)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, config)
-    trainer.fit(data)
+    trainer.fit(train_data)
     return trainer
 
 
@@ -265,3 +270,180 @@ def test_precision_bf16_true_checks_the_first_batch_for_whole_numbers(said: list
     assert sum("rounds whole numbers" in line for line in said) == 1
     with pytest.raises(ConfigError, match="bf16_inputs = False needs precision = 'bf16-true', but precision = 'bf16'"):
         TrainerConfig(precision="bf16", bf16_inputs=False)
+
+
+# --- Containers of bf16-true ------------------------------------------------------------------------------------------
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As Hugging Face's BatchEncoding, whose `to` takes only a device."""
+
+    def to(self, device: Any) -> "Encoding":
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+class NamedDict(dict):  # type: ignore[type-arg]
+    def to(self, device: Any) -> "NamedDict":
+        return NamedDict({name: value.to(device) for name, value in self.items()})
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    ids: Tensor
+
+
+@dataclass
+class Movable(Sample):
+    def to(self, device: Any) -> "Movable":
+        return replace(self, x=self.x.to(device), ids=self.ids.to(device))
+
+
+class Graph:
+    """An object whose tensors ddpkit cannot know."""
+
+    def __init__(self, x: Tensor, ids: Tensor) -> None:
+        self.x, self.ids = x, ids
+
+    def to(self, device: Any) -> "Graph":
+        return Graph(self.x.to(device), self.ids.to(device))
+
+
+Pair = namedtuple("Pair", ["x", "ids"])
+
+
+def feature(x: Tensor, ids: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchFeature({"x": x, "ids": ids})
+
+
+def encoding(x: Tensor, ids: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchEncoding({"x": x, "ids": ids})
+
+
+CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda x, ids: {"x": x, "ids": ids},
+    "list": lambda x, ids: [x, ids],
+    "tuple": lambda x, ids: (x, ids),
+    "namedtuple": Pair,
+    "dataclass": Sample,
+    "UserDict": lambda x, ids: UserDict(x=x, ids=ids),
+    "OrderedDict": lambda x, ids: OrderedDict(x=x, ids=ids),
+    "Encoding": lambda x, ids: Encoding(x=x, ids=ids),
+    "NamedDict": lambda x, ids: NamedDict(x=x, ids=ids),
+    "Movable": Movable,  # type: ignore[dict-item]
+    "BatchFeature": feature,
+    "BatchEncoding": encoding,
+    "nested": lambda x, ids: Encoding(x=Movable(x, ids), ids=ids),
+}
+
+
+def pair_in(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, list | tuple):
+        return batch[0], batch[1]
+    if isinstance(batch, dict | UserDict):
+        nested = isinstance(batch["x"], Movable)
+        return pair_in(batch["x"]) if nested else (batch["x"], batch["ids"])
+    return batch.x, batch.ids
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_precision_bf16_true_converts_floats_in_containers_and_no_integers(name: str) -> None:
+    given = [(torch.randn(4), torch.arange(300, 304)) for _ in range(8)]
+    kinds: list[object] = []
+
+    def collated(samples: list[Any]) -> Any:
+        return CONTAINERS[name](*map(torch.stack, zip(*samples, strict=True)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, ids = pair_in(batch)
+        kinds.append((type(batch), x.dtype, ids.dtype))
+        return model(x).mean()
+
+    trained(nn.Linear(4, 1), given, loss, data={"collate_fn": collated})
+    assert kinds == [(type(collated(given[:1])), torch.bfloat16, torch.int64)]
+
+
+def test_precision_bf16_true_converts_a_packed_sequence() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch)[1].mean()
+
+    trained(nn.GRU(4, 1), [torch.randn(3, 4)] * 8, loss, data={"collate_fn": pack_sequence})
+
+
+def test_precision_bf16_true_names_the_class_of_objects_that_it_cannot_convert() -> None:
+    def graph(samples: list[Tensor]) -> Graph:
+        return Graph(torch.stack(samples), torch.arange(4))
+
+    def loss(model: nn.Module, batch: Graph) -> Tensor:
+        return model(batch.x).mean()
+
+    with pytest.raises(LossError, match="tensors in objects of the class Graph in the batch keep their dtype\n.*") as e:
+        trained(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph})
+    assert "or in a function data.device_transform, which gets each batch" in e.value.hint
+
+    def converted(batch: Graph) -> Graph:
+        return Graph(batch.x.bfloat16(), batch.ids)
+
+    trained(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph, "device_transform": converted})
+
+
+def test_precision_bf16_true_checks_whole_numbers_inside_containers_with_a_method_to(said: list[str]) -> None:
+    Precision("bf16-true", CPU).check_batch(Encoding(x=torch.arange(1000.0)))
+    assert sum("rounds whole numbers" in line for line in said) == 1
+
+
+# --- Dtypes of weights ------------------------------------------------------------------------------------------------
+
+
+DTYPES = [
+    dtype
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    if (dtype.is_floating_point and dtype.itemsize > 1) or dtype in (torch.complex64, torch.complex128)
+]
+IMAGINARY = "would discard the imaginary part of complex weights: 0.weight"
+REFUSED = {
+    ("fp16", torch.float16): "torch cannot do in float16, the dtype of 0.weight",
+    ("fp16", torch.complex64): "torch cannot do in complex64, the dtype of 0.weight",
+    ("fp16", torch.complex128): "torch cannot do in complex128, the dtype of 0.weight",
+    ("bf16-true", torch.complex64): IMAGINARY,
+    ("bf16-true", torch.complex128): IMAGINARY,
+}
+
+
+class Weighted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 1), 0.5, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.real if self.weight.is_complex() else self.weight
+        return (x.float() @ weight.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_of_each_dtype_train_or_are_refused_when_the_trainer_is_created(
+    frozen: bool, precision: str, dtype: torch.dtype
+) -> None:
+    """Frozen weights may have any dtype, unless bf16-true would have to convert them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Weighted(dtype).requires_grad_(not frozen), nn.Linear(1, 1))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = TrainerConfig(precision=precision, global_batch_size=4, max_steps=2)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).float().square().mean()
+
+    def make() -> Trainer:
+        return Trainer(model, torch.optim.SGD(trained, lr=0.2), loss, config)
+
+    message = REFUSED.get((precision, dtype))
+    if message and (not frozen or precision == "bf16-true"):
+        with pytest.raises(ConfigError, match=message):
+            make()
+    else:
+        trainer, before = make(), [parameter.detach().clone() for parameter in trained]
+        trainer.fit(TensorDataset(torch.ones(8, 2)))
+        assert not all(torch.equal(one, other) for one, other in zip(before, trained, strict=True))

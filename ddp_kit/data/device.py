@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_kit.data.collate import checked_batches
-from ddp_kit.structures import each_leaf
+from ddp_kit.structures import each_leaf, each_value
 
 
 def _nothing(*_: object) -> None:
@@ -100,8 +100,16 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         # The copy is asynchronous only from pinned memory.
         copied = leaf.to(device, non_blocking=True)
         # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
-        return copied.to(dtype) if dtype is not None and copied.is_floating_point() else copied
-    return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
+        return copied if dtype is None else _converted(copied, dtype)
+    if not hasattr(leaf, "to") or isinstance(leaf, type):
+        return leaf
+    moved = leaf.to(device)
+    # Not by its own `to`, which would convert integers too.
+    return moved if dtype is None else each_value(partial(_converted, dtype=dtype), moved)
+
+
+def _converted(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _hand_over(leaf: Any, stream: torch.cuda.Stream) -> Any:

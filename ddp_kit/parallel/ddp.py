@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.parallel.shards import check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast
 from ddp_kit.torch_internals import DdpReducer
 
@@ -39,6 +40,12 @@ class DdpStrategy(Strategy):
         self._updates: list[Self] = []  # see `divided`
 
     # --- Setup --------------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        if self.config.compression is not None:
+            setting = f"parallel.compression={self.config.compression!r}"
+            check_dense_gradients(model, setting, "leave out compression")
 
     def setup(self, model: nn.Module) -> None:
         super().setup(model)

@@ -314,7 +314,7 @@ class FsdpStrategy(Strategy):
                 "memory.offload = 'all' has no effect on weights that parallelize=... shards",
                 "omit it, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
             )
-        check_dense_gradients(model, self.config.strategy)
+        check_dense_gradients(model, f"parallel.strategy={self.config.strategy!r}")
         scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if scalars:
             raise ConfigError(

@@ -63,8 +63,11 @@ class Shards:
         return part
 
 
-def check_dense_gradients(model: nn.Module, strategy: str) -> None:
-    """Raise `ConfigError` for trained embeddings with sparse gradients, because these cannot be sharded."""
+def check_dense_gradients(model: nn.Module, setting: str, instead: str = "use parallel='ddp'") -> None:
+    """Raise `ConfigError` for trained embeddings with sparse gradients, which a setting does not support.
+
+    They cannot be sharded, and torch cannot add them up in float16. `instead`: the alternative, for the hint.
+    """
     sparse = [
         name or "the model"
         for name, layer in model.named_modules()
@@ -72,6 +75,6 @@ def check_dense_gradients(model: nn.Module, strategy: str) -> None:
     ]
     if sparse:
         raise ConfigError(
-            f"parallel.strategy={strategy!r} does not support modules with sparse gradients: {some(sparse)}",
-            "leave out sparse=True, or use parallel='ddp'",
+            f"{setting} does not support modules with sparse gradients: {some(sparse)}",
+            f"leave out sparse=True, or {instead}",
         )

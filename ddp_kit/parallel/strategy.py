@@ -472,6 +472,18 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         multiply_all(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
+def clip_gradient_values(parameters: Iterable[nn.Parameter], largest: float) -> None:
+    """Clip each value of the gradients to the range from -`largest` to `largest`."""
+    dense = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # a value is the sum of all entries with the same index
+            parameter.grad.values().clamp_(-largest, largest)
+        else:
+            dense.append(parameter)
+    nn.utils.clip_grad_value_(dense, largest)
+
+
 def _norm(gradient: Tensor) -> Tensor:
     values = _values(gradient)
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))

@@ -47,7 +47,7 @@ class Zero1Strategy(DdpStrategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_dense_gradients(model, self.config.strategy)
+        check_dense_gradients(model, f"parallel.strategy={self.config.strategy!r}")
 
     def setup(self, model: nn.Module) -> None:
         # DDP's buckets keep these strides, and the flat tensor is in row-major order.

@@ -43,7 +43,7 @@ from ddp_kit.profile import Recorder
 from ddp_kit.timing import DATA, TRANSFER, StepClock, step_clock
 from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.evaluation import Evaluator
-from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, warmed_up
+from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, separate_rates, warmed_up
 from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.position import Position, RunState, StreamPart
@@ -321,10 +321,14 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
         (update.name, update.optimizer, update.scheduler, update.scheduler_every, update.every)
         for update in arguments.updates
     ]
-    alone = ("", optimizer, arguments.scheduler, arguments.scheduler_every, 1)
-    for name, scheduled, scheduler, interval, every in rows or [alone]:
-        if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
-            scale_learning_rate(scheduled, rule, model.placement.batch_plan.global_batch, reference, scheduler)
+    rows = rows or [("", optimizer, arguments.scheduler, arguments.scheduler_every, 1)]
+    asked = [scheduler for _, _, scheduler, _, _ in rows]
+    # For all updates together, whose optimizers may share a tensor as their rate.
+    if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
+        scale_learning_rate(optimizer, rule, model.placement.batch_plan.global_batch, reference, *asked)
+    if any(asked) or settings.warmup_steps:
+        separate_rates(optimizer)
+    for name, scheduled, scheduler, interval, every in rows:
         made = scheduler_for(scheduled, scheduler, interval)
         if isinstance(made, ReduceLROnPlateau):
             plateau = Plateau(made, arguments.plateau_metric, settings.checkpoint, settings.warmup_steps)

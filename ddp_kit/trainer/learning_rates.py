@@ -134,7 +134,7 @@ def scale_learning_rate(
     rule: Literal["linear", "sqrt"],
     global_batch: int,
     reference: int,
-    scheduler: object = None,
+    *schedulers: object,
 ) -> None:
     """Multiply the learning rate of every parameter group by the ratio global_batch / reference or its square root.
 
@@ -143,12 +143,12 @@ def scale_learning_rate(
     Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287). Malladi
     et al. also scale betas and epsilon; this function scales only the learning rate.
 
-    `global_batch`, `reference`: batch sizes in samples. `scheduler`: the `scheduler` argument of the Trainer. A
-    function `optimizer -> LRScheduler` is called after the scaling, so its scheduler starts from the scaled rates. Its
-    own settings, such as OneCycleLR's max_lr, are not scaled.
-    Raises `ConfigError` if `scheduler` is an LRScheduler, because it was created with the unscaled rates.
+    `global_batch`, `reference`: batch sizes in samples. `schedulers`: the `scheduler` argument of the Trainer, or of
+    each update. A function `optimizer -> LRScheduler` is called after the scaling, so its scheduler starts from the
+    scaled rates. Its own settings, such as OneCycleLR's max_lr, are not scaled.
+    Raises `ConfigError` for an LRScheduler, because it was created with the unscaled rates.
     """
-    if isinstance(scheduler, LRScheduler):
+    for scheduler in (one for one in schedulers if isinstance(one, LRScheduler)):
         raise ConfigError(
             f"learning_rate_scaling is {rule!r}, but the {type(scheduler).__name__} was created with the unscaled "
             "learning rates",
@@ -157,13 +157,40 @@ def scale_learning_rate(
         )
     ratio = global_batch / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
+    # Schedulers made with last_epoch start from initial_lr. All products first: groups may share a tensor.
+    scaled = [
+        (group, name, group[name] * factor)
+        for group in optimizer.param_groups
+        for name in ("lr", "initial_lr")
+        if name in group
+    ]
+    for group, name, rate in scaled:
+        set_rate(group, rate, name)
+
+
+def set_rate(group: dict[str, Any], rate: float | Tensor, name: str = "lr") -> None:
+    """Set a rate of a parameter group; a tensor is written in place, because other objects may refer to it.
+
+    Several groups may share this tensor: compute the rates of all groups before you set the first one.
+    """
+    if isinstance(group[name], Tensor):
+        group[name].fill_(float(rate))
+    else:
+        group[name] = rate
+
+
+def separate_rates(optimizer: Optimizer) -> None:
+    """Give each parameter group a rate of its own if groups share a tensor, as with `lr=torch.tensor(0.1)`.
+
+    Schedulers write the rate of one group after the other: ReduceLROnPlateau would reduce a shared tensor once per
+    group, and with rates that differ by group, such as those of LambdaLR, all groups would get the last one.
+    """
+    seen = set[int]()
     for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr"):  # schedulers made with last_epoch start from initial_lr
-            if name in group:
-                if isinstance(group[name], Tensor):  # in place, because other objects may refer to it
-                    group[name].mul_(factor)
-                else:
-                    group[name] *= factor
+        if isinstance(group["lr"], Tensor):
+            if id(group["lr"]) in seen:
+                group["lr"] = group["lr"].clone()
+            seen.add(id(group["lr"]))
 
 
 def warmed_up(

@@ -7,12 +7,9 @@ if its loss is not finite:
     cause_with_all_ranks(note)    # if passes contain collectives: once the ranks know of it, each repeats a pass
 """
 
-import sys
 import time
-from collections import UserDict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from ddp_kit.data.collate import tensors_in
-from ddp_kit.errors import first_line
+from ddp_kit.errors import some
 from ddp_kit.metrics import Loss
-from ddp_kit.structures import each_leaf, with_copied_containers
-from ddp_kit.torch_internals import CommunicationError, WithoutCollectives, memory_of, pytree
+from ddp_kit.structures import each_value
+from ddp_kit.torch_internals import memory_of, pytree
 from ddp_kit.trainer.context import TrainerContext
-from ddp_kit.trainer.snapshots import without_trace
+from ddp_kit.trainer.repeated_pass import NotRepeatable, PassState, repeat
 
 _SHOWN = 8  # samples in a message
 _SECONDS = 60.0  # the time for the search for samples, because other ranks may wait in a collective
@@ -101,6 +98,8 @@ class _Trace:
     outputs: list[_Output] = field(default_factory=list)
     finite: bool = True
     """Whether the loss is finite."""
+    written: list[str] = field(default_factory=list)
+    """The names of weights that the pass writes, and "its batch"."""
 
     def first(self, usual: set[str]) -> int:
         """The index of the first output that is not finite, except for modules in `usual`; -1 if there is none."""
@@ -113,34 +112,39 @@ class _Trace:
 
 
 class _Repeat:
-    """Repeats a pass, or parts of its batch, without a trace in buffers and random states."""
+    """Repeats a pass, or parts of its batch."""
 
     def __init__(self, context: TrainerContext, note: PassNote, *, alone: bool) -> None:
-        """`alone`: whether the other ranks do not repeat a pass: then a collective raises `CommunicationError`."""
-        self._context, self._note, self._alone = context, note, alone and context.world.world_size > 1
+        """`alone`: as for `repeat`."""
+        self._context, self._note, self._alone = context, note, alone
         self._names = {id(module): name for name, module in context.model.named_modules()}
         self._trace: _Trace
         self._samples = 0
 
-    def run(self, batch: Any, samples: int) -> _Trace:
-        """Run the loss function on a batch. Any exception may come from the user's code."""
+    def run(self, batch: Any, samples: int, *, whole: bool = False) -> _Trace:
+        """Run the loss function on a batch. Raises `NotRepeatable`.
+
+        `whole`: whether this is the whole batch: then also find what the pass writes.
+        """
         context, self._samples = self._context, samples
-        self._trace = _Trace(self._output("the micro-batch", [*tensors_in(batch)]))
-        with (
-            without_trace(context),
-            torch.no_grad(),
-            context.precision.forward(),
-            ExitStack() as stack,
-        ):
-            if "torch._dynamo" in sys.modules:  # compiled code would not call the hook for the modules inside it
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        batch = each_value(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        tensors = [*tensors_in(batch)]
+        versions = [tensor._version for tensor in tensors]
+        self._trace = _Trace(self._output("the micro-batch", tensors))
+        # With FSDP, a pass replaces the weights of modules.
+        after = PassState(context.model, weights="each" if whole and not context.strategy.divides_weights else "none")
+
+        def is_finite(value: Tensor | Loss) -> bool:
+            return bool(torch.isfinite(value.loss if isinstance(value, Loss) else value).all())
+
+        with torch.no_grad(), ExitStack() as stack:
             stack.callback(register_module_forward_hook(self._note_output).remove)
-            if self._alone:
-                stack.enter_context(WithoutCollectives())  # type: ignore[no-untyped-call]
-            self._note.restore_random()
-            value = context.strategy.call(context.loss_fn, batch)
-            total = value.loss if isinstance(value, Loss) else value
-            self._trace.finite = bool(torch.isfinite(total).all())
+            self._trace.finite = repeat(
+                context, batch, self._note.restore_random, is_finite, after=after, alone=self._alone, eager=True
+            )
+        self._trace.written = after.changed() if whole else []
+        if versions != [tensor._version for tensor in tensors]:
+            self._trace.written.append("its batch")
         return self._trace
 
     def _note_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -191,16 +195,14 @@ def cause_alone(context: TrainerContext, note: PassNote, keys: Sequence[Any] | N
 
     `keys`: the indices of the pass's samples in the dataset; None if they are unknown.
     """
-    repeat = _Repeat(context, note, alone=True)
+    repeated = _Repeat(context, note, alone=True)
     try:
-        trace = repeat.run(with_copied_containers(note.batch), note.samples)
-    except CommunicationError:
-        return "its pass cannot be repeated on this rank alone, because it communicates with other ranks"
-    except Exception as error:
-        return f"its pass could not be repeated: {first_line(error)}"
+        trace = repeated.run(note.batch, note.samples, whole=True)
+    except NotRepeatable as problem:
+        return f"its pass could not be repeated: {problem}"
     if trace.finite:
-        return _NOT_REPEATED
-    search = _Search(repeat, note, trace)
+        return _not_repeated(trace)
+    search = _Search(repeated, note, trace)
     return _described(trace, search.usual, search.described(keys))
 
 
@@ -212,13 +214,13 @@ def cause_with_all_ranks(context: TrainerContext, note: PassNote, keys: Sequence
     returns "". For `keys`, see `cause_alone`.
     """
     try:
-        trace = _Repeat(context, note, alone=False).run(with_copied_containers(note.batch), note.samples)
-    except Exception as error:
-        return f"its pass could not be repeated: {first_line(error)}" if failed else ""
+        trace = _Repeat(context, note, alone=False).run(note.batch, note.samples, whole=True)
+    except NotRepeatable as problem:
+        return f"its pass could not be repeated: {problem}" if failed else ""
     if not failed:
         return ""
     if trace.finite:
-        return _NOT_REPEATED
+        return _not_repeated(trace)
     first = trace.first(set())
     rows = trace.outputs[first].samples if first >= 0 else ()
     where = f"it is not finite in {'the rows of ' if rows else ''}{_named(rows or range(note.samples), keys)}"
@@ -231,7 +233,7 @@ class _Search:
     Halves the samples while at least one half still gives it. Ends once it has found more samples than are shown.
     """
 
-    def __init__(self, repeat: _Repeat, note: PassNote, trace: _Trace) -> None:
+    def __init__(self, repeated: _Repeat, note: PassNote, trace: _Trace) -> None:
         self._note, self._trace = note, trace
         self._any_finite = False
         self.usual: set[str] = set()
@@ -244,7 +246,7 @@ class _Search:
             samples = self._left.pop()
             middle = len(samples) // 2
             halves = (samples[middle:], samples[:middle]) if middle else ()
-            answers = {half: self._gives_it(repeat, half) for half in halves}
+            answers = {half: self._gives_it(repeated, half) for half in halves}
             causes = [half for half, gives_it in answers.items() if gives_it]
             self._left += causes
             if not causes:
@@ -252,14 +254,14 @@ class _Search:
                 if None in answers.values():
                     self._untried.append(samples)
 
-    def _gives_it(self, repeat: _Repeat, samples: range) -> bool | None:
+    def _gives_it(self, repeated: _Repeat, samples: range) -> bool | None:
         """Whether samples alone give a loss that is not finite, with the same origin; None: they cannot be tried."""
         part = part_of(self._note.batch, samples, self._note.samples)
         if part is None:
             return None
         try:
-            trace = repeat.run(part, len(samples))
-        except Exception:  # a layer such as BatchNorm may need several samples
+            trace = repeated.run(part, len(samples))
+        except NotRepeatable:  # a layer such as BatchNorm may need several samples
             return None
         if trace.finite:
             self._any_finite = True
@@ -291,16 +293,12 @@ def part_of(batch: Any, samples: range, size: int) -> Any:
     sizes = set[int]()
 
     def part(leaf: Any) -> Any:
-        if isinstance(leaf, UserDict):  # a container with a `to` method, such as Hugging Face's BatchEncoding
-            clone = copy(leaf)
-            clone.data = each_leaf(part, leaf.data)
-            return clone
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         sizes.add(leaf.size(0))
         return leaf[samples.start : samples.stop]
 
-    divided = each_leaf(part, batch)
+    divided = each_value(part, batch)
     return divided if sizes == {size} else None
 
 
@@ -308,10 +306,19 @@ def part_of(batch: Any, samples: range, size: int) -> Any:
 
 
 _INPUT = ", whose input is not finite either"
-_NOT_REPEATED = (
-    "its pass was repeated with the same weights, samples and random states of torch, and its loss was finite: it "
-    "depends on something else that changes"
-)
+
+
+def _not_repeated(trace: _Trace) -> str:
+    if trace.written:
+        return f"its pass was repeated, and its loss was finite: {_changed_before(trace)}"
+    return (
+        "its pass was repeated with the same weights, samples and random states of torch, and its loss was finite: it "
+        "depends on something else that changes"
+    )
+
+
+def _changed_before(trace: _Trace) -> str:
+    return f"the loss function writes to {some(trace.written)}, so the repeated pass began with other values"
 
 
 def _described(trace: _Trace, usual: set[str], samples: str) -> str:
@@ -328,6 +335,7 @@ def _described(trace: _Trace, usual: set[str], samples: str) -> str:
         samples,
         *(() if batch.finite else ("the micro-batch has values that are not finite",)),
         f"the largest absolute value before it is {largest.largest:.3g}, in {largest.module}",
+        *((_changed_before(trace),) if trace.written else ()),
     ]
     return "its pass was repeated: " + "; ".join(texts)
 

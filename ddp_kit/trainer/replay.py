@@ -13,14 +13,13 @@ Gradients are compared before they are reduced. Batches and random states are se
 import json
 import math
 import socket
-import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.reader import unpack
-from ddp_kit.data.collate import unpacked
+from ddp_kit.data.collate import tensors_in, unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import (
@@ -40,17 +39,15 @@ from ddp_kit.distributed.world import (
     gathered_bytes,
     host_group,
     random_states,
-    random_states_kept,
     set_random_states,
 )
-from ddp_kit.errors import CheckpointError, FaultyRankError, first_line
+from ddp_kit.errors import CheckpointError, FaultyRankError, some
 from ddp_kit.log import logger
-from ddp_kit.metrics import Loss, checked
+from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
-from ddp_kit.torch_internals import CommunicationError, WithoutCollectives
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.model_flops import device_name
-from ddp_kit.trainer.snapshots import BufferCopies
+from ddp_kit.trainer.repeated_pass import WEIGHTS, NotRepeatable, PassState, repeat
 
 INTERVAL = 500
 """The least number of optimizer steps between two checks."""
@@ -271,6 +268,8 @@ def _unpacked(message: bytes, device: torch.device, kind: Any) -> _Pass:
     return _Pass(batch, samples, random, noted)
 
 
+_WRITTEN = -1  # in place of the size of a message: the pass has written weights that were not copied before
+_MOST_LEARNED = 10
 _NOTED = "noted"  # the tensor in a message with the gradients of the step
 _ALIGNMENT = 64  # of the memory that torch allocates, in bytes
 
@@ -319,8 +318,12 @@ class Replay:
         self._off = False  # whether a rank has a problem
         self._pass: _Pass | None = None  # this rank's first pass in the step; None if it has none
         self._message: dict[str, Tensor] = {}
+        self._batch_bits: Tensor  # of the batch before the pass
         self._sums: GradientSums
-        self._buffers: BufferCopies
+        self._before: PassState
+        self._written = frozenset[str]()  # the names of weights and tensors that forward passes write
+        self._learned = 0  # how often names were added to them
+        self._names_weights = False  # whether to find which weights are written
 
     def is_due(self, step: int) -> bool:
         """Whether to check the gradients of this step, which is a log point."""
@@ -332,7 +335,9 @@ class Replay:
 
         Yields a function that returns the batch of the next pass, as `fetch` does.
         """
-        self._pass, self._buffers = None, BufferCopies(self._context.model)
+        weights: Literal["each", "together"] = "each" if self._names_weights else "together"
+        self._pass = None
+        self._before = PassState(self._context.model, self._written, weights=weights, graphs=False)
 
         def batch() -> Any:
             value = fetch()
@@ -355,6 +360,8 @@ class Replay:
             self._message = _packed(self._pass)
         except CheckpointError:
             self._problem = f"a batch of {type(batch).__name__} has objects that cannot be sent to another rank"
+        else:
+            self._batch_bits = bits(tensors_in(batch))
 
     def compare(self, step: int) -> None:
         """Compare the noted gradients with those of the next rank, which repeats the pass. A collective.
@@ -362,14 +369,20 @@ class Replay:
         Raises `FaultyRankError` on all ranks if a rank has computed wrong gradients. If a pass cannot be repeated, logs
         a warning, and checks nothing from then on.
         """
-        message = b""
+        message, written = b"", []
         if self._pass is not None and not self._problem:
             self._pass = self._pass._replace(noted=self._sums.values())
             noted = torch.tensor(self._pass.noted, dtype=torch.float64)
             message = safetensors.torch.save(self._message | {_NOTED: noted})
-            if self._checked is None:
+            if int(bits(tensors_in(self._pass.batch))) != int(self._batch_bits):  # the loss function has written to it
+                self._pass = self._unpacked(message)
+            written = self._before.changed()
+            if self._checked is None and not written:
                 self._repeat(self._pass, alone=True)
-        if sizes := self._of_ranks(len(message)):
+        sizes = self._of_ranks(_WRITTEN if written else len(message))
+        if _WRITTEN in sizes:
+            self._learn(written)
+        elif sizes:
             received = self._from_previous_rank(message, sizes)
             previous = self._unpacked(received)
             first = self._repeat(previous)
@@ -381,6 +394,18 @@ class Replay:
                     before_previous = self._from_previous_rank(received, sizes)
                 self._name_faults(step, checked, (message, received, before_previous), first)
         self._pass, self._message = None, {}  # frees the memory of the batch
+
+    def _learn(self, written: Sequence[str]) -> None:
+        """Note which weights the passes of this step have written, to copy them before the next check. A collective."""
+        world, hosts = self._context.world, host_group(self._context.world)
+        names = {
+            name for text in gathered_bytes(json.dumps(written).encode(), world, hosts) for name in json.loads(text)
+        }
+        self._names_weights = WEIGHTS in names
+        self._written |= names - {WEIGHTS}
+        self._learned += 1
+        if self._learned > _MOST_LEARNED:
+            self._problem = f"in each step, forward passes write to other tensors, now to {some(sorted(names))}"
 
     def _name_faults(
         self, step: int, checked: int | None, messages: tuple[bytes, bytes, bytes], first: Gradients
@@ -410,7 +435,8 @@ class Replay:
             raise error
         self._problem = (
             "ranks that repeat the same pass get different gradients, so the loss function depends on more than its "
-            "batch, the weights and the random states of Python, NumPy and torch"
+            "batch, the model and the random states of Python, NumPy and torch; repeating it has also changed what the "
+            "loss function keeps outside of the model, such as a counter"
         )
         self._of_ranks(0)
 
@@ -428,31 +454,34 @@ class Replay:
         """
         if noted is None or self._problem:
             return []
-        context = self._context
-        after = BufferCopies(context.model)
+        context, after = self._context, PassState(self._context.model, self._written)
         sums = GradientSums(self._parameters, exact=not self._tolerance, discard=True)
+
+        def gradients(loss: Tensor | Loss) -> Gradients:
+            torch.autograd.grad(self._backpropagated(loss, noted.samples), self._parameters, allow_unused=True)
+            return sums.values()
+
         try:
-            with random_states_kept(context.world), ExitStack() as stack:
-                if alone:
-                    if "torch._dynamo" in sys.modules:  # torch.compile does not support a dispatch mode
-                        stack.enter_context(torch.compiler.set_stance("force_eager"))
-                    stack.enter_context(WithoutCollectives())  # type: ignore[no-untyped-call]
-                self._buffers.restore()
-                set_random_states(decoded(noted.random))
-                with context.precision.forward(), context.activations.forward_context(), context.logged.batch(0):
-                    value = checked(
-                        context.strategy.call(context.loss_fn, with_copied_containers(noted.batch)), "the loss function"
-                    )
-                torch.autograd.grad(self._backpropagated(value, noted.samples), self._parameters, allow_unused=True)
-                return sums.values()
-        except CommunicationError:
-            self._problem = "the loss function communicates with other ranks"
-        except Exception as error:  # from the user's code
-            self._problem = f"repeating a pass failed on rank {context.world.rank}: {first_line(error)}"
+            repeated = repeat(
+                context,
+                noted.batch,
+                lambda: set_random_states(decoded(noted.random)),
+                gradients,
+                start=self._before,
+                after=after,
+                alone=alone,
+            )
+        except NotRepeatable as problem:
+            self._problem = f"repeating a pass failed on rank {context.world.rank}: {problem}"
+            repeated = []
         finally:
             sums.close()
-            after.restore()
-        return []
+        if changed := after.changed():
+            self._problem = (
+                f"repeating a pass on rank {context.world.rank} has changed {some(changed)}, which the pass of the "
+                "step did not write, so the weights of this run are no longer those of a run without the check"
+            )
+        return repeated
 
     def _of_ranks(self, number: int) -> list[int]:
         """The number of each rank; empty if any rank has a problem: no pass is repeated from then on. A collective."""

@@ -21,6 +21,7 @@ from ddp_kit.records import LearningRateSearch
 from ddp_kit.structures import in_mode
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.context import TrainerContext
+from ddp_kit.trainer.learning_rates import set_rate
 from ddp_kit.trainer.logging import Interval
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
 from ddp_kit.trainer.step import OptimizerStep, StepRecorder
@@ -240,7 +241,7 @@ def find(
     try:
         for rate, share in zip(rates, _shares(feed), strict=False):
             for group, at_first in zip(context.optimizer.param_groups, own, strict=True):
-                group["lr"] = rate * (at_first / own[0] if own[0] else 1.0)
+                set_rate(group, rate * (at_first / own[0] if own[0] else 1.0))
             interval = Interval(context.world, 1)
             clock.start()
             with step.without_scheduler(), context.logged.set_aside():

@@ -108,17 +108,24 @@ class RunSnapshot:
         self._weights = [(weight, _on_host(weight)) for weight in context.strategy.local_parameters()]
         self._buffers = BufferCopies(context.model, _on_host)
         self._optimizer = pytree.tree_map(_on_host, context.optimizer.state_dict())
+        self._options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in context.optimizer.param_groups
+        ]
         self._scheduler = {} if context.scheduler is None else copy.deepcopy(context.scheduler.state_dict())
         self._scaler = context.precision.state()
         self._random = random_states(context.world)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state; weights and buffers are restored in place."""
+        """Restore the state; weights, buffers and tensors in the parameter groups are restored in place."""
         for weight, before in self._weights:
             weight.copy_(before)
         self._buffers.restore()
         load_optimizer_state(self._context.optimizer, copy.deepcopy(self._optimizer), keep_devices=False)
+        for group, options in zip(self._context.optimizer.param_groups, self._options, strict=True):
+            loaded = {name: group[name] for name in options}
+            group.update(pytree.tree_map(_written, options, loaded))
         if self._context.scheduler is not None:
             self._context.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
         self._context.precision.set_state(self._scaler)
@@ -127,3 +134,8 @@ class RunSnapshot:
 
 def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _written(tensor: Any, value: Any) -> Any:
+    """The tensor with another value: the script, other groups or a compiled step may refer to it."""
+    return tensor.copy_(value) if isinstance(tensor, Tensor) else value

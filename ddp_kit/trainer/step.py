@@ -21,7 +21,7 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
-from ddp_kit.parallel.strategy import scale_gradients
+from ddp_kit.parallel.strategy import clip_gradient_values, scale_gradients
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree, step_hooks
@@ -64,13 +64,14 @@ class OptimizerStep:
     At the end of an epoch, `end_epoch` steps the scheduler if `scheduler_every="epoch"`.
     """
 
-    def __init__(self, context: TrainerContext, clock: StepClock) -> None:
+    def __init__(self, context: TrainerContext, clock: StepClock, *, has_updates: bool = False) -> None:
+        """A collective with `verify_ranks="replay"`. `has_updates`: whether the passes are those of other steps."""
         self._context = context
         self._strategy = context.strategy
         self._clock = clock
         self._parameters = RunParameters(context.model, context.optimizer, context.stepped_optimizer)
         self._loss = StepLoss(context, clock, self._parameters)
-        replays = context.config.verify_ranks == "replay" and context.world.world_size > 1
+        replays = context.config.verify_ranks == "replay" and context.world.world_size > 1 and not has_updates
         self._replay = Replay(context, self._loss.backpropagated) if replays else None
         # Whether the user's optimizer overrides `zero_grad`, which a loop by hand calls in each step.
         self._zeroes_itself = getattr(context.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
@@ -123,6 +124,7 @@ class OptimizerStep:
         loss.begin(share, recorder)
         with nullcontext(batch) if replay is None else replay.watching(share, batch) as batch:
             self.run_passes(share.passes, batch)
+        loss.note_cause()
         loss.reduce_weights()  # on ranks without passes
         if measure_norm:  # only at log points, because it walks over all modules
             self.check_parameters()
@@ -152,7 +154,7 @@ class OptimizerStep:
             if config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(strategy.updated_parameters, config.max_grad_norm, norm)
         if config.max_grad_value is not None:
-            nn.utils.clip_grad_value_(strategy.updated_parameters, config.max_grad_value)
+            clip_gradient_values(strategy.updated_parameters, config.max_grad_value)
         return True
 
     def run_passes(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
@@ -356,7 +358,7 @@ class StepLoss:
             )
         total = value.loss if isinstance(value, Loss) else value
         if self._reads_losses and number and not cmath.isfinite(total.item()):
-            self._note_failure()
+            self._failed = self._failed or self._recorder.wants_cause
         if number < samples and not isinstance(value, Loss):
             self._note_missing(samples - number, samples)
         if counted:
@@ -501,12 +503,13 @@ class StepLoss:
         error.reported_elsewhere = context.world.rank != rank
         return error
 
-    def _note_failure(self) -> None:
-        """Note that the loss of this pass is not finite, and the cause, unless all ranks have to repeat a pass."""
-        if self._failed or not self._recorder.wants_cause:
-            return
-        self._failed, context, note = True, self._context, self._note
-        if not context.strategy.divides_weights and note is not None:
+    def note_cause(self) -> None:
+        """After the passes: if a loss was not finite, find the cause, unless all ranks have to repeat a pass.
+
+        Not before the backward pass: a repeated forward pass that writes to weights changes what autograd has saved.
+        """
+        context, note = self._context, self._note
+        if self._failed and not context.strategy.divides_weights and note is not None:
             self._recorder.note_cause(cause_alone(context, note, self._keys(note)))
 
     def note_cause_with_all_ranks(self) -> None:

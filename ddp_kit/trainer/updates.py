@@ -235,7 +235,7 @@ class JointStep(OptimizerStep):
     def __init__(
         self, context: TrainerContext, clock: StepClock, steps: Mapping[str, tuple[int, OptimizerStep]]
     ) -> None:
-        super().__init__(context, clock)
+        super().__init__(context, clock, has_updates=True)
         self._steps = dict(steps)
 
     def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:

@@ -168,6 +168,7 @@ ARGUMENTS: Mistakes = {
     "a model on the meta device": lambda: trainer(meta()),
     "a model with lazy modules": lambda: trainer(nn.LazyLinear(1)),
     "a model that is frozen": lambda: trainer(network().requires_grad_(False)),
+    "a float16 model with fp16": lambda: trainer(network().half(), config={"precision": "fp16"}),
     "the name of an optimizer": lambda: trainer(optimizer="adam"),
     "a list of optimizers": lambda: trainer(optimizer=[sgd(network().parameters())]),
     "an optimizer of another model": lambda: trainer(optimizer=sgd(network().parameters())),

@@ -1,12 +1,13 @@
 """Run by test_replayed.py: gradients of one rank are corrupted, or a script does something unusual.
 
-Arguments: `faults SEED COUNT`, or `case NAME STRATEGY VERIFY_RANKS`.
+Arguments: `faults SEED COUNT`, or `case NAME STRATEGY VERIFY_RANKS [replay]`, if gradients must have been compared.
 """
 
+import gc
 import os
 import random
 import sys
-from collections import UserDict, namedtuple
+from collections import UserDict, deque, namedtuple
 from typing import Any
 
 import torch
@@ -47,6 +48,28 @@ def samples() -> list[Any]:
         (torch.randint(50, (4,), generator=generator), torch.randint(2, (), generator=generator))
         for _ in range(SAMPLES)
     ]
+
+
+class Momentum(nn.Module):
+    """As MoCo and BYOL: the forward pass updates frozen weights. It also writes attributes, and a module in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.slow, self.teachers = network(), network().requires_grad_(False), [nn.Linear(2, 2)]
+        self.table, self.calls, self.sizes = torch.ones(2), 0, deque([1.0], maxlen=3)
+        self.generator, self.random = torch.Generator().manual_seed(0), random.Random(0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, weight in zip(self.slow.parameters(), self.online.parameters(), strict=True):
+                slow.lerp_(weight, 0.1) if slow.dim() == 2 else slow.data.lerp_(weight, 0.1)
+            target = self.slow(tokens)
+        self.teachers[0].weight.data.mul_(1.01)
+        self.table.mul_(1.01)
+        self.calls += 1
+        self.sizes.append(self.calls + torch.rand((), generator=self.generator).item() + self.random.random())
+        factor = self.table.sum() * self.teachers[0].weight.detach().norm() * sum(self.sizes) / self.calls
+        return self.online(tokens) * factor.cos() + 0.5 * target
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
@@ -152,7 +175,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
 Pair = namedtuple("Pair", ["tokens", "labels"])
 
 
-def run_case(name: str, strategy: str, verify: str) -> None:
+def run_case(name: str, strategy: str, verify: str, expected: str = "") -> None:
     """Train a few steps; print the warnings about the check, and a checksum of the weights."""
     model, data, config = network(), samples(), settings(strategy, verify_ranks=verify)
     own, counted = loss_fn, [0]
@@ -163,7 +186,7 @@ def run_case(name: str, strategy: str, verify: str) -> None:
             return F.cross_entropy(model(batch["tokens"]), batch.pop("labels"))
         if name == "named_tuple":
             return F.cross_entropy(model(batch[0]), batch[1])
-        if name == "in_place":
+        if name in ("in_place", "updates_in_place"):
             batch[0].add_(1).remainder_(50)
         if name == "python_random":
             return own(model, batch) * random.random() * torch.rand(())
@@ -207,14 +230,17 @@ def run_case(name: str, strategy: str, verify: str) -> None:
         config["memory"] = {"activation_checkpointing": "blocks"}
     if name == "unknown":
         own = lambda model, batch: F.cross_entropy(model(batch[0]), batch[0][:, 0] % 2)  # noqa: E731
+    if name == "momentum":
+        model, config["log_every_steps"] = Momentum(), 1
     if name == "by_rank":
         own = lambda model, batch: loss_fn(model, batch) * (RANK + 1)  # noqa: E731
     lines: list[str] = []
     logger.add(lambda line: lines.append(str(line)), level="WARNING", format="{message}")
-    optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, 1e-3)
     if name == "lbfgs":
         optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
-    if name == "updates":
+    if name.startswith("updates"):
         half = len(list(model.parameters())) // 2
         parts = [*model.parameters()][:half], [*model.parameters()][half:]
         updates = [
@@ -224,7 +250,11 @@ def run_case(name: str, strategy: str, verify: str) -> None:
         trainer = Trainer(model, updates=updates, config=TrainerConfig(**config))
     else:
         trainer = Trainer(model, optimizer, loss, config=TrainerConfig(**config))
+    replays = [each for each in gc.get_objects() if isinstance(each, replay.Replay)]
+    assert len(replays) == (verify == "replay") * (2 if name.startswith("updates") else 1)
     result = trainer.fit(data)
+    if verify == expected == "replay":
+        assert all(each._checked for each in replays), "gradients were compared"
     found = [line for line in lines if "verify_ranks" in line]
     if trainer.world.is_main:
         print(name, result.history[-1].weights_checksum, f"{result.loss:.17g}", "|".join(found).strip())
@@ -232,6 +262,7 @@ def run_case(name: str, strategy: str, verify: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "case":
+        replay.INTERVAL = 1 if sys.argv[2] == "momentum" else replay.INTERVAL
         run_case(*sys.argv[2:])
     else:
         replay.INTERVAL = 1

@@ -16,7 +16,7 @@ FAULTS = 20  # for each number of ranks
 RIGHT = {
     "plain": "ddp", "encoding": "ddp", "named_tuple": "ddp", "in_place": "ddp", "python_random": "ddp", "logs": "ddp",
     "weighted": "zero1", "bf16": "ddp", "short": "ddp", "accumulated": "zero1", "recomputed": "ddp", "lbfgs": "ddp",
-    "updates": "ddp", "compiled": "ddp",
+    "updates": "ddp", "updates_in_place": "ddp", "compiled": "ddp", "momentum": "ddp",
 }  # fmt: skip
 NOT_REPEATABLE = {
     "gathers": "the loss function communicates with other ranks",
@@ -38,7 +38,7 @@ def test_replay_of_random_faults_names_rank_and_step(start: Start, ranks: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_replay_of_a_right_script_changes_nothing(start: Start, name: str) -> None:
-    runs = [start("ddpkit", 3, SCRIPT, "case", name, RIGHT[name], verify) for verify in ("replay", "weights")]
+    runs = [start("ddpkit", 3, SCRIPT, "case", name, RIGHT[name], verify, "replay") for verify in ("replay", "weights")]
     lines = [[line for line in run.stdout.splitlines() if line.startswith(name)] for run in runs]
     assert lines[0] == lines[1]
     assert len(lines[0]) == 1, runs[0].stderr

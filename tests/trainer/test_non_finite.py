@@ -241,6 +241,41 @@ def test_pass_that_gives_another_result_is_said_to_depend_on_something_else() ->
     assert "its loss was finite: it depends on something else that changes" in message_of(trainer, rows(bad=None))
 
 
+def test_loss_function_that_writes_to_its_batch_is_named() -> None:
+    """Its pass can only be repeated with the batch as it has left it."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = squares(model, [batch[0].clone(), batch[1]])
+        batch[0].nan_to_num_(0)
+        return value
+
+    message = message_of(trainer_for(network(), loss))
+    assert "its pass was repeated, and its loss was finite: the loss function writes to its batch, so the" in message
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_pass_that_writes_weights_is_repeated_after_the_backward_pass(by_data: bool) -> None:
+    """A repeated forward pass changes them again, and autograd may need them as they were."""
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(3, 1), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            with torch.no_grad():
+                weight = self.layer.weight.data if by_data else self.layer.weight
+                weight.mul_(0.5)
+            return self.layer(x.requires_grad_() * x.detach())
+
+    model = Normalized()
+    message = message_of(trainer_for(model))
+    assert "is layer (Linear); it comes from sample 13 of train_data alone;" in message
+    assert "; the loss function writes to layer.weight, so the repeated pass began with other values" in message
+    assert model.calls == 4, "those of repeated passes do not count"
+
+
 def test_pass_that_raises_when_it_is_repeated_still_ends_with_the_loss() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         if trainer.step == 2 and not torch.is_grad_enabled():
