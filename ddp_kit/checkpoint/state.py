@@ -5,18 +5,21 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import BestValue
-from ddp_kit.checkpoint.packing import DTYPES, pack
+from ddp_kit.checkpoint.packing import DTYPES, pack, unstorable_values
 from ddp_kit.checkpoint.reader import unpack
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
 from ddp_kit.distributed.world import (
@@ -171,6 +174,90 @@ _SHOWN, _LONGEST_VALUE = 8, 60
 def _shown(value: Any) -> str:
     text = repr(plain(value))
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+# --- Values that a file cannot hold -----------------------------------------------------------------------------------
+# Such as the function `weight_decay_filter` in the parameter groups of LARS: the script that resumes sets them again.
+
+
+class ScriptValues:
+    """The functions, modules and other objects in a state, which stay with the script instead of being saved.
+
+    `owner`: what the state belongs to, for messages. `state`: the state as the script has created it. Containers that
+    change, tensors and random generators do not count, because they are the state itself.
+    """
+
+    def __init__(self, owner: str, state: Any) -> None:
+        self._owner = owner
+        self._values = {path: (value, _attributes(value)) for path, value in _script_values(state, ())}
+
+    def removed(self, state: Any) -> Any:
+        """A copy of a state to be saved without these values. Raises `CheckpointError` if the run has changed one."""
+        for path, (value, attributes) in self._values.items():
+            holder = _holder(state, path)
+            current = value if holder is None else holder.get(path[-1], value)
+            if current is not value or _attributes(value) != attributes:
+                raise CheckpointError(
+                    f"{path[-1]} of {self._owner}, a {type(value).__qualname__}, has changed since the Trainer was "
+                    "created, and a checkpoint cannot store it",
+                    "keep what changes in numbers, strings, tensors, or lists and dicts of them; or override "
+                    f"state_dict() and load_state_dict() of {self._owner} to save and load it",
+                )
+        return _without(state, self._values.keys(), ())
+
+    def fill(self, state: Any) -> None:
+        """Put these values into a state that has been loaded, in place."""
+        for path, (value, _) in self._values.items():
+            holder = _holder(state, path)
+            if holder is not None:
+                holder[path[-1]] = value
+
+
+_Path = tuple[Any, ...]
+_GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, Random
+_CHANGING = Tensor, MutableSequence, MutableMapping, MutableSet, *_GENERATORS
+
+
+def _script_values(state: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+    for key, value in _items(state):
+        if _items(value):
+            yield from _script_values(value, (*path, key))
+        elif isinstance(state, dict):
+            for unstorable in unstorable_values(value):
+                if isinstance(unstorable, nn.Module) or not isinstance(unstorable, _CHANGING):
+                    yield (*path, key), value
+
+
+def _items(state: Any) -> list[tuple[Any, Any]]:
+    """The entries of a dict, or of a list of dicts."""
+    if isinstance(state, dict):
+        return [*state.items()]
+    are_dicts = isinstance(state, list) and any(isinstance(value, dict) for value in state)
+    return [*enumerate(state)] if are_dicts else []
+
+
+def _holder(state: Any, path: _Path) -> dict[Any, Any] | None:
+    """The dict that holds the value at this path; None if the state has another structure."""
+    for key in path[:-1]:
+        state = dict(_items(state)).get(key)
+    return state if isinstance(state, dict) else None
+
+
+def _without(state: Any, paths: Collection[_Path], path: _Path) -> Any:
+    if isinstance(state, dict):
+        kept = copy(state)
+        for key, value in state.items():
+            if (*path, key) in paths:
+                del kept[key]
+            elif _items(value):
+                kept[key] = _without(value, paths, (*path, key))
+        return kept
+    return [_without(value, paths, (*path, key)) for key, value in _items(state)] or state
+
+
+def _attributes(value: Any) -> str:
+    """The attributes of an object as text, to see whether they change. Weights of a module may change."""
+    return "" if isinstance(value, nn.Module | type) else repr(plain(getattr(value, "__dict__", {})))
 
 
 # --- Callback states --------------------------------------------------------------------------------------------------
