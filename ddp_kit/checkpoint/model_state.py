@@ -22,7 +22,7 @@ from ddp_kit.checkpoint.state import (
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.consistency import plain as described
 from ddp_kit.distributed.world import World, gathered
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, some
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.pieces import Piece, whole_shape
@@ -234,7 +234,7 @@ def load_optimizer_state(
                 loaded[name] = value if keep_devices else value.to(loaded[name].device)
     # The strides of the parameters, which fused kernels assume; files do not store strides.
     for tensor, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(state, dict) else ():
+        for name, value in state.items() if isinstance(tensor, Tensor) and isinstance(state, dict) else ():
             if isinstance(value, Tensor) and value.shape == tensor.shape and value.stride() != tensor.stride():
                 state[name] = torch.empty_like(tensor, dtype=value.dtype, device=value.device).copy_(value)
 
@@ -320,31 +320,38 @@ class OptimizerPart(SavedPart):
 
     def rank_state(self) -> Any:
         self._state = state_of(self._optimizer)
-        shared = _shared_entries(self._state)
-        tensors = [value for value in pytree.tree_leaves(shared) if isinstance(value, Tensor)]
-        text = f"{described(shared)} {int(bits(tensors))}" if shared else ""
-        return [self._strategy.optimizer_form(self._optimizer), text]
+        return [self._strategy.optimizer_form(self._optimizer), _texts(_shared_entries(self._state))]
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        if len({text for _, text in ranks}) > 1:
-            names = ", ".join(map(str, _shared_entries(self._state or {})))
-            raise CheckpointError(
-                f"{names} in the state_dict() of the optimizer {self._kind} differs between ranks, but a checkpoint "
-                "stores one value for all ranks",
-                "keep values of single parameters in optimizer.state[parameter], which each rank saves for its part; "
-                "make other values equal on all ranks, for example with torch.distributed.all_reduce",
-            )
-        state, self._state = self._state or state_of(self._optimizer), None
+        form_of_ranks, texts_of_ranks = zip(*ranks, strict=True)
+        self._check_equal(texts_of_ranks)
+        state = state_of(self._optimizer) if self._state is None else self._state
+        self._state = None
         by_parameter, shared = by_parameter_and_shared(state["state"])
         if self._strategy.shards:
             by_parameter = in_pieces(by_parameter, self._stepped_optimizer, self._strategy)
-            by_parameter = self._strategy.optimizer_state(by_parameter, [form for form, _ in ranks])
+            by_parameter = self._strategy.optimizer_state(by_parameter, form_of_ranks)
         return {
             "state": {**by_parameter, **shared},
             "param_groups": self._script_values.removed(state["param_groups"]),
             "entries": {name: value for name, value in state.items() if name not in _TORCH_ENTRIES},
             **self._own,
         }
+
+    def _check_equal(self, texts_of_ranks: Sequence[Mapping[str, str]]) -> None:
+        """Raise `CheckpointError` if entries that are saved once differ between ranks. The texts are of `_texts`."""
+        texts = texts_of_ranks[0]
+        names = {name for of_rank in texts_of_ranks for name in texts.keys() | of_rank.keys()}
+        differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in texts_of_ranks}) > 1)
+        if differing:
+            error = CheckpointError(
+                f"{some(differing)} in the state_dict() of the optimizer {self._kind} differs between ranks, but a "
+                "checkpoint stores one value for all ranks",
+                "keep values of single parameters in optimizer.state[parameter], which each rank saves for its part; "
+                "make other values equal on all ranks, for example with torch.distributed.all_reduce",
+            )
+            error.reported_elsewhere = self._strategy.world.rank > 0
+            raise error
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         return not self._strategy.shards  # if sharded, only scalars such as Adam's step are whole
@@ -455,6 +462,15 @@ def _shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
     """What an optimizer's `state_dict()` has besides parameter groups and the state of single parameters."""
     own = {name: value for name, value in state.items() if name not in _TORCH_ENTRIES}
     return own | by_parameter_and_shared(state.get("state", {}))[1]
+
+
+def _texts(entries: Mapping[Any, Any]) -> dict[str, str]:
+    """Each entry as text, to compare between ranks. Tensors are replaced by checksums."""
+    texts = {}
+    for name, value in entries.items():
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        texts[str(name)] = f"{described(value)} {int(bits(tensors))}"
+    return texts
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

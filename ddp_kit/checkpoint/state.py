@@ -189,14 +189,13 @@ class ScriptValues:
 
     def __init__(self, owner: str, state: Any) -> None:
         self._owner = owner
-        self._values = {path: (value, _attributes(value)) for path, value in _script_values(state, ())}
+        self._values = {path: (value, _identity(value)) for path, value in _script_values(state, ())}
 
     def removed(self, state: Any) -> Any:
         """A copy of a state to be saved without these values. Raises `CheckpointError` if the run has changed one."""
-        for path, (value, attributes) in self._values.items():
+        for path, (value, identity) in self._values.items():
             holder = _holder(state, path)
-            current = value if holder is None else holder.get(path[-1], value)
-            if current is not value or _attributes(value) != attributes:
+            if _identity(value if holder is None else holder.get(path[-1], value)) != identity:
                 raise CheckpointError(
                     f"{path[-1]} of {self._owner}, a {type(value).__qualname__}, has changed since the Trainer was "
                     "created, and a checkpoint cannot store it",
@@ -255,9 +254,12 @@ def _without(state: Any, paths: Collection[_Path], path: _Path) -> Any:
     return [_without(value, paths, (*path, key)) for key, value in _items(state)] or state
 
 
-def _attributes(value: Any) -> str:
-    """The attributes of an object as text, to see whether they change. Weights of a module may change."""
-    return "" if isinstance(value, nn.Module | type) else repr(plain(getattr(value, "__dict__", {})))
+def _identity(value: Any) -> Any:
+    """What tells whether an object is the same one, with the same attributes. Weights of a module may change."""
+    if isinstance(value, list | tuple):
+        return [*map(_identity, value)]
+    attributes = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
+    return id(value), repr(plain(attributes))
 
 
 # --- Callback states --------------------------------------------------------------------------------------------------
