@@ -303,7 +303,8 @@ class OptimizerPart(SavedPart):
 
     name = "optimizer"
     packed_by_all_ranks = True
-    version = 2
+    version = 3
+    older_versions = (2,)
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer, kind: str) -> None:
         """`optimizer`: the user's optimizer. `kind`: the name of its class.
@@ -419,7 +420,7 @@ class OptimizerPart(SavedPart):
         if self._strategy.shards:
             by_parameter = self._strategy.local_optimizer_state(by_parameter)
             by_parameter = of_pieces(by_parameter, self._stepped_optimizer, self._strategy)
-        # Until version 0.2, the optimizer's own entries stood beside those of this part.
+        # In version 2, the optimizer's own entries stood beside those of this part.
         own = {name: value for name, value in state.items() if name not in {*_TORCH_ENTRIES, "entries", *self._own}}
         saved = {**state.get("entries", own), "state": {**by_parameter, **shared}, "param_groups": groups}
         try:
@@ -440,12 +441,19 @@ class OptimizerPart(SavedPart):
         """The checkpoint's parameter groups with the options that the script has changed, and these changes."""
         groups, changes = [], []
         for group, options, saved in zip(state["param_groups"], self._options, state["options"], strict=True):
-            # A scheduler determines `lr` from `initial_lr`: the part "scheduler" sets it.
-            names = [name for name in options if name in saved and not (name == "lr" and "initial_lr" in options)]
-            changed = {name: copied(options[name]) for name in names if not same_value(options[name], saved[name])}
+            # A scheduler or a warm-up determines `lr` from `initial_lr`: the part "scheduler" sets it.
+            rate = "initial_lr" if "initial_lr" in options else "lr"
+            saved_rate = "initial_lr" if "initial_lr" in saved else "lr"
+            before = {name: value for name, value in saved.items() if name not in ("lr", "initial_lr")}
+            if saved_rate in saved:
+                before[rate] = saved[saved_rate]
+            changed = {
+                name: copied(value)
+                for name, value in options.items()
+                if name in before and not same_value(value, before[name])
+            }
             changes += [
-                SettingChange("lr" if name == "initial_lr" else name, saved[name], value)
-                for name, value in changed.items()
+                SettingChange("lr" if name == rate else name, before[name], value) for name, value in changed.items()
             ]
             # An option that the checkpoint does not have keeps the script's value.
             groups.append({**copied(options), **group, **changed})

@@ -393,8 +393,8 @@ def _advice(part: str, state: Any, path: Sequence[Any], storable: str) -> str:
     class_name = "object"
     if part == "callbacks" and len(path) > 1:
         class_name = state[path[0]][0]
-    elif part in ("optimizer", "scheduler") and isinstance(state, Mapping):
-        class_name = state.get("kind", part)
+    elif part in ("optimizer", "scheduler"):
+        class_name = (state if part == "optimizer" else state[path[0]])["kind"]
     convert = (
         f"override state_dict() in a subclass of {class_name} to return {storable} instead, and load_state_dict() to "
         "restore it"

@@ -104,6 +104,8 @@ class SavedPart(ABC):
     """The part's key in the checkpoint, and the name of its tensor file, if it has tensors."""
     version: ClassVar[int] = 1
     """The version of the part's format. A checkpoint with another version is refused."""
+    older_versions: ClassVar[tuple[int, ...]] = ()
+    """Older versions of the format that the part can load too."""
     required: ClassVar[bool] = True
     """Whether a checkpoint must have this part. If False, a checkpoint without it leaves the part unchanged."""
     shows_own_errors: ClassVar[bool] = False
@@ -564,7 +566,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
             if part.required:
                 raise ValueError(f"the part {part.name!r} is missing")
             continue
-        if versions[part.name] != part.version:
+        if versions[part.name] not in (part.version, *part.older_versions):
             raise CheckpointError(
                 f"the checkpoint {path} has version {versions[part.name]} of the part {part.name!r}, but this version "
                 f"of ddpkit reads version {part.version}",

@@ -125,6 +125,8 @@ class Optimizers:
     optimizer: Optimizer
     stepped_optimizer: Optimizer
     """See `TrainerContext.stepped_optimizer`."""
+    by_update: dict[str, Optimizer]
+    """The optimizer that each update steps, by update name; a single optimizer has the name ""."""
     schedulers: dict[str, LRScheduler]
     """By update name; the scheduler of a single optimizer has the name ""."""
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
@@ -196,6 +198,11 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     log_points = LogPoints(
         context, clock, call_callbacks, record.advise, model.flops.utilisation, recorded=record.is_written
     )
+    every = {update.name: update.every for update in updates}
+
+    def steps_done(update: str) -> int:
+        return position.step // every.get(update, 1) - step.skipped_steps
+
     random = RandomPart(world, settings.seed, strategy.data_rank, position)
     best = BestPart(settings.checkpoint, position)
     saved_parts = (
@@ -203,9 +210,9 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         CallbacksPart(world, callbacks, pieces=strategy.divides_weights),
         ModelPart(strategy, world, trainable_only=settings.checkpoint.trainable_only),
         OptimizerPart(strategy, optimizer, context.stepped_optimizer, optimizer_kind(optimizer)),
-        SchedulerPart(context.scheduler, schedulers if updates else {}),
         PrecisionPart(context.precision, step),
         position,
+        SchedulerPart(context.scheduler, schedulers if updates else {}, optimizers.by_update, steps_done),
         StreamPart(world, position),
         random,
         best,
@@ -338,7 +345,8 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
             f"plateau_metric is {arguments.plateau_metric!r}, but there is no ReduceLROnPlateau",
             "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
         )
-    return Optimizers(optimizer, stepped_optimizer, schedulers, intervals, tuple(plateaus))
+    by_update = {name: scheduled for name, scheduled, *_ in rows or [alone]}
+    return Optimizers(optimizer, stepped_optimizer, by_update, schedulers, intervals, tuple(plateaus))
 
 
 def changes_gradients(callback: Callback) -> bool:

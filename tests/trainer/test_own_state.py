@@ -10,40 +10,21 @@ import pytest
 import torch
 from every_resume import DATA, OPTIMIZERS, Net, Rows, loss_fn
 from launching import PROGRAMS, launch
+from own_entries import Own
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit import CheckpointError, Trainer, TrainerConfig, Update
 
 
-class Own:
-    """Counts the calls of state_dict() and load_state_dict(), and adds the entry "own" of each plain kind."""
-
-    saved = 0
-    loaded = 0
-    own: Any = None
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        self.saved += 1
-        state = super().state_dict(*args, **options)  # type: ignore[misc]
-        state["own"] = {"number": 3, "text": "a", "list": [1.5, None], "tensor": torch.arange(3), "bytes": b"b"}
-        return state
-
-    def load_state_dict(self, state: Any, *args: Any) -> Any:
-        self.loaded += 1
-        self.own = state["own"]
-        return super().load_state_dict({name: state[name] for name in state if name != "own"}, *args)  # type: ignore[misc]
-
-    def check_arrived(self) -> None:
-        assert self.own.pop("tensor").tolist() == [0, 1, 2]
-        assert self.own == {"number": 3, "text": "a", "list": [1.5, None], "bytes": b"b"}
-        assert self.loaded >= 1
-
-
-def trainer_for(folder: Path, steps: int, optimizer: Any, model: nn.Module | None = None, **options: Any) -> Trainer:
+def trainer_for(
+    folder: Path, steps: int, optimizer: Any, model: nn.Module | None = None, scheduler: Any = None, **settings: Any
+) -> Trainer:
     torch.manual_seed(0)
-    config = TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint={"dir": folder, "save": "blocking"})
-    return Trainer(model or Net(), optimizer, loss_fn, config, **options)
+    config = TrainerConfig(
+        max_steps=steps, global_batch_size=8, checkpoint={"dir": folder, "save": "blocking"}, **settings
+    )
+    return Trainer(model or Net(), optimizer, loss_fn, config, scheduler=scheduler)
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -230,14 +211,17 @@ def test_option_that_no_file_can_hold_stays_the_scripts(kind: Any, value: Any, t
 
 def test_option_that_the_run_changes_and_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     value = Filter()
-    trainer = trainer_for(tmp_path, 4, lambda parameters: Filtered(parameters, value))
-    with pytest.raises(CheckpointError, match="weight_decay_filter of the optimizer Filtered, a Filter, has changed"):
-        for step in trainer.steps(DATA):
-            value.seen = step.number
-    trainer = trainer_for(tmp_path, 4, lambda parameters: Filtered(parameters, value))
-    with pytest.raises(CheckpointError, match="weight_decay_filter of the optimizer Filtered, a Filter, has changed"):
+
+    def train(change: Callable[[Optimizer], None]) -> None:
+        trainer = trainer_for(tmp_path, 4, lambda parameters: Filtered(parameters, value))
         for _ in trainer.steps(DATA):
-            trainer.optimizer.param_groups[0]["weight_decay_filter"] = Filter()
+            change(trainer.optimizer)
+
+    message = "weight_decay_filter of the optimizer Filtered, a Filter, has changed"
+    with pytest.raises(CheckpointError, match=message):
+        train(lambda _: setattr(value, "seen", value.seen + 1))
+    with pytest.raises(CheckpointError, match=message):
+        train(lambda optimizer: optimizer.param_groups[0].update(weight_decay_filter=Filter()))
 
 
 @pytest.mark.parametrize("value", [deque([1]), {1}, torch.Generator()], ids=lambda value: type(value).__name__)
@@ -247,3 +231,60 @@ def test_container_or_generator_that_no_file_can_hold_is_refused_in_words(value:
     assert error.value.message.startswith("optimizer.param_groups[0].weight_decay_filter is a ")
     assert "parameter group 0 of the Filtered" in error.value.hint
     assert "override state_dict() in a subclass of Filtered" in error.value.hint
+
+
+# --- Schedulers -------------------------------------------------------------------------------------------------------
+
+
+class Powered(torch.optim.lr_scheduler.LRScheduler):
+    """Has a function as an attribute."""
+
+    def __init__(self, optimizer: Optimizer, function: Any) -> None:
+        self.function = function
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [self.function(rate, self.last_epoch) for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_function_of_a_scheduler_stays_the_scripts(nested: bool, warmup: int, tmp_path: Path) -> None:
+    def make(optimizer: Optimizer) -> Any:
+        powered = Powered(optimizer, lambda rate, step: rate * 0.5**step)
+        return torch.optim.lr_scheduler.ChainedScheduler([powered], optimizer) if nested else powered
+
+    def rate(folder: Path, steps: int) -> float:
+        trainer = trainer_for(folder, steps, sgd, scheduler=make, warmup_steps=warmup)
+        trainer.fit(DATA)
+        return trainer.optimizer.param_groups[0]["lr"]
+
+    rate(tmp_path, 3)
+    assert rate(tmp_path, 5) == rate(tmp_path / "whole", 5)
+
+
+class Counted(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Has an attribute of its own, which its state_dict() contains."""
+
+    steps = 0
+
+    def step(self, metrics: Any, epoch: Any = None) -> None:
+        self.steps += 1
+        super().step(metrics)
+
+
+def test_attributes_of_a_subclass_of_reduce_lr_on_plateau_are_kept_and_settings_are_the_scripts(tmp_path: Path) -> None:
+    def run(steps: int, patience: int) -> Any:
+        trainer_for(
+            tmp_path,
+            steps,
+            sgd,
+            eval_every_steps=1,
+            scheduler=lambda optimizer: made.append(Counted(optimizer, patience=patience)) or made[-1],
+        ).fit(DATA, DATA)
+        return made[-1]
+
+    made: list[Any] = []
+    assert run(2, 5).steps == 2
+    scheduler = run(5, 7)
+    assert (scheduler.steps, scheduler.last_epoch, scheduler.patience) == (5, 5, 7)
