@@ -17,17 +17,17 @@ from ddp_kit.checkpoint.state import (
     SettingChange,
     StateMismatchError,
     log_setting_changes,
+    texts_of_entries,
     types_and_devices,
 )
 from ddp_kit.distributed.consistency import bits
-from ddp_kit.distributed.consistency import plain as described
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import CheckpointError, some
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value
-from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code, pytree
+from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
 # `checkpoint.trainable_only` omits frozen weights from checkpoints, which then hold only their fingerprints.
@@ -321,7 +321,7 @@ class OptimizerPart(SavedPart):
 
     def rank_state(self) -> Any:
         self._state = state_of(self._optimizer)
-        return [self._strategy.optimizer_form(self._optimizer), _texts(_shared_entries(self._state))]
+        return [self._strategy.optimizer_form(self._optimizer), texts_of_entries(_shared_entries(self._state))]
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         form_of_ranks, texts_of_ranks = zip(*ranks, strict=True)
@@ -340,7 +340,7 @@ class OptimizerPart(SavedPart):
         }
 
     def _check_equal(self, texts_of_ranks: Sequence[Mapping[str, str]]) -> None:
-        """Raise `CheckpointError` if entries that are saved once differ between ranks. The texts are of `_texts`."""
+        """Raise `CheckpointError` if entries that are saved once differ between ranks: see `texts_of_entries`."""
         texts = texts_of_ranks[0]
         names = {name for of_rank in texts_of_ranks for name in texts.keys() | of_rank.keys()}
         differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in texts_of_ranks}) > 1)
@@ -470,15 +470,6 @@ def _shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
     """What an optimizer's `state_dict()` has besides parameter groups and the state of single parameters."""
     own = {name: value for name, value in state.items() if name not in _TORCH_ENTRIES}
     return own | by_parameter_and_shared(state.get("state", {}))[1]
-
-
-def _texts(entries: Mapping[Any, Any]) -> dict[str, str]:
-    """Each entry as text, to compare between ranks. Tensors are replaced by checksums."""
-    texts = {}
-    for name, value in entries.items():
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        texts[str(name)] = f"{described(value)} {int(bits(tensors))}"
-    return texts
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

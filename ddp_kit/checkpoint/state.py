@@ -22,6 +22,8 @@ from ddp_kit.callbacks.callback import BestValue
 from ddp_kit.checkpoint.packing import DTYPES, pack, unstorable_values
 from ddp_kit.checkpoint.reader import unpack
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
+from ddp_kit.distributed.consistency import bits
+from ddp_kit.distributed.consistency import plain as described
 from ddp_kit.distributed.world import (
     RandomStates,
     World,
@@ -39,6 +41,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.precision import Precision
 from ddp_kit.state_values import plain, real_number, whole_number
+from ddp_kit.torch_internals import pytree
 
 # --- Load errors ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +147,9 @@ class SavedPart(ABC):
     @abstractmethod
     def load_state_dict(self, state: Any, path: Path) -> None:
         """Load a state that `state_dict()` returned. `path`: the checkpoint, for messages. May raise any error."""
+
+    def load_nothing(self) -> None:  # noqa: B027 - most parts have nothing to say
+        """Called instead of `load_state_dict` if the checkpoint does not have this part."""
 
 
 # --- Settings that the script has changed -----------------------------------------------------------------------------
@@ -264,6 +270,15 @@ def _identity(value: Any) -> Any:
     return id(value), repr(plain(attributes))
 
 
+def texts_of_entries(entries: Mapping[Any, Any]) -> dict[str, str]:
+    """Each entry as text, to compare between ranks. Tensors are replaced by checksums. Waits for the device."""
+    texts = {}
+    for name, value in entries.items():
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        texts[str(name)] = f"{described(value)} {int(bits(tensors))}"
+    return texts
+
+
 # --- Callback states --------------------------------------------------------------------------------------------------
 # A checkpoint holds rank 0's state, or every rank's for callbacks that set `state_per_rank`.
 
@@ -305,7 +320,14 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
         return saved  # saved while the class did not set `state_per_rank`: the state of rank 0
-    states = saved[_EVERY_RANK]
+    return of_rank(saved[_EVERY_RANK], name, rank, ranks)
+
+
+def of_rank(states: Sequence[str], name: str, rank: int, ranks: int) -> Any:
+    """The state of a rank, out of the states of all ranks as text; that of rank 0 if the number of ranks has changed.
+
+    `name`: what the state belongs to, for the warning.
+    """
     if len(states) != ranks:
         logger.warning(
             "{} has a separate state on each rank, but the checkpoint was saved with {} and this run has {}: all "

@@ -45,6 +45,7 @@ from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, 
 from ddp_kit.trainer.evaluation import Evaluator
 from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, warmed_up
 from ddp_kit.trainer.logging import LogPoints
+from ddp_kit.trainer.loss_modules import ModulesPart, modules_beside, move_beside
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.position import Position, RunState, StreamPart
 from ddp_kit.trainer.preemption import Preemption
@@ -176,6 +177,12 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     optimizers = make_optimizers(arguments, model)
     optimizer, schedulers = optimizers.optimizer, optimizers.schedulers
     callbacks = (*optimizers.plateaus, *arguments.callbacks)
+    functions: dict[str, Any] = {"loss_fn": arguments.loss_fn}
+    functions |= {f"loss_fn of update {update.name!r}": update.loss_fn for update in updates}
+    functions |= {f"metric {name!r}": metric for name, metric in arguments.metrics.items()}
+    loss_modules = modules_beside(model.module, functions)
+    for module in loss_modules.values():
+        move_beside(module, model.module, world.device)
     logged = LoggedValues(world.device)
     context = TrainerContext(
         model=model.module,
@@ -184,6 +191,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         stepped_optimizer=optimizers.stepped_optimizer,
         scheduler=JointScheduler(schedulers) if updates and schedulers else schedulers.get(""),
         loss_fn=checked_loss(loss_to_evaluate(updates, logged) if updates else arguments.loss_fn),
+        loss_modules=(*loss_modules.values(),),
         precision=model.precision,
         activations=model.activations,
         world=world,
@@ -210,6 +218,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         CallbacksPart(world, callbacks, pieces=strategy.divides_weights),
         ModelPart(strategy, world, trainable_only=settings.checkpoint.trainable_only),
         OptimizerPart(strategy, optimizer, context.stepped_optimizer, optimizer_kind(optimizer)),
+        ModulesPart(world, model.module, loss_modules),
         PrecisionPart(context.precision, step),
         position,
         SchedulerPart(context.scheduler, schedulers if updates else {}, optimizers.by_update, steps_done),

@@ -202,7 +202,7 @@ def evaluate(
     for counting in objects.values():
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
-    with evaluating(context.model) as outputs, context.logged.set_aside():
+    with evaluating(context.model, *context.loss_modules) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
         for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, context.world.is_main)):
             # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
@@ -246,16 +246,17 @@ def evaluate(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """Context manager that sets the model to evaluation mode. Yields a list that holds the model's latest output."""
-    modes = {module: module.training for module in model.modules()}
+def evaluating(model: nn.Module, *others: nn.Module) -> Iterator[list[Any]]:
+    """Context manager that sets modules to evaluation mode. Yields a list that holds the model's latest output."""
+    modes = {module: module.training for each in (model, *others) for module in each.modules()}
     outputs: list[Any] = []
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs[:] = [output]
 
     hook = model.register_forward_hook(note)
-    model.eval()
+    for each in (model, *others):
+        each.eval()
     try:
         yield outputs
     finally:
