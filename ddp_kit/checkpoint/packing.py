@@ -218,7 +218,10 @@ class _Packer:
         if pack is not None:
             return pack(value, name, depth)
         if isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value):
-            return self._tensor(value.detach(), name, depth)
+            detached = value.detach()
+            if type(detached) is not Tensor:
+                raise _UnstorableError(value)
+            return self._tensor(detached, name, depth)
         if isinstance(value, np.generic):
             return self._scalar(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -52,6 +52,7 @@ from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, described_model
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.setup import (
+    check_writable,
     checked_callbacks,
     checked_loss,
     checked_metrics,
@@ -293,6 +294,7 @@ def choose_placement(arguments: CheckedArguments, world: World) -> Placement:
     data_ranks = strategy.data_ranks if request is None else sizes_of(config.parallel, request.ranks).data
     batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
     strategy.check(model)
+    check_writable(model, world, settings.checkpoint)
     facts = consistency.facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
     consistency.check_agreement(world, facts)
     return Placement(world, settings, strategy, batch_plan)
