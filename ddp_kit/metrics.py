@@ -155,6 +155,11 @@ class MetricObject:
         self._metric = metric
         self._select = select
 
+    @property
+    def functions(self) -> tuple[Any, Any]:
+        """The metric, and the function that selects its arguments."""
+        return self._metric, self._select
+
     def start(self, device: torch.device) -> None:
         """Reset the metric, and move it to this device."""
         self._device = device

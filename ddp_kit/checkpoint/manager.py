@@ -504,6 +504,8 @@ class Checkpoints:
             if part.name in saved:
                 with nullcontext() if part.shows_own_errors else explained_load_errors(path):
                     part.load_state_dict(saved[part.name], path)
+            else:
+                part.load_nothing()
         self._saved_step = self._progress.step
         logger.info("resumed from {} after step {}", path, self._progress.step)
 

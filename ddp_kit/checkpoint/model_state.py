@@ -13,14 +13,16 @@ from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_
 from ddp_kit.checkpoint.state import (
     LONGEST_TEXT,
     SavedPart,
+    ScriptValues,
     SettingChange,
     StateMismatchError,
     log_setting_changes,
+    texts_of_entries,
     types_and_devices,
 )
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World, gathered
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, some
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.pieces import Piece, whole_shape
@@ -182,6 +184,28 @@ class ModelPart(SavedPart):
 # Optimizer state keeps its dtypes when it is loaded; torch's `load_state_dict` would cast it to the parameters' dtypes.
 
 
+_TORCH_ENTRIES = {"state", "param_groups"}
+"""The entries of the `state_dict()` of torch's optimizers. Subclasses may add entries of their own."""
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's `state_dict()`. Raises `CheckpointError` if a subclass returns something else than torch's."""
+    state: Any = optimizer.state_dict()
+    if isinstance(state, dict) and state.keys() >= _TORCH_ENTRIES:
+        return state
+    raise CheckpointError(
+        f"state_dict() of the optimizer {type(optimizer).__name__} returned no 'state' and 'param_groups', so a "
+        "checkpoint cannot tell which values belong to which parameter",
+        "return {**super().state_dict(), ...}, with further entries of your own; load_state_dict() gets all of them",
+    )
+
+
+def by_parameter_and_shared(state: Mapping[Any, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+    """The state of single parameters by their numbers, and the rest: a counter in `optimizer.state["steps"]`, say."""
+    numbers = {name: value for name, value in state.items() if isinstance(name, int)}
+    return numbers, {name: value for name, value in state.items() if name not in numbers}
+
+
 def load_optimizer_state(
     optimizer: Optimizer, saved: dict[str, Any], *, keep_types: bool = True, keep_devices: bool = True
 ) -> None:
@@ -206,13 +230,26 @@ def load_optimizer_state(
     for parameter, saved_state in states if keep_types else ():
         loaded: Any = optimizer.state.get(parameter)
         for name, value in saved_state.items() if isinstance(loaded, dict) and isinstance(saved_state, dict) else ():
-            if isinstance(value, Tensor) and isinstance(loaded.get(name), Tensor) and loaded[name].shape == value.shape:
+            if _was_cast(value, loaded.get(name)):
                 loaded[name] = value if keep_devices else value.to(loaded[name].device)
     # The strides of the parameters, which fused kernels assume; files do not store strides.
     for tensor, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(state, dict) else ():
+        for name, value in state.items() if isinstance(tensor, Tensor) and isinstance(state, dict) else ():
             if isinstance(value, Tensor) and value.shape == tensor.shape and value.stride() != tensor.stride():
                 state[name] = torch.empty_like(tensor, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _was_cast(value: Any, loaded: Any) -> bool:
+    """Whether an optimizer has cast or moved a saved tensor, but otherwise left it as it is.
+
+    A subclass that overrides `load_state_dict` may have computed another tensor from it, which is then kept.
+    """
+    if not isinstance(value, Tensor) or not isinstance(loaded, Tensor) or loaded.shape != value.shape:
+        return False
+    if value.layout != torch.strided or loaded.layout != torch.strided:
+        return True
+    cast = value.to(loaded.device, loaded.dtype)
+    return bool(((cast == loaded) | (cast != cast)).all())  # NaN differs from itself
 
 
 def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
@@ -249,7 +286,7 @@ def _mapped(
     parameters = _parameters_of(optimizer)
     return {
         number: {name: change(parameters[number], value) for name, value in values.items()}
-        if isinstance(values, dict)
+        if isinstance(number, int) and isinstance(values, dict)
         else values
         for number, values in state.items()
     }
@@ -260,12 +297,14 @@ class OptimizerPart(SavedPart):
 
     It also has the options of the parameter groups as the script has set them (`lr`, `weight_decay`, ...), before any
     step. If the script that resumes sets other options, these are used. All other options continue with the values that
-    they had at the step of the checkpoint, because schedulers, callbacks and optimizers change them.
+    they had at the step of the checkpoint, because schedulers, callbacks and optimizers change them. Options that no
+    file can hold, such as functions, are always the script's.
     """
 
     name = "optimizer"
     packed_by_all_ranks = True
-    version = 2
+    version = 3
+    older_versions = (2,)
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer, kind: str) -> None:
         """`optimizer`: the user's optimizer. `kind`: the name of its class.
@@ -277,16 +316,43 @@ class OptimizerPart(SavedPart):
         self._stepped_optimizer = stepped_optimizer
         self._kind = kind
         self._options = options_of(optimizer)  # as the script has set them
+        self._script_values = ScriptValues(f"the optimizer {kind}", self._options)
+        self._state: dict[str, Any] | None = None  # the optimizer's state_dict() of the save that has begun
 
     def rank_state(self) -> Any:
-        return self._strategy.optimizer_form(self._optimizer)
+        self._state = state_of(self._optimizer)
+        return [self._strategy.optimizer_form(self._optimizer), texts_of_entries(_shared_entries(self._state))]
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        state = self._optimizer.state_dict()
+        form_of_ranks, texts_of_ranks = zip(*ranks, strict=True)
+        self._check_equal(texts_of_ranks)
+        state = state_of(self._optimizer) if self._state is None else self._state
+        self._state = None
+        by_parameter, shared = by_parameter_and_shared(state["state"])
         if self._strategy.shards:
-            state["state"] = in_pieces(state["state"], self._stepped_optimizer, self._strategy)
-            state["state"] = self._strategy.optimizer_state(state["state"], ranks)
-        return {**state, **self._own}
+            by_parameter = in_pieces(by_parameter, self._stepped_optimizer, self._strategy)
+            by_parameter = self._strategy.optimizer_state(by_parameter, form_of_ranks)
+        return {
+            "state": {**by_parameter, **shared},
+            "param_groups": self._script_values.removed(state["param_groups"]),
+            "entries": {name: value for name, value in state.items() if name not in _TORCH_ENTRIES},
+            **self._own,
+        }
+
+    def _check_equal(self, texts_of_ranks: Sequence[Mapping[str, str]]) -> None:
+        """Raise `CheckpointError` if entries that are saved once differ between ranks: see `texts_of_entries`."""
+        texts = texts_of_ranks[0]
+        names = {name for of_rank in texts_of_ranks for name in texts.keys() | of_rank.keys()}
+        differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in texts_of_ranks}) > 1)
+        if differing:
+            error = CheckpointError(
+                f"{some(differing)} in the state_dict() of the optimizer {self._kind} differs between ranks, but a "
+                "checkpoint stores one value for all ranks",
+                "keep values of single parameters in optimizer.state[parameter], which each rank saves for its part; "
+                "make other values equal on all ranks, for example with torch.distributed.all_reduce",
+            )
+            error.reported_elsewhere = self._strategy.world.rank > 0
+            raise error
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         return not self._strategy.shards  # if sharded, only scalars such as Adam's step are whole
@@ -321,7 +387,7 @@ class OptimizerPart(SavedPart):
                 for group in self._stepped_optimizer.param_groups
             ],
             "held": types_and_devices(self._parameters),
-            "options": plain(self._options),
+            "options": plain(self._script_values.removed(self._options)),
         }
 
     def check(self, state: Any) -> str | None:
@@ -348,12 +414,15 @@ class OptimizerPart(SavedPart):
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         own_types, own_devices = self._own["held"]
         types, devices = state["held"]
-        saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
-        saved["param_groups"], changes = self._with_script_options(state)
+        groups, changes = self._with_script_options(state)
+        by_parameter, shared = by_parameter_and_shared(state["state"])
         same_kernels = not {name for name, *_ in changes} & {"fused", "capturable"}
         if self._strategy.shards:
-            saved["state"] = self._strategy.local_optimizer_state(saved["state"])
-            saved["state"] = of_pieces(saved["state"], self._stepped_optimizer, self._strategy)
+            by_parameter = self._strategy.local_optimizer_state(by_parameter)
+            by_parameter = of_pieces(by_parameter, self._stepped_optimizer, self._strategy)
+        # In version 2, the optimizer's own entries stood beside those of this part.
+        own = {name: value for name, value in state.items() if name not in {*_TORCH_ENTRIES, "entries", *self._own}}
+        saved = {**state.get("entries", own), "state": {**by_parameter, **shared}, "param_groups": groups}
         try:
             load_optimizer_state(
                 self._optimizer,
@@ -365,26 +434,42 @@ class OptimizerPart(SavedPart):
             raise StateMismatchError(
                 f"the checkpoint's optimizer state cannot be loaded: {str(error)[:LONGEST_TEXT]}"
             ) from None
+        self._script_values.fill(self._optimizer.param_groups)  # torch loads a copy of the groups and what is in them
         log_setting_changes(changes)
 
     def _with_script_options(self, state: Any) -> tuple[list[dict[str, Any]], list[SettingChange]]:
         """The checkpoint's parameter groups with the options that the script has changed, and these changes."""
         groups, changes = [], []
         for group, options, saved in zip(state["param_groups"], self._options, state["options"], strict=True):
-            # A scheduler determines `lr` from `initial_lr`: the part "scheduler" sets it.
-            names = [name for name in options if name in saved and not (name == "lr" and "initial_lr" in options)]
-            changed = {name: copied(options[name]) for name in names if not same_value(options[name], saved[name])}
+            # A scheduler or a warm-up determines `lr` from `initial_lr`: the part "scheduler" sets it.
+            rate = "initial_lr" if "initial_lr" in options else "lr"
+            saved_rate = "initial_lr" if "initial_lr" in saved else "lr"
+            before = {name: value for name, value in saved.items() if name not in ("lr", "initial_lr")}
+            if saved_rate in saved:
+                before[rate] = saved[saved_rate]
+            changed = {
+                name: copied(value)
+                for name, value in options.items()
+                if name in before and not same_value(value, before[name])
+            }
             changes += [
-                SettingChange("lr" if name == "initial_lr" else name, saved[name], value)
-                for name, value in changed.items()
+                SettingChange("lr" if name == rate else name, before[name], value) for name, value in changed.items()
             ]
-            groups.append({**group, **changed})
+            # An option that the checkpoint does not have keeps the script's value.
+            groups.append({**copied(options), **group, **changed})
             if changed and (missing := missing_state(self._optimizer, group, groups[-1])):
                 raise StateMismatchError(
                     f"the script sets {', '.join(f'{name}={value!r}' for name, value in changed.items())}, but the "
                     f"checkpoint's optimizer state has no {missing}, which is needed for that"
                 )
+        self._script_values.fill(groups)
         return groups, changes
+
+
+def _shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
+    """What an optimizer's `state_dict()` has besides parameter groups and the state of single parameters."""
+    own = {name: value for name, value in state.items() if name not in _TORCH_ENTRIES}
+    return own | by_parameter_and_shared(state.get("state", {}))[1]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -162,12 +162,23 @@ def pack(state: Mapping[str, Any]) -> Packed:
         try:
             text[part] = packer.pack_part(part, value)
         except _UnstorableError as error:
-            raise _unstorable(part, error) from None
+            raise _unstorable(part, value, error) from None
         except RecursionError:
             raise CheckpointError(
                 f"the state is nested more than {DEEPEST} levels deep", "look for a container that contains itself"
             ) from None
     return Packed(tuple(packer.tensors), packer.aliases, text)
+
+
+def unstorable_values(value: Any) -> list[Any]:
+    """The first value inside a nested value that cannot be stored; empty if all can be stored."""
+    try:
+        _Packer().pack_part("value", value)
+    except _UnstorableError as error:
+        return [error.value]
+    except RecursionError:
+        return [value]
+    return []
 
 
 class _UnstorableError(Exception):
@@ -207,7 +218,10 @@ class _Packer:
         if pack is not None:
             return pack(value, name, depth)
         if isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value):
-            return self._tensor(value.detach(), name, depth)
+            detached = value.detach()
+            if type(detached) is not Tensor:
+                raise _UnstorableError(value)
+            return self._tensor(detached, name, depth)
         if isinstance(value, np.generic):
             return self._scalar(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -360,21 +374,51 @@ def _encoded(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
-    value = error.value
-    place = part + "".join(f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in reversed(error.steps))
+def _unstorable(part: str, state: Any, error: _UnstorableError) -> CheckpointError:
+    value, path = error.value, [*reversed(error.steps)]
+    place = part + "".join(f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in path)
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if isinstance(value, Tensor):
-        hint = "store a plain dense tensor instead: .to_dense(), .dequantize(), .full_tensor()"
         kind = f"{kind} ({value.layout}, {value.device})"
-    elif callable(value):
-        hint = "leave it out of state_dict(), and create it again before the state is loaded"
+        storable = "a plain dense tensor, such as the result of to_dense(), dequantize() or full_tensor()"
     else:
-        hint = (
-            "return only numbers, strings, bytes, tensors, arrays of numbers or text, and lists, tuples and dicts of "
-            "them from state_dict()"
-        )
-    return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)
+        storable = "numbers, strings, bytes, tensors, arrays of numbers or text, or lists, tuples and dicts of them"
+    return CheckpointError(
+        f"{place} is a {kind}, which a checkpoint cannot store", _advice(part, state, path, storable)
+    )
+
+
+def _advice(part: str, state: Any, path: Sequence[Any], storable: str) -> str:
+    """What the user of a value that cannot be stored can do. `path`: the keys and indices of the value in its part.
+
+    `storable`: what can be stored instead.
+    """
+    class_name = "object"
+    if part == "callbacks" and len(path) > 1:
+        class_name = state[path[0]][0]
+    elif part in ("optimizer", "scheduler"):
+        class_name = (state if part == "optimizer" else state[path[0]])["kind"]
+    convert = (
+        f"override state_dict() in a subclass of {class_name} to return {storable} instead, and load_state_dict() to "
+        "restore it"
+    )
+    match part, [*path[:2]]:
+        case "optimizer", ["state", number]:
+            return f"the {class_name} keeps it in its state of parameter {number}; {convert}"
+        case "optimizer", ["param_groups" | "options", number]:
+            return (
+                f"parameter group {number} of the {class_name} has it; {convert}, or set it before creating the Trainer"
+            )
+        case (("optimizer" | "scheduler"), _):
+            return f"state_dict() of the {class_name} returned it; {convert}"
+        case "callbacks", _:
+            return f"state_dict() of the callback {class_name} returned it: return {storable} instead"
+        case (("model" | "modules"), _):
+            return (
+                "a module has it in its state_dict(): register the buffer with persistent=False and compute it again, "
+                f"or return {storable} from get_extra_state()"
+            )
+    return f"return only {storable} from state_dict()"
 
 
 # --- Division among writers -------------------------------------------------------------------------------------------

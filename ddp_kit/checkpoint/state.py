@@ -5,20 +5,25 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import BestValue
-from ddp_kit.checkpoint.packing import DTYPES, pack
+from ddp_kit.checkpoint.packing import DTYPES, pack, unstorable_values
 from ddp_kit.checkpoint.reader import unpack
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
+from ddp_kit.distributed.consistency import bits
+from ddp_kit.distributed.consistency import plain as described
 from ddp_kit.distributed.world import (
     RandomStates,
     World,
@@ -36,6 +41,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.precision import Precision
 from ddp_kit.state_values import plain, real_number, whole_number
+from ddp_kit.torch_internals import pytree
 
 # --- Load errors ------------------------------------------------------------------------------------------------------
 
@@ -101,6 +107,8 @@ class SavedPart(ABC):
     """The part's key in the checkpoint, and the name of its tensor file, if it has tensors."""
     version: ClassVar[int] = 1
     """The version of the part's format. A checkpoint with another version is refused."""
+    older_versions: ClassVar[tuple[int, ...]] = ()
+    """Older versions of the format that the part can load too."""
     required: ClassVar[bool] = True
     """Whether a checkpoint must have this part. If False, a checkpoint without it leaves the part unchanged."""
     shows_own_errors: ClassVar[bool] = False
@@ -140,6 +148,9 @@ class SavedPart(ABC):
     def load_state_dict(self, state: Any, path: Path) -> None:
         """Load a state that `state_dict()` returned. `path`: the checkpoint, for messages. May raise any error."""
 
+    def load_nothing(self) -> None:  # noqa: B027 - most parts have nothing to say
+        """Called instead of `load_state_dict` if the checkpoint does not have this part."""
+
 
 # --- Settings that the script has changed -----------------------------------------------------------------------------
 # A checkpoint also holds the settings of the optimizer and the scheduler as the script has written them. If the script
@@ -171,6 +182,101 @@ _SHOWN, _LONGEST_VALUE = 8, 60
 def _shown(value: Any) -> str:
     text = repr(plain(value))
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+# --- Values that a file cannot hold -----------------------------------------------------------------------------------
+# Such as the function `weight_decay_filter` in the parameter groups of LARS: the script that resumes sets them again.
+
+
+class ScriptValues:
+    """The functions, modules and other objects in a state, which stay with the script instead of being saved.
+
+    `owner`: what the state belongs to, for messages. `state`: the state as the script has created it. Containers that
+    change, tensors and random generators do not count, because they are the state itself.
+    """
+
+    def __init__(self, owner: str, state: Any) -> None:
+        self._owner = owner
+        self._values = {path: (value, _identity(value)) for path, value in _script_values(state, ())}
+
+    def removed(self, state: Any) -> Any:
+        """A copy of a state to be saved without these values. Raises `CheckpointError` if the run has changed one."""
+        for path, (value, identity) in self._values.items():
+            holder = _holder(state, path)
+            if _identity(value if holder is None else holder.get(path[-1], value)) != identity:
+                raise CheckpointError(
+                    f"{path[-1]} of {self._owner}, a {type(value).__qualname__}, has changed since the Trainer was "
+                    "created, and a checkpoint cannot store it",
+                    "keep what changes in numbers, strings, tensors, or lists and dicts of them; or override "
+                    f"state_dict() and load_state_dict() of {self._owner} to save and load it",
+                )
+        return _without(state, self._values.keys(), ())
+
+    def fill(self, state: Any) -> None:
+        """Put these values into a state that has been loaded, in place."""
+        for path, (value, _) in self._values.items():
+            holder = _holder(state, path)
+            if holder is not None:
+                holder[path[-1]] = value
+
+
+_Path = tuple[Any, ...]
+_GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, Random
+_CHANGING = Tensor, MutableSequence, MutableMapping, MutableSet, *_GENERATORS
+
+
+def _script_values(state: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+    for key, value in _items(state):
+        if _items(value):
+            yield from _script_values(value, (*path, key))
+        elif isinstance(state, dict):
+            for unstorable in unstorable_values(value):
+                if isinstance(unstorable, nn.Module) or not isinstance(unstorable, _CHANGING):
+                    yield (*path, key), value
+
+
+def _items(state: Any) -> list[tuple[Any, Any]]:
+    """The entries of a dict, or of a list of dicts."""
+    if isinstance(state, dict):
+        return [*state.items()]
+    are_dicts = isinstance(state, list) and any(isinstance(value, dict) for value in state)
+    return [*enumerate(state)] if are_dicts else []
+
+
+def _holder(state: Any, path: _Path) -> dict[Any, Any] | None:
+    """The dict that holds the value at this path; None if the state has another structure."""
+    for key in path[:-1]:
+        state = dict(_items(state)).get(key)
+    return state if isinstance(state, dict) else None
+
+
+def _without(state: Any, paths: Collection[_Path], path: _Path) -> Any:
+    if isinstance(state, dict):
+        kept = copy(state)
+        for key, value in state.items():
+            if (*path, key) in paths:
+                del kept[key]
+            elif _items(value):
+                kept[key] = _without(value, paths, (*path, key))
+        return kept
+    return [_without(value, paths, (*path, key)) for key, value in _items(state)] or state
+
+
+def _identity(value: Any) -> Any:
+    """What tells whether an object is the same one, with the same attributes. Weights of a module may change."""
+    if isinstance(value, list | tuple):
+        return [*map(_identity, value)]
+    attributes = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
+    return id(value), repr(plain(attributes))
+
+
+def texts_of_entries(entries: Mapping[Any, Any]) -> dict[str, str]:
+    """Each entry as text, to compare between ranks. Tensors are replaced by checksums. Waits for the device."""
+    texts = {}
+    for name, value in entries.items():
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        texts[str(name)] = f"{described(value)} {int(bits(tensors))}"
+    return texts
 
 
 # --- Callback states --------------------------------------------------------------------------------------------------
@@ -214,7 +320,14 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
         return saved  # saved while the class did not set `state_per_rank`: the state of rank 0
-    states = saved[_EVERY_RANK]
+    return of_rank(saved[_EVERY_RANK], name, rank, ranks)
+
+
+def of_rank(states: Sequence[str], name: str, rank: int, ranks: int) -> Any:
+    """The state of a rank, out of the states of all ranks as text; that of rank 0 if the number of ranks has changed.
+
+    `name`: what the state belongs to, for the warning.
+    """
     if len(states) != ranks:
         logger.warning(
             "{} has a separate state on each rank, but the checkpoint was saved with {} and this run has {}: all "
@@ -475,7 +588,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
             if part.required:
                 raise ValueError(f"the part {part.name!r} is missing")
             continue
-        if versions[part.name] != part.version:
+        if versions[part.name] not in (part.version, *part.older_versions):
             raise CheckpointError(
                 f"the checkpoint {path} has version {versions[part.name]} of the part {part.name!r}, but this version "
                 f"of ddpkit reads version {part.version}",

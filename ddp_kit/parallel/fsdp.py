@@ -6,6 +6,7 @@ A unit is a module that FSDP shards. FSDP gathers all weights of a unit at once.
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from ddp_kit.parallel.strategy import (
     broadcast,
     sizes_of,
     whole_gradients_fit,
+    with_written_views,
 )
 from ddp_kit.parallel.tensor import (
     is_divided,
@@ -322,6 +324,13 @@ class FsdpStrategy(Strategy):
                 "give them a dimension: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))",
             )
 
+        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+        if empty:
+            raise ConfigError(
+                f"FSDP cannot shard parameters without values: {some(empty)}",
+                "leave them out of the model, or use parallel='zero1' or 'ddp'",
+            )
+
     def setup(self, model: nn.Module) -> None:
         self.model = model
         sizes, device = self.sizes, self.world.device
@@ -525,16 +534,15 @@ class FsdpStrategy(Strategy):
         return state
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        local, loaded = self.model.state_dict(), {}
+        local = self.model.state_dict()
+        loaded = copy(state)  # also its _metadata, which has the versions of modules
         with torch.no_grad():
             for name, value in state.items():
                 piece = piece_of_dtensor(local.get(name))
-                if piece is None:
-                    loaded[name] = value
-                else:
+                if piece is not None:
                     piece.tensor.copy_(piece.of(value))
                     loaded[name] = local[name]
-        self.model.load_state_dict(loaded)
+        self.model.load_state_dict(with_written_views(self.model, loaded))
 
     def parameter_names(self) -> dict[int, str]:
         return super().parameter_names() | self._shards.names

@@ -123,6 +123,26 @@ def stored(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@torch.no_grad()
+def with_written_views(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state to load into the model, after writing the tensors that `Module.load_state_dict` cannot write.
+
+    These were made by `expand`, so several of their values share memory. In the result, they are the model's own.
+    """
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    loaded = copy(state)  # also its _metadata
+    for name, tensor in own.items():
+        memory, value = stored(tensor), state.get(name)
+        if memory.shape == tensor.shape or not isinstance(value, Tensor) or value.shape != tensor.shape:
+            continue
+        values = value[tuple(slice(size) for size in memory.shape)]
+        if not torch.equal(values.expand(value.shape), value):
+            raise ValueError(f"{name} repeats its values in this run, because of expand(), but not in the saved state")
+        memory.copy_(values)
+        loaded[name] = tensor
+    return loaded
+
+
 # --- Buffers ----------------------------------------------------------------------------------------------------------
 # Buffers that are in the state_dict are broadcast from rank 0 before each step. Other buffers are derived from
 # something else, such as a table that grows with the longest sequence, and may differ between ranks.
@@ -431,7 +451,7 @@ class Strategy(ABC):
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Load the result of `model_state`; whole tensors may replace pieces."""
-        self.model.load_state_dict(state)
+        self.model.load_state_dict(with_written_views(self.model, state))
 
     def parameter_names(self) -> dict[int, str]:
         """Parameter names by id, for the parameters that the optimizer holds."""

@@ -45,12 +45,14 @@ from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, 
 from ddp_kit.trainer.evaluation import Evaluator
 from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, separate_rates, warmed_up
 from ddp_kit.trainer.logging import LogPoints
+from ddp_kit.trainer.loss_modules import ModulesPart, modules_beside, move_beside
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.position import Position, RunState, StreamPart
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_record import RunRecord, described_model
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.setup import (
+    check_writable,
     checked_callbacks,
     checked_loss,
     checked_metrics,
@@ -125,6 +127,8 @@ class Optimizers:
     optimizer: Optimizer
     stepped_optimizer: Optimizer
     """See `TrainerContext.stepped_optimizer`."""
+    by_update: dict[str, Optimizer]
+    """The optimizer that each update steps, by update name; a single optimizer has the name ""."""
     schedulers: dict[str, LRScheduler]
     """By update name; the scheduler of a single optimizer has the name ""."""
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
@@ -174,6 +178,12 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     optimizers = make_optimizers(arguments, model)
     optimizer, schedulers = optimizers.optimizer, optimizers.schedulers
     callbacks = (*optimizers.plateaus, *arguments.callbacks)
+    functions: dict[str, Any] = {"loss_fn": arguments.loss_fn}
+    functions |= {f"loss_fn of update {update.name!r}": update.loss_fn for update in updates}
+    functions |= {f"metric {name!r}": metric for name, metric in arguments.metrics.items()}
+    loss_modules = modules_beside(model.module, functions)
+    for module in loss_modules.values():
+        move_beside(module, model.module, world.device)
     logged = LoggedValues(world.device)
     context = TrainerContext(
         model=model.module,
@@ -182,6 +192,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         stepped_optimizer=optimizers.stepped_optimizer,
         scheduler=JointScheduler(schedulers) if updates and schedulers else schedulers.get(""),
         loss_fn=checked_loss(loss_to_evaluate(updates, logged) if updates else arguments.loss_fn),
+        loss_modules=(*loss_modules.values(),),
         precision=model.precision,
         activations=model.activations,
         world=world,
@@ -196,6 +207,11 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     log_points = LogPoints(
         context, clock, call_callbacks, record.advise, model.flops.utilisation, recorded=record.is_written
     )
+    every = {update.name: update.every for update in updates}
+
+    def steps_done(update: str) -> int:
+        return position.step // every.get(update, 1) - step.skipped_steps
+
     random = RandomPart(world, settings.seed, strategy.data_rank, position)
     best = BestPart(settings.checkpoint, position)
     saved_parts = (
@@ -203,9 +219,10 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         CallbacksPart(world, callbacks, pieces=strategy.divides_weights),
         ModelPart(strategy, world, trainable_only=settings.checkpoint.trainable_only),
         OptimizerPart(strategy, optimizer, context.stepped_optimizer, optimizer_kind(optimizer)),
-        SchedulerPart(context.scheduler, schedulers if updates else {}),
+        ModulesPart(world, model.module, loss_modules),
         PrecisionPart(context.precision, step),
         position,
+        SchedulerPart(context.scheduler, schedulers if updates else {}, optimizers.by_update, steps_done),
         StreamPart(world, position),
         random,
         best,
@@ -277,6 +294,7 @@ def choose_placement(arguments: CheckedArguments, world: World) -> Placement:
     data_ranks = strategy.data_ranks if request is None else sizes_of(config.parallel, request.ranks).data
     batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
     strategy.check(model)
+    check_writable(model, world, settings.checkpoint)
     facts = consistency.facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
     consistency.check_agreement(world, facts)
     return Placement(world, settings, strategy, batch_plan)
@@ -342,7 +360,8 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
             f"plateau_metric is {arguments.plateau_metric!r}, but there is no ReduceLROnPlateau",
             "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
         )
-    return Optimizers(optimizer, stepped_optimizer, schedulers, intervals, tuple(plateaus))
+    by_update = {name: scheduled for name, scheduled, *_ in rows or [alone]}
+    return Optimizers(optimizer, stepped_optimizer, by_update, schedulers, intervals, tuple(plateaus))
 
 
 def changes_gradients(callback: Callback) -> bool:

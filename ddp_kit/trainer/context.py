@@ -195,6 +195,8 @@ class TrainerContext:
     `OffloadedOptimizer` around it."""
     scheduler: LRScheduler | None
     loss_fn: LossFunction
+    loss_modules: tuple[nn.Module, ...]
+    """The modules beside the model that loss functions and metrics use."""
     precision: Precision
     activations: Activations
     world: World

@@ -1,7 +1,7 @@
 """Evaluation of a model: each sample counts exactly once, for any number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -203,7 +203,7 @@ def evaluate(
     for counting in objects.values():
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
-    with evaluating(context.model) as outputs, context.logged.set_aside():
+    with evaluating(context.model, *context.loss_modules) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
         for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, context.world.is_main)):
             # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
@@ -247,16 +247,18 @@ def evaluate(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """Context manager that sets the model to evaluation mode. Yields a list that holds the model's latest output."""
+def evaluating(*modules: nn.Module) -> Iterator[list[Any]]:
+    """Context manager that sets modules to evaluation mode, the model first.
+
+    Yields a list that holds the model's latest output.
+    """
     outputs: list[Any] = []
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs[:] = [output]
 
-    hook = model.register_forward_hook(note)
-    try:
-        with in_mode(model, training=False):
-            yield outputs
-    finally:
-        hook.remove()
+    with ExitStack() as stack:
+        stack.callback(modules[0].register_forward_hook(note).remove)
+        for module in modules:
+            stack.enter_context(in_mode(module, training=False))
+        yield outputs

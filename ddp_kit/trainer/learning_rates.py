@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import IterableDataset
 
 from ddp_kit.callbacks.callback import Callback
-from ddp_kit.checkpoint.state import SettingChange, log_setting_changes
+from ddp_kit.checkpoint.state import ScriptValues, SettingChange, log_setting_changes
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
 from ddp_kit.data import Data, DatasetEpoch, open_data, train_batching
 from ddp_kit.data.feed import loader_batch_size
@@ -74,6 +74,7 @@ class Plateau(Callback):
             )
         self.metrics_needed = (self._metric,)
         self._scheduler = scheduler
+        self._script_values = ScriptValues(f"the scheduler {type(scheduler).__name__}", scheduler.state_dict())
         self._after_step = after_step
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -82,10 +83,15 @@ class Plateau(Callback):
             self._scheduler.step(metrics[self._metric])
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's best value, counts and settings. The learning rates are in the optimizer's state."""
+        """The scheduler's best value, counts and settings; of a subclass, also its own state.
+
+        The learning rates are in the optimizer's state.
+        """
         scheduler = self._scheduler
         counts = {name: getattr(scheduler, name) for name in _COUNTS}
+        is_subclass = type(scheduler) is not ReduceLROnPlateau
         return {
+            **({"scheduler": self._script_values.removed(scheduler.state_dict())} if is_subclass else {}),
             "best": float(scheduler.best),
             "metric": self._metric,
             "mode": scheduler.mode,
@@ -114,6 +120,11 @@ class Plateau(Callback):
                 if not same_value(before := state.get("settings", {}).get(name, value), value)
             ]
         )
+        if "scheduler" in state:
+            settings = self._settings()
+            self._script_values.fill(state["scheduler"])
+            self._scheduler.load_state_dict(state["scheduler"])
+            vars(self._scheduler).update(settings)
         self._scheduler.best = real_number(state["best"], "the best value")
         for name in _COUNTS:
             setattr(self._scheduler, name, whole_number(state[name], name))

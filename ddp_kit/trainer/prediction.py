@@ -16,6 +16,7 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.progress import with_bar
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.evaluation import evaluating
+from ddp_kit.trainer.loss_modules import modules_beside
 
 PredictFunction = Callable[[Any, Any], Any]
 
@@ -29,7 +30,8 @@ def predict(context: TrainerContext, function: PredictFunction | None, data: Eva
     """
     columns: dict[str, list[Tensor]] = {}
     structure, keys = None, data.order()
-    with evaluating(context.model) as outputs, context.logged.set_aside():
+    beside = modules_beside(context.model, {"predict": function}).values()
+    with evaluating(context.model, *context.loss_modules, *beside) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
         for samples, batch in with_bar(batches, "prediction", data.count, context.world.is_main):
             context.heartbeat.enter(Phase.EVALUATION)

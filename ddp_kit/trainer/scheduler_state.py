@@ -2,21 +2,24 @@
 
     the script's schedule is unchanged:  load the checkpoint's state
     it has changed (T_max, gamma, lr):   reset the scheduler to its start, and step it as often as the checkpoint's was
+    so has warmup_steps:                 the same
 
 Stepping it again works for every scheduler, also for those that compute a rate from the previous one.
 """
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ddp_kit.checkpoint.state import SavedPart, SettingChange, log_setting_changes
+from ddp_kit.checkpoint.state import SavedPart, ScriptValues, SettingChange, log_setting_changes
 from ddp_kit.log import logger
-from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value
+from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value, whole_number
 from ddp_kit.trainer.learning_rates import EveryEpoch, WarmUp, explained_ticks
 
 _FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # attributes of every LRScheduler
@@ -26,57 +29,119 @@ _RATES = {"base_lrs", "_full"}  # the rates in the parameter groups, which the p
 
 
 class SchedulerPart(SavedPart):
-    """The learning-rate scheduler, including the schedulers inside it.
+    """The learning-rate schedulers, including the schedulers inside them.
 
-    It also has the scheduler's state before any step, as the script has created it.
+    It also has each scheduler's state before any step, as the script has created it.
     """
 
     name = "scheduler"
-    version = 2
+    version = 3
+    older_versions = (2,)
 
-    def __init__(self, scheduler: LRScheduler | None, by_update: Mapping[str, LRScheduler]) -> None:
-        """`by_update`: name -> scheduler of each update; empty unless a step has several updates, as for a GAN."""
-        self._scheduler = scheduler
-        self._by_update = bool(by_update)
+    def __init__(
+        self,
+        scheduler: LRScheduler | None,
+        by_update: Mapping[str, LRScheduler],
+        optimizers: Mapping[str, Optimizer] = MappingProxyType({}),
+        steps_done: Callable[[str], int] = lambda _: 0,
+    ) -> None:
+        """`by_update`: name -> scheduler of each update; empty unless a step has several updates, as for a GAN.
+
+        `optimizers`: by update name, or under "". `steps_done`: how many steps one of them has done; used after a
+        resume from a checkpoint without a scheduler.
+        """
+        self._optimizers = optimizers
+        self._steps_done = steps_done
         self._schedulers = dict(by_update) or ({} if scheduler is None else {"": scheduler})
-        self._starts = {name: copied(scheduler.state_dict()) for name, scheduler in self._schedulers.items()}
-        self._options = {name: options_of(scheduler.optimizer) for name, scheduler in self._schedulers.items()}
+        states = {name: each.state_dict() for name, each in self._schedulers.items()}
+        self._starts = copied(states)
+        self._script_values = {
+            name: ScriptValues(f"the scheduler {type(_without_warm_up(self._schedulers[name])).__name__}", state)
+            for name, state in states.items()
+        }
+        all_optimizers = {**optimizers, **{name: each.optimizer for name, each in self._schedulers.items()}}
+        self._options = {name: options_of(optimizer) for name, optimizer in all_optimizers.items()}
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        if self._scheduler is None:
+        if not self._schedulers:
             return None
-        start = plain(self._starts if self._by_update else self._starts[""])
-        return {"kind": _kind(self._scheduler), "state": self._scheduler.state_dict(), "start": start}
+        return {
+            name: {
+                "kind": _kind(scheduler),
+                "state": self._script_values[name].removed(scheduler.state_dict()),
+                "start": plain(self._script_values[name].removed(self._starts[name])),
+            }
+            for name, scheduler in self._schedulers.items()
+        }
 
     def check(self, state: Any) -> str | None:
-        kind = "none" if self._scheduler is None else _kind(self._scheduler)
-        saved = "none" if state is None else state["kind"]
-        if saved != kind:
-            return f"the checkpoint's scheduler is {saved}, but this run uses {kind}"
-        for name, scheduler in self._schedulers.items():
-            _check_values(self._of(state["state"], name), scheduler)
+        saved_by_name = _by_update(state)
+        for name in {**self._schedulers, **saved_by_name}:
+            scheduler, saved = self._schedulers.get(name), saved_by_name.get(name, _NOTHING_SAVED)
+            if saved["kind"] != _kind(scheduler):
+                of_update = f" of update {name!r}" if name else ""
+                return f"the checkpoint's scheduler{of_update} is {saved['kind']}, but this run uses {_kind(scheduler)}"
+            if scheduler is None or saved["state"] is None:
+                continue
+            now, of_checkpoint, start = scheduler, saved["state"], saved["start"]
+            if _has_warm_up(of_checkpoint) != isinstance(scheduler, WarmUp):
+                if _steps_done(of_checkpoint, start) is None:
+                    return (
+                        f"warmup_steps is {_warm_up_steps(scheduler)}, but {_saved_warm_up(of_checkpoint)} in the "
+                        f"checkpoint, and the state of the {saved['kind']} does not say how often it was stepped "
+                        "(last_epoch)"
+                    )
+                inner = _without_warm_up(scheduler)
+                if inner is None:
+                    continue
+                now = inner
+                of_checkpoint, start = _inner_state(of_checkpoint), _inner_state(start)
+            _check_values(of_checkpoint, now)
             # Fails here if it is damaged, before anything is loaded.
-            _ = [*_changes(scheduler, self._of(state["start"], name), self._starts[name])]
+            _ = [*_changes(now, start, now.state_dict())]
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        if self._scheduler is None or state is None:
+        saved_by_name = _by_update(state)
+        for name in {**self._schedulers, **saved_by_name}:
+            scheduler, saved = self._schedulers.get(name), saved_by_name.get(name, _NOTHING_SAVED)
+            before, start = saved["state"], saved["start"]
+            if _has_warm_up(before) != isinstance(scheduler, WarmUp):
+                self._load_with_other_warm_up(name, before, start)
+            elif scheduler is not None:
+                self._script_values[name].fill(before)
+                scheduler.load_state_dict(copied(before))
+                changes = [*_changes(scheduler, start, self._starts[name])]
+                if changes := changes or [*_changed_functions(scheduler)]:
+                    self._use_schedule_of_script(name, _steps_done(before, self._starts[name]), changes, before)
+
+    def _load_with_other_warm_up(self, name: str, saved: Any, saved_start: Any) -> None:
+        """Continue with a warm-up that the checkpoint does not have, or without the one that it has."""
+        scheduler = self._schedulers.get(name)
+        before = _saved_warm_up(saved)
+        changes = [SettingChange("warmup_steps", before, _warm_up_steps(scheduler))]
+        steps = self._steps_done(name) if saved is None else _steps_done(saved, saved_start)
+        inner = _without_warm_up(scheduler)
+        if inner is not None:
+            inner_start = _inner_state(self._starts[name]) if inner is not scheduler else self._starts[name]
+            changes += _changes(inner, _inner_state(saved_start), inner_start)
+            inner.load_state_dict(copied(_inner_state(saved)))
+        if scheduler is not None:
+            self._use_schedule_of_script(name, steps, changes, saved)
             return
-        self._scheduler.load_state_dict(state["state"])
-        for name, scheduler in self._schedulers.items():
-            changes = [*_changes(scheduler, self._of(state["start"], name), self._starts[name])]
-            if changes := changes or [*_changed_functions(scheduler)]:
-                self._use_schedule_of_script(name, copied(self._of(state["state"], name)), changes)
+        if steps is not None and steps < before:
+            for group, options in zip(self._optimizers[name].param_groups, self._options[name], strict=True):
+                group["lr"] = copied(options["lr"])
+        log_setting_changes(changes)
 
-    def _of(self, states: Any, name: str) -> Any:
-        """The state of one scheduler. `states`: by update name, if there are several updates."""
-        return states[name] if self._by_update else states
+    def _use_schedule_of_script(self, name: str, steps: int | None, changes: list[SettingChange], saved: Any) -> None:
+        """Continue with the script's schedule at the checkpoint's step.
 
-    def _use_schedule_of_script(self, name: str, state: Mapping[str, Any], changes: list[SettingChange]) -> None:
-        """Continue at the checkpoint's step with the script's schedule. `state`: the scheduler's in the checkpoint."""
+        `steps`: how often the scheduler was stepped; None if unknown. `saved`: its state in the checkpoint, if any.
+        """
         scheduler, start = self._schedulers[name], self._starts[name]
         logged = [change for change in changes if change.name not in _RATES]
-        if (steps := _steps_done(state, start)) is None:
+        if steps is None:
             logger.warning(
                 "the script's settings of the {} are ignored, and those of the checkpoint are used ({}), because its "
                 "state does not say how often it was stepped (last_epoch)",
@@ -84,12 +149,13 @@ class SchedulerPart(SavedPart):
                 ", ".join(change.name for change in changes),
             )
             return
+        groups = scheduler.optimizer.param_groups
         constant = isinstance(scheduler, WarmUp) and scheduler.scheduler is None  # after the warm-up
-        if constant and logged == changes and steps >= max(state["steps"], start["steps"]):
-            vars(scheduler).update(steps=start["steps"])
+        if constant and logged == changes and steps >= max(_saved_warm_up(saved), start["steps"]):
+            rates = [copied(group["lr"]) for group in groups]
+            vars(scheduler).update(steps=start["steps"], last_epoch=steps, _step_count=steps + 1, _last_lr=rates)
             log_setting_changes(logged, "; the warm-up has ended, so the learning rates stay as they are")
             return
-        groups = scheduler.optimizer.param_groups
         loaded = [dict(group) for group in groups]
         for group, options in zip(groups, self._options[name], strict=True):
             group.update(copied(options))
@@ -99,7 +165,7 @@ class SchedulerPart(SavedPart):
             for _ in range(steps):
                 scheduler.step()
             if isinstance(scheduler, EveryEpoch):
-                for _ in range(_steps_done(state["scheduler"], start["scheduler"]) or 0):
+                for _ in range(_steps_done(saved["scheduler"], start["scheduler"]) or 0):
                     scheduler.end_epoch()
         for group, before, options in zip(groups, loaded, self._options[name], strict=True):
             scheduled = {"lr", *(("momentum", "betas") if "max_momentum" in options else ())}
@@ -162,10 +228,91 @@ def _several(states: Any) -> Sequence[Any]:
     return states if isinstance(states, list | tuple) else [states]
 
 
-def _kind(scheduler: LRScheduler) -> str:
-    """The class name of a scheduler, followed by the class names of the schedulers inside it."""
-    inner = ", ".join(_kind(one) for several in _inner(scheduler).values() for one in several)
+def _kind(scheduler: LRScheduler | None) -> str:
+    """The class name of the user's scheduler, with those of the schedulers inside it, and how often it is stepped."""
+    own = _without_warm_up(scheduler)
+    return _kind_text("none" if own is None else _class_names(own), per_epoch=isinstance(scheduler, EveryEpoch))
+
+
+def _kind_text(class_names: str, *, per_epoch: bool) -> str:
+    return f"{class_names} with scheduler_every='epoch'" if per_epoch else class_names
+
+
+def _class_names(scheduler: LRScheduler) -> str:
+    inner = ", ".join(_class_names(one) for several in _inner(scheduler).values() for one in several)
     return type(scheduler).__name__ + (f"({inner})" if inner else "")
+
+
+# --- Warm-up ----------------------------------------------------------------------------------------------------------
+# `WarmUp` wraps the user's scheduler if warmup_steps > 0. The run that resumes may have another number of them.
+
+
+def _without_warm_up(scheduler: LRScheduler | None) -> LRScheduler | None:
+    return scheduler.scheduler if isinstance(scheduler, WarmUp) else scheduler
+
+
+def _warm_up_steps(scheduler: LRScheduler | None) -> int:
+    return scheduler.steps if isinstance(scheduler, WarmUp) else 0
+
+
+def _has_warm_up(state: Any) -> bool:
+    """Whether this is the state of a `WarmUp`."""
+    return isinstance(state, Mapping) and state.keys() >= {"_full", "steps", "scheduler"}
+
+
+def _saved_warm_up(state: Any) -> int:
+    return whole_number(state["steps"], "warmup_steps of the checkpoint") if _has_warm_up(state) else 0
+
+
+def _inner_state(state: Any) -> Any:
+    """The state of the user's scheduler."""
+    return state["scheduler"] if _has_warm_up(state) else state
+
+
+# --- Saved states by update -------------------------------------------------------------------------------------------
+
+
+_NOTHING_SAVED: Mapping[str, Any] = MappingProxyType({"kind": "none", "state": None, "start": None})
+
+
+def _by_update(state: Any) -> dict[str, Mapping[str, Any]]:
+    """What `SchedulerPart.state_dict` returned, also of version 2, which had all schedulers in one entry."""
+    if state is None:
+        return {}
+    if not isinstance(state.get("kind"), str):
+        return dict(state)
+    kind, states, starts = state["kind"], state["state"], state["start"]
+    kinds = [kind]
+    if kind.startswith("JointScheduler("):
+        kinds = _split(kind.removeprefix("JointScheduler(")[:-1])
+    else:
+        states, starts = {"": states}, {"": starts}
+    return {
+        name: {"kind": _kind_of_version_2(each, states[name]), "state": states[name], "start": starts[name]}
+        for name, each in zip(states, kinds, strict=True)
+    }
+
+
+def _kind_of_version_2(kind: str, state: Any) -> str:
+    if not _has_warm_up(state):
+        return kind
+    wrapper, _, own = kind.partition("(")
+    return _kind_text(own[:-1] or "none", per_epoch=wrapper == "EveryEpoch")
+
+
+def _split(kinds: str) -> list[str]:
+    """Split at the commas that are in no parentheses."""
+    parts = [""]
+    for word in kinds.split(", "):
+        is_inside = parts[-1].count("(") > parts[-1].count(")")
+        if is_inside:
+            parts[-1] += f", {word}"
+        else:
+            parts.append(word)
+    return parts[1:]
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
 
 
 def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:

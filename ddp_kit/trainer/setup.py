@@ -3,6 +3,8 @@
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -12,11 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.checkpoint.packing import unstorable_values
+from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metrics import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
+from ddp_kit.parallel.strategy import stored
 from ddp_kit.trainer.context import MetricFunction, SchedulerInterval
 
 
@@ -111,6 +116,72 @@ def checked_model(model: object) -> None:
             f"the model {type(model).__name__} has tensors on the meta device, which have no values: {some(meta)}",
             "allocate it first with model.to_empty(device=...), then initialise or load its weights",
         )
+
+
+def check_writable(model: nn.Module, world: World, config: CheckpointConfig) -> None:
+    """Raise `ConfigError` for tensors of the model that an optimizer, other ranks or a checkpoint cannot write to."""
+    kind = f"the model {type(model).__name__}"
+    parameters = dict(model.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    odd = [name for name, tensor in parameters.items() if tensor.layout != torch.strided or tensor.is_nested]
+    if odd:
+        raise ConfigError(f"{kind} has sparse or nested parameters: {some(odd)}", "use dense parameters: .to_dense()")
+    repeated = [name for name, tensor in trained.items() if stored(tensor).shape != tensor.shape]
+    if repeated:
+        raise ConfigError(
+            f"{kind} has parameters whose values share memory, as expand() makes them, so that no optimizer can update "
+            f"them: {some(repeated)}",
+            "make them from a copy: nn.Parameter(tensor.clone())",
+        )
+    state = {} if config.dir is None else model.state_dict()
+    if config.trainable_only:
+        state = {name: value for name, value in state.items() if name in trained or name not in parameters}
+    # Ranks receive rank 0's values.
+    buffers = dict(model.named_buffers())
+    tensors = {**parameters, **buffers}
+    written = {
+        name: tensor for name, tensor in tensors.items() if world.world_size > 1 or name in trained or name in state
+    }
+    read_only = _in_read_only_memory(written) if world.device.type == "cpu" else []
+    if read_only:
+        raise ConfigError(
+            f"{kind} has tensors in memory that is read-only, such as a file opened with "
+            f'numpy.load(..., mmap_mode="r"): {some(read_only)}',
+            'copy them: tensor.clone(); or open the file with mmap_mode="c", which copies what is written',
+        )
+    for name, value in state.items():
+        is_inference = name in buffers and buffers[name].is_inference()
+        unstorable = [] if is_inference else unstorable_values(value)
+        if is_inference or unstorable:
+            found = "was made in torch.inference_mode()" if is_inference else f"is {_described(unstorable[0])}"
+            raise ConfigError(
+                f"{name} of {kind} {found}, which no checkpoint can restore",
+                "register a plain dense tensor, such as the result of clone(), to_dense() or dequantize(); or leave it "
+                "out of checkpoints with register_buffer(..., persistent=False); or set checkpoint.dir=None",
+            )
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return kind_of(value)
+    return f"{kind_of(value)} ({'quantized' if value.is_quantized else value.layout})"
+
+
+def _in_read_only_memory(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors whose memory this process cannot write; empty if the system does not tell."""
+    regions = []
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, permissions, *_ = line.split()
+            if permissions[1] != "w":
+                begin, end = addresses.split("-")
+                regions.append((int(begin, 16), int(end, 16)))
+    names = []
+    for name, tensor in tensors.items():
+        address = tensor.data_ptr() if tensor.is_cpu and tensor.layout == torch.strided else 0
+        if any(begin <= address < end for begin, end in regions):
+            names.append(name)
+    return names
 
 
 def _no_module(model: object) -> tuple[str, str]:

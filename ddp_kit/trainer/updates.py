@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_kit.checkpoint.model_state import by_parameter_and_shared, state_of
 from ddp_kit.config import combinations
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.feed import Share
@@ -50,30 +51,41 @@ class JointOptimizer(Optimizer):
         return {key: value for optimizer in self.optimizers.values() for key, value in optimizer.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of a single optimizer that has all groups, with consecutively numbered parameters."""
+        """The state in the format of a single optimizer that has all groups, with consecutively numbered parameters.
+
+        What a subclass adds to its state is under "updates", by update name.
+        """
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for optimizer in self.optimizers.values():
-            saved, first = optimizer.state_dict(), sum(len(group["params"]) for group in groups)
-            state |= {first + number: value for number, value in saved["state"].items()}
+        own: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            saved = state_of(optimizer)
+            first = sum(len(group["params"]) for group in groups)
+            by_parameter, shared = by_parameter_and_shared(saved["state"])
+            state |= {first + number: value for number, value in by_parameter.items()}
             groups += [
                 group | {"params": [first + number for number in group["params"]]} for group in saved["param_groups"]
             ]
-        return {"state": state, "param_groups": groups}
+            if shared or saved.keys() > {"state", "param_groups"}:
+                own[name] = {**saved, "state": shared}
+                del own[name]["param_groups"]
+        return {"state": state, "param_groups": groups} | ({"updates": own} if own else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` returned."""
         groups, first = list(state_dict["param_groups"]), 0
-        for optimizer in self.optimizers.values():
+        own = state_dict.get("updates", {})
+        for name, optimizer in self.optimizers.items():
             of_optimizer, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
             size = sum(len(group["params"]) for group in of_optimizer)
+            by_parameter = {
+                number - first: value for number, value in state_dict["state"].items() if first <= number < first + size
+            }
+            own_entries = own.get(name, {})
             optimizer.load_state_dict(
                 {
-                    "state": {
-                        number - first: value
-                        for number, value in state_dict["state"].items()
-                        if first <= number < first + size
-                    },
+                    **own_entries,
+                    "state": {**by_parameter, **own_entries.get("state", {})},
                     "param_groups": [
                         group | {"params": [number - first for number in group["params"]]} for group in of_optimizer
                     ],

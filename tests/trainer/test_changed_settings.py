@@ -161,6 +161,58 @@ def test_longer_warm_up_counts_from_the_start_of_the_run(tmp_path: Path, said: l
     ]
 
 
+@pytest.mark.parametrize("make", [None, cosine(12)])
+@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize(("before", "now"), [(0, 4), (4, 0)])
+def test_run_continues_with_a_warm_up_that_the_script_has_added_or_removed(
+    make: Any, stop: int, before: int, now: int, tmp_path: Path, said: list[str]
+) -> None:
+    whole = rates(None, 8, make, warmup_steps=now)
+    rates(tmp_path, stop, make, warmup_steps=before)
+    assert rates(tmp_path, 8, make, warmup_steps=now) == whole[stop:]
+    (line,) = replaced(said)
+    assert line.startswith(f"warmup_steps {now} (checkpoint: {before})")
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 0)])
+def test_added_or_removed_warm_up_that_has_ended_does_not_reset_a_rate_that_a_callback_has_set(
+    before: int, now: int, tmp_path: Path
+) -> None:
+    trainer = trainer_for(tmp_path, 6, None, warmup_steps=before)
+    for step in trainer.steps(DATA):
+        if step.number == 5:
+            trainer.optimizer.param_groups[0]["lr"] = 0.025
+    assert rates(tmp_path, 7, None, warmup_steps=now) == [0.025]
+    assert rates(tmp_path, 8, None, warmup_steps=now) == [0.025]
+
+
+def test_warm_up_counts_the_steps_that_fp16_has_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_for(tmp_path, 4, None)
+    trainer._run.optimizer_step.skipped_steps = 3
+    trainer.fit(DATA)
+    assert trainer_for(tmp_path, 5, None, warmup_steps=3).optimizer.param_groups[0]["lr"] == 0.1 * 2 / 4
+
+
+def test_rate_and_warm_up_that_the_script_changes_together_are_both_used(tmp_path: Path) -> None:
+    for before, now in [(0, 4), (4, 0)]:
+        whole = rates(None, 8, None, warmup_steps=now, options={"lr": 0.5})
+        rates(tmp_path / f"{now}", 2, None, warmup_steps=before)
+        assert rates(tmp_path / f"{now}", 8, None, warmup_steps=now, options={"lr": 0.5}) == whole[2:]
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 4), (4, 0)])
+def test_added_or_removed_warm_up_of_a_scheduler_that_does_not_count_is_refused_in_the_users_words(
+    before: int, now: int, tmp_path: Path
+) -> None:
+    make = lambda optimizer: Halving(optimizer, 0.5)  # noqa: E731
+    trainer_for(tmp_path, 2, make, warmup_steps=before).fit(DATA)
+    if before:  # the warm-up itself counts
+        assert trainer_for(tmp_path, 4, make, warmup_steps=now).step == 2
+        return
+    with pytest.raises(CheckpointError, match=r"warmup_steps is 4, but 0 in .* the Halving does not say how often"):
+        trainer_for(tmp_path, 4, make, warmup_steps=now)
+
+
 def test_length_of_a_finished_warm_up_does_not_reset_a_rate_that_a_callback_has_set(
     tmp_path: Path, said: list[str]
 ) -> None:
@@ -175,7 +227,7 @@ def test_length_of_a_finished_warm_up_does_not_reset_a_rate_that_a_callback_has_
 
 
 def test_each_update_continues_with_its_own_schedule(tmp_path: Path) -> None:
-    def run(folder: Path | None, steps: int, length: int) -> list[float]:
+    def run(folder: Path | None, steps: int, length: int, warmup: int = 0) -> list[float]:
         torch.manual_seed(0)
         model = nn.ModuleDict({name: nn.Linear(3, 1) for name in ("one", "other")})
         sgd = {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in model.items()}
@@ -183,12 +235,19 @@ def test_each_update_continues_with_its_own_schedule(tmp_path: Path) -> None:
             Update("one", lambda model, batch: loss_fn(model["one"], batch), sgd["one"], cosine(length)),
             Update("other", lambda model, batch: loss_fn(model["other"], batch), sgd["other"], cosine(9), every=2),
         ]
-        config = TrainerConfig(global_batch_size=8, max_steps=steps, checkpoint={"dir": folder, "save": "blocking"})
+        config = TrainerConfig(
+            global_batch_size=8,
+            max_steps=steps,
+            warmup_steps=warmup,
+            checkpoint={"dir": folder, "save": "blocking"},
+        )
         Trainer(model, updates=updates, config=config).fit(DATA)
         return [each.param_groups[0]["lr"] for each in sgd.values()]
 
     run(tmp_path, 4, 4)
     assert run(tmp_path, 6, 8) == run(None, 6, 8)
+    assert run(tmp_path, 7, 8, warmup=4) == run(None, 7, 8, warmup=4)
+    assert run(tmp_path, 9, 8) == run(None, 9, 8)
 
 
 def test_schedule_that_ends_before_the_step_of_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from own_entries import Own
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit.trainer.learning_rates import warmed_up
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 
 # torch warns where a ChainedScheduler that is not the last one of a SequentialLR is loaded.
@@ -168,6 +170,26 @@ def test_state_of_every_scheduler_after_every_step_is_accepted_and_continues(nam
     assert scheduler.get_last_lr() == rates[-1]
 
 
+# Entries that a subclass adds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_entries_of_every_schedulers_subclass_are_saved_and_loaded(name: str, warmup: int, tmp_path: Path) -> None:
+    schedulers: list[Any] = []
+
+    def make(optimizer: Optimizer) -> Any:
+        scheduler: Any = CASES[name](optimizer)
+        scheduler.__class__ = type(type(scheduler).__name__, (Own, type(scheduler)), {})
+        schedulers.append(scheduler)
+        return scheduler
+
+    trained(make, tmp_path, 3, warmup_steps=warmup)
+    assert schedulers[0].saved >= 1
+    trained(make, tmp_path, 4, warmup_steps=warmup)
+    schedulers[1].check_arrived()
+
+
 # Other settings in the script ----------------------------------------------------------------------------------------
 
 
@@ -189,6 +211,31 @@ def test_longer_schedule_of_the_script_continues_as_if_the_run_had_begun_with_it
             rates[stop - 1] if stop else first(LONGER[name])
         )
         assert rates_of(after, STEPS - stop) == rates[stop:], f"resumed after step {stop}"
+
+
+def warmed(make: Make, steps: int) -> Make:
+    return lambda optimizer: warmed_up(optimizer, make(optimizer), steps, "step")
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 3), (3, 0), (2, 4)])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name] is not PLATEAU])
+def test_other_warm_up_of_the_script_continues_as_if_the_run_had_begun_with_it(
+    name: str, before: int, now: int
+) -> None:
+    steps = STEPS - 3  # OneCycleLR ends at STEPS
+    rates = rates_of(warmed(CASES[name], now)(optimizer_of_two_groups()), steps)
+    for stop in range(1, steps):
+        first_run = warmed(CASES[name], before)(optimizer_of_two_groups())
+        first_part = SchedulerPart(first_run, {})
+        rates_of(first_run, stop)
+        state = first_run.optimizer.state_dict(), first_part.state_dict([])
+        second_run = warmed(CASES[name], now)(optimizer_of_two_groups())
+        part = SchedulerPart(second_run, {})
+        second_run.optimizer.load_state_dict(state[0])
+        assert part.check(state[1]) is None
+        part.load_state_dict(state[1], Path())
+        assert [group["lr"] for group in second_run.optimizer.param_groups] == rates[stop - 1]
+        assert rates_of(second_run, steps - stop) == rates[stop:], f"resumed after step {stop}"
 
 
 @pytest.mark.slow
@@ -218,9 +265,39 @@ def test_damaged_state_of_an_inner_scheduler_is_refused() -> None:
         lambda inner: inner[0].update(get_lr=1),
     ):
         state = copy.deepcopy(part.state_dict([]))
-        damage(state["state"]["_schedulers"])
+        damage(state[""]["state"]["_schedulers"])
         with pytest.raises(ValueError, match="checkpoint's scheduler"):
             part.check(state)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("name", ["StepLR", "LinearLR, then StepLR"])
+def test_state_of_the_part_of_version_2_continues(name: str, warmup: int) -> None:
+    scheduler = warmed(CASES[name], warmup)(optimizer_of_two_groups())
+    start = scheduler.state_dict()
+    rates_of(scheduler, 5)
+    kind = {"StepLR": "StepLR", "LinearLR, then StepLR": "SequentialLR(LinearLR, StepLR)"}[name]
+    kind = f"WarmUp({kind})" if warmup else kind
+    one = {"kind": kind, "state": scheduler.state_dict(), "start": start}
+    several = {
+        "kind": f"JointScheduler({kind}, {kind})",
+        "state": {"a": scheduler.state_dict(), "b": scheduler.state_dict()},
+        "start": {"a": start, "b": start},
+    }
+    for state, names in [(one, [""]), (several, ["a", "b"])]:
+        for now in (warmup, 2):
+            made = {each: warmed(CASES[name], now)(optimizer_of_two_groups()) for each in names}
+            part = SchedulerPart(made.get(""), {} if "" in made else made)
+            assert part.check(copy.deepcopy(state)) is None
+            part.load_state_dict(copy.deepcopy(state), Path())
+            whole = rates_of(warmed(CASES[name], now)(optimizer_of_two_groups()), 9)
+            if now == warmup:
+                for each in made.values():
+                    each.optimizer.load_state_dict(scheduler.optimizer.state_dict())
+            assert all(rates_of(each, 4) == whole[5:] for each in made.values())
+    part = SchedulerPart(CASES["LinearLR"](optimizer_of_two_groups()), {})
+    own = kind.removeprefix("WarmUp(")[:-1] if warmup else kind
+    assert part.check(one) == f"the checkpoint's scheduler is {own}, but this run uses LinearLR"
 
 
 def optimizer_of_two_groups() -> Optimizer:

@@ -290,7 +290,7 @@ def test_scheduler_every_with_an_invalid_value_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="a ReduceLROnPlateau is stepped at each evaluation"):
         trainer_for(config, plateau, scheduler_every="epoch")
     trainer_for(config, halving).fit(DATA)
-    with pytest.raises(CheckpointError, match=r"'s scheduler is StepLR, but this run uses EveryEpoch\(StepLR\)"):
+    with pytest.raises(CheckpointError, match="'s scheduler is StepLR, but this run uses StepLR with scheduler_e"):
         trainer_for(config, halving, scheduler_every="epoch")
 
 

@@ -36,7 +36,7 @@ from ddp_kit.parallel.pipeline.model import (
 )
 from ddp_kit.parallel.pipeline.stage import Stage
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of, stored
 from ddp_kit.parallel.tensor import (
     is_divided,
     local_tensor,
@@ -554,7 +554,8 @@ class PipelineStrategy(Strategy):
             if is_here:
                 part = piece_of_dtensor(tensor)
                 saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
-                local_tensor(tensor).copy_(saved)
+                memory = stored(local_tensor(tensor))
+                memory.copy_(saved[tuple(slice(size) for size in memory.shape)])
         others = {name: value for name, value in state.items() if name not in tensors}
         self.model.load_state_dict(others, strict=False)
 
