@@ -548,9 +548,9 @@ class Trainer:
         run, heartbeat = self._run, self._context.heartbeat
         self._prepare(feed, ticks=True)
         run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
-        run.record.begin(self.step, self.total_steps, run.peak_memory.planned)
         loop = run.state.begin_loop()
         with self._loop_contexts():
+            run.record.begin(self.step, self.total_steps, run.peak_memory.planned, continues=run.checkpoints.continues)
             if evaluations is not None and run.position.evaluation_pending:  # a stop has interrupted it
                 evaluations.repeat_interrupted()
                 run.checkpoints.save_again()
@@ -601,7 +601,7 @@ class Trainer:
             run.checkpoints.in_loop(),
             run.state.in_loop(),
             run.preemption,
-            run.record.noting_a_stop(lambda: self.step),
+            run.record.in_loop(lambda: self.step),
         ):
             yield
 

@@ -149,7 +149,9 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
 
 def _records(folder: Path) -> list[Path]:
-    candidates = [folder, folder / RECORD_FOLDER, *sorted(folder.glob(f"*/{RECORD_FOLDER}"))]
+    names = (RECORD_FOLDER, f"{RECORD_FOLDER}-[0-9]*")  # a process with several Trainers has several records
+    found = [path for name in names for pattern in (name, f"*/{name}") for path in sorted(folder.glob(pattern))]
+    candidates = [folder, *found]
     records = [path.absolute() for path in candidates if (path / RECORD_ATTEMPTS).is_file()]
     if not records:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"
