@@ -252,15 +252,6 @@ class _Rehearsal:
         made = self._run(title)
         end = made.launch()
         attempts = read_attempts(made.folder)
-        if (made.folder / ELSEWHERE_FILE).exists():
-            path = (made.folder / ELSEWHERE_FILE).read_text()
-            if moved := [*_paths(path, made.name)]:
-                made.own_paths.update(moved)
-                raise UsageError(
-                    f"{self._script} changes its current folder before it saves {path}",
-                    f"use an absolute path for the argument with {_RUN}, such as {Path.cwd() / f'out-{_RUN}'}",
-                )
-            raise UsageError(f"{self._script} saves {path}, in a folder that all runs would share", _HINT)
         if end.code:
             kind = UsageError if end.code == ExitCode.USAGE else RehearsalError
             raise kind(
@@ -401,6 +392,7 @@ class _Command:
     report: Callable[[str], None]
     token: str = field(default_factory=lambda: secrets.token_hex(3))
     """Makes the names of the runs unique."""
+    began: float = field(default_factory=time.time)
 
 
 class _Run:
@@ -432,6 +424,7 @@ class _Run:
             steps=resumed_steps if again else self._steps,
             steps_after_restart=resumed_steps,
             folders=(str(self.folder / "checkpoints"), *map(str, self.own_paths)),
+            began=command.began,
             signal=disturbance,
             step=step,
             rank=rank,
@@ -470,6 +463,7 @@ class _Run:
                         process.kill()
             reader.join(_END_SECONDS)
         text = b"".join(lines).decode(errors="replace").rstrip("\n")
+        self._check_own()
         if late:
             kind = RehearsalError if disturbance or again else UsageError
             raise kind(
@@ -479,6 +473,25 @@ class _Run:
         code = process.returncode
         self.ends.append(_End(code if code >= 0 else ExitCode.of_signal(-code), text))
         return self.ends[-1]
+
+    def _check_own(self) -> None:
+        """Raise `UsageError` if the script was ended before it changed or saved a file outside of the run's folders."""
+        if not (self.folder / ELSEWHERE_FILE).exists():
+            return
+        script, path = self._words[0], (self.folder / ELSEWHERE_FILE).read_text()
+        if moved := [*_paths(path, self.name)]:
+            self.own_paths.update(moved)
+            raise UsageError(
+                f"{script} changes its current folder before it saves {path}",
+                f"use an absolute path for the argument with {_RUN}, such as {Path.cwd() / f'out-{_RUN}'}",
+            )
+        if Path(path).exists() and Path(path).stat().st_ctime < self._command.began:
+            raise UsageError(
+                f"{script} changes {path}, which existed before the rehearsal, so the rehearsal ends here; the file is "
+                "unchanged",
+                f"{_HINT}; or move the file away",
+            )
+        raise UsageError(f"{script} saves {path}, in a folder that all runs would share", _HINT)
 
     @property
     def ignored_sigterm(self) -> bool:

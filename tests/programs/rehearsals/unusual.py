@@ -1,7 +1,7 @@
 """Scripts that are unusual for a rehearsal. Arguments: WHAT FOLDER.
 
 without_optimizer, ends_early, two_optimizers, ignores_sigterm, saves_on_sigterm, prints_forever, fails, random,
-saves_nothing, ignores_checkpoint, changes_folder, autograd_grad.
+saves_nothing, ignores_checkpoint, changes_folder, autograd_grad, opens, functional_grad.
 """
 
 import itertools
@@ -52,7 +52,12 @@ if file.exists() and what != "ignores_checkpoint":
 def save() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part.state_dict() for part in (*nets, *optimizers)]
-    torch.save({"parts": parts, "step": step, "random": torch.get_rng_state()}, folder / "checkpoint.tmp")
+    state = {"parts": parts, "step": step, "random": torch.get_rng_state()}
+    if what == "opens":
+        with (folder / "checkpoint.tmp").open("wb") as stream:
+            torch.save(state, stream)
+    else:
+        torch.save(state, folder / "checkpoint.tmp")
     (folder / "checkpoint.tmp").replace(file)
 
 
