@@ -113,8 +113,9 @@ def test_rehearsal_of_two_optimizers_counts_the_steps_of_the_first_one(tmp_path:
     assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
 
 
-def test_rehearsal_of_a_script_without_backward_passes_counts_its_steps(tmp_path: Path) -> None:
-    words = (REHEARSALS / "unusual.py", "autograd_grad", "out-{run}")
+@pytest.mark.parametrize("what", ["autograd_grad", "functional_grad"])
+def test_rehearsal_of_a_script_without_backward_passes_counts_its_steps(tmp_path: Path, what: str) -> None:
+    words = (REHEARSALS / "unusual.py", what, "out-{run}")
     assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
 
 

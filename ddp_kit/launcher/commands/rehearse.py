@@ -201,17 +201,21 @@ class _Rehearsal:
         self.steps = settings.steps
         self._ranks, self._command, self._script = settings.ranks, command, command.words[0]
         self._runs: list[_Run] = []
+        self._noise: compare.Noise = {}
 
     def results(self) -> list[Result]:
         """Run everything, and compare."""
         first = self._undisturbed("undisturbed-1")
         second = self._undisturbed("undisturbed-2")
         self._check_separate(first, second)
-        first = compare.without_unseeded(first, second)
-        noisy = compare.differences(first, second)
+        self._noise = compare.noise(first, second)
+        unseeded = {"random": self._noise["random"]}
+        noisy = compare.differences(compare.without(first, unseeded), compare.without(second, unseeded))
         repeated = compare.repeated_epoch(first)
         results = [self._result_of_undisturbed(noisy, repeated)]
-        ignored = frozenset(each.kind for each in noisy)
+        # A value that is random by itself is left out by its name if it has one; otherwise its kind is ignored.
+        first, second = (compare.without(each, self._noise) for each in (first, second))
+        ignored = frozenset(each.kind for each in compare.differences(first, second))
         at, rank = self._disturbance(first)
 
         killed = self._run("killed")
@@ -327,7 +331,7 @@ class _Rehearsal:
         disturbed = made.folder / DISTURBED_FILE
         if not disturbed.exists():
             return Result(title, False, "the run ended before this step", cause=made.ends[-1].last_lines)
-        attempts = [attempt for attempt in read_attempts(made.folder) if all(attempt.values())]
+        attempts = [compare.without(each, self._noise) for each in read_attempts(made.folder) if all(each.values())]
         if made.ends[-1].code:
             summary = f"the resumed run fails with exit code {made.ends[-1].code}:\n{made.ends[-1].last_lines}"
             cause = "the script cannot load its own checkpoint" if made.ends[-1].code != ExitCode.USAGE else ""
@@ -364,7 +368,8 @@ class _Rehearsal:
             if found:
                 note = f"from step {found[0].step}: {compare.described(found)}; nothing that was compared depends on it"
             how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
-            how += " in what is not random by itself" * bool(ignored)
+            leaves_out = ignored or any(names for field, names in self._noise.items() if field != "random")
+            how += " in what is not random by itself" * bool(leaves_out)
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
         summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
         cause = "; ".join(CAUSES[each.kind] for each in compare.origins(found))

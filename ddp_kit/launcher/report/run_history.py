@@ -144,8 +144,18 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
     Raises `UsageError` for a folder without a record, and for a record that this version cannot read.
     """
-    records = {record: None for folder in folders for record in _records(folder)}
-    return tuple(_read(record, name) for record, name in zip(records, _names(list(records)), strict=True))
+    records = list({record.resolve(): record for folder in folders for record in _records(folder)}.values())
+    return tuple(_read(record, name) for record, name in zip(records, _names(records), strict=True))
+
+
+def repeated_folders(folders: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """Pairs of folders with the same records: a folder, and an earlier one."""
+    pairs, earlier = [], dict[frozenset[Path], Path]()
+    for folder in folders:
+        first = earlier.setdefault(frozenset(record.resolve() for record in _records(folder)), folder)
+        if first is not folder:
+            pairs.append((folder, first))
+    return pairs
 
 
 def _records(folder: Path) -> list[Path]:

@@ -70,6 +70,13 @@ for _ in itertools.count() if what == "ignores_sigterm" else range(step, 6 if wh
                 net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
             ):
                 parameter.grad = gradient
+        elif what == "functional_grad":
+            named = dict(net.named_parameters())
+            gradients = torch.func.grad(lambda values: torch.func.functional_call(net, values, x).square().mean())(  # noqa: B023
+                {name: parameter.detach() for name, parameter in named.items()}
+            )
+            for name, parameter in named.items():
+                parameter.grad = gradients[name]
         else:
             loss.backward()
         if what == "without_optimizer":
