@@ -503,13 +503,13 @@ class Trainer:
         plan = BatchPlan(size * ranks, size, 1, ranks)
         feeds = feed_builder(self._context, self._run.clock, plan, timed=False)
         with random_states_kept(), self._context.logged.set_aside():
-            feed = feeds.train_feed(data, 0, self._epoch_to_train)
             batch, problem = None, ""
             try:
+                feed = feeds.train_feed(data, 0, self._epoch_to_train)
                 feed.begin(self._epoch_to_train, 0)
                 feed.next()
                 _, batch = unpacked(size, feed.batch())
-            except RuntimeError as error:
+            except Exception as error:  # the user's code may read the parameters, and raises any error without values
                 if self._plan_request is None:
                     raise
                 problem = f"the data cannot be read if the model has no values: {first_line(error)}"
