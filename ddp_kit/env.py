@@ -7,7 +7,7 @@ torchrun run unchanged, and a `Trainer` also works under torchrun or plain `pyth
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -129,10 +129,13 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 GRACE_FILE = "shutdown-timeout"  # in an attempt's folder: the seconds of --shutdown-timeout
 ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see launcher/record.py
-# The record of a run: see docs/run-record.md. RECORD_NOTE, in an attempt's folder, names the folder of the record.
+# The record of a run: see docs/run-record.md. Two files in an attempt's folder: RECORD_DEFAULT, from the launcher, has
+# the path for the record of a Trainer without a checkpoint folder; RECORD_NOTE, from the Trainers, has the paths of the
+# records to which the launcher adds.
 RECORD_FOLDER = "record"
 RECORD_ATTEMPTS, RECORD_ROWS = "attempts.jsonl", "rows.jsonl"
 RECORD_NOTE = "ddpkit-record"
+RECORD_DEFAULT = "ddpkit-default-record"
 ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: a rank has printed the error that ends the attempt
 
 # Keys in the `extraInfo` of an error file that was written by ddpkit, not by the script.
@@ -337,21 +340,28 @@ def attempt_id(env: Mapping[str, str] | None = None) -> str:
     return f"{job}.{restarts}" if job not in ("", "none") else ""  # torchrun's default is "none"
 
 
-def noted_record_folder() -> Path | None:
-    """The path of the run's record, read from a file in the folder of this attempt; None: no path is known."""
+def default_record_folder() -> Path | None:
+    """The path for the record of a Trainer without a checkpoint folder; None: the launcher keeps no logs."""
     folder = attempt_folder()
     with suppress(OSError):
-        noted = "" if folder is None else os.fsdecode((folder / RECORD_NOTE).read_bytes())
-        return Path(noted) if noted else None
+        return None if folder is None else Path(os.fsdecode((folder / RECORD_DEFAULT).read_bytes()))
     return None
 
 
-def note_record_folder(path: Path) -> None:
-    """Tell ddpkit's launcher where the record of this run is. Does nothing without that launcher."""
+def note_record_folders(paths: Sequence[Path]) -> None:
+    """Tell ddpkit's launcher to which records it adds. Does nothing without that launcher."""
     folder = attempt_folder()
     if folder is not None and (folder / RECORD_NOTE).exists():
         with suppress(OSError):
-            (folder / RECORD_NOTE).write_bytes(os.fsencode(path))
+            (folder / RECORD_NOTE).write_bytes(b"\0".join(map(os.fsencode, paths)))
+
+
+def noted_record_folders(attempt: Path) -> list[Path]:
+    """The existing folders that `note_record_folders` has noted in the folder of an attempt."""
+    with suppress(OSError):
+        noted = (attempt / RECORD_NOTE).read_bytes().split(b"\0")
+        return [path for path in map(Path, map(os.fsdecode, filter(None, noted))) if path.is_dir()]
+    return []
 
 
 def reported_variables(env: Mapping[str, str]) -> dict[str, str]:

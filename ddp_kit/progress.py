@@ -216,8 +216,9 @@ def _bar() -> Progress:
         MofNCompleteColumn(table_column=whole),
         BarColumn(bar_width=_BAR_COLUMNS),
         _TimeLeft(table_column=whole),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True, soft_wrap=True),
+        TextColumn("{task.description}", markup=False),
+        # The script's output, names of metrics and so on may contain [brackets] or :colons:, which are text.
+        console=Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False),
         # The script's output appears above the bar in one piece. Output to a file or pipe is not redirected.
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,

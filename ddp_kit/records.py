@@ -1,8 +1,9 @@
 """Read-only records of a run: log rows, steps and results."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ddp_kit.errors import size_text
 
@@ -23,7 +24,8 @@ class LogRow:
     learning_rate: float
     """The learning rate of the optimizer's first parameter group in the row's last step."""
     grad_norm: float
-    """Global norm of the gradient at the row's last step, before clipping; 0 if it was not measured."""
+    """Global norm of the gradient at the row's last step, before clipping; not finite if the step was skipped because
+    of its gradient, and 0 if the norm was not measured."""
     samples_per_second: float
     """Training throughput of all ranks together."""
     step_seconds: float
@@ -141,6 +143,9 @@ class FitResult:
     metrics: dict[str, float]
     """The loss and metrics of the last evaluation; empty if there was none."""
 
+    def __repr__(self) -> str:
+        return _short(self, history=f"{len(self.history)} rows")
+
 
 @dataclass(frozen=True)
 class LearningRateSearch:
@@ -152,6 +157,9 @@ class LearningRateSearch:
     """The smoothed loss at each rate."""
     suggestion: float | None
     """The rate at which the loss falls most steeply; None if it never fell."""
+
+    def __repr__(self) -> str:
+        return _short(self, rates=f"{len(self.rates)} rates", losses=f"{len(self.losses)} losses")
 
 
 @dataclass(frozen=True)
@@ -181,3 +189,10 @@ class LoadedWeights:
         found = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": shapes}
         lists = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
         return "; ".join([f"{len(self.loaded)} weights and buffers from {self.path}", *lists])
+
+
+def _short(record: Any, **lengths: str) -> str:
+    """The `repr` of a record, with a length in place of each long field."""
+    values = {each.name: repr(getattr(record, each.name)) for each in fields(record)}
+    values |= {name: f"<{length}>" for name, length in lengths.items()}
+    return f"{type(record).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"

@@ -133,6 +133,12 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {name: block for name, block in blocks.items() if not any(name.startswith(f"{other}.") for other in blocks)}
 
 
+def sparse_weights(model: nn.Module) -> set[Tensor]:
+    """The weights of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, whose gradients are sparse."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {module.weight for module in model.modules() if isinstance(module, embeddings) and module.sparse}
+
+
 def work_of(module: nn.Module, *, recurse: bool = True) -> float:
     """An estimate of a module's computation: the number of multiplications per position (token) of the input.
 

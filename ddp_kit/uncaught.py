@@ -85,7 +85,7 @@ class _MessageHook:
         if printed:
             rank = f" (rank {self.rank})" if self.rank > 0 else ""
             text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-            sys.stderr.write(f"ddpkit: error{rank}{_user_code_location(trace)}: {text}\n")
+            sys.stderr.write(f"ddpkit: error{rank}{user_code_location(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
         marks = {
             NOTE_SECONDARY: error.reported_elsewhere,
@@ -175,7 +175,7 @@ def _should_print(error: DdpKitError) -> bool:
     return True
 
 
-def _user_code_location(trace: TracebackType | None) -> str:
+def user_code_location(trace: TracebackType | None) -> str:
     """The innermost line of the user's code in the traceback, as " at script.py:12"; "" if there is none."""
     place = ""
     while trace is not None:

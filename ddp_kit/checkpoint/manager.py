@@ -190,6 +190,8 @@ class Checkpoints:
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
         self._saver: Saver | None = None
         self._saved_step = -1
+        self.continues = False
+        """Whether the run has resumed from the newest checkpoint in its folder, and so continues the run in it."""
         self._lineage = LineagePart()
         self._random = random
         self._best = best
@@ -489,7 +491,7 @@ class Checkpoints:
 
     def _begin_lineage(self, lineage: Lineage, set_aside_after: int) -> None:
         """Start a lineage. The next save first moves away the checkpoints of steps after `set_aside_after`."""
-        self._lineage.lineage, self._set_aside_after = lineage, set_aside_after
+        self._lineage.lineage, self._set_aside_after, self.continues = lineage, set_aside_after, False
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
         """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
@@ -536,6 +538,7 @@ class Checkpoints:
                 if lineage is not None and state.get("lineage") != lineage:
                     return False
                 self._load_parts(path, state)
+                self.continues = True
                 return True
         if common:
             raise CheckpointError(

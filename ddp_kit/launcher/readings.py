@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter
 
-from ddp_kit.env import RECORD_NOTE
+from ddp_kit.env import noted_record_folders
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage
 from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
@@ -133,11 +133,10 @@ def _job(launcher: int, record: RoundRecord, cards: Sequence[GpuUsage]) -> JobRe
 
 
 def _run_folder(record: RoundRecord) -> str:
-    """The folder that contains the run's record, if a Trainer has begun one; otherwise an empty string."""
+    """The folder that contains the latest record, if a Trainer has begun one; otherwise an empty string."""
     for worker in record.workers[:1]:
-        with suppress(OSError, IndexError):  # there is no such file, or no error file
-            path = (Path(worker.error_file).parents[1] / RECORD_NOTE).read_text()
-            return str(Path(path).parent) if path and Path(path).is_dir() else ""
+        with suppress(IndexError):  # there is no error file
+            return "".join(str(path.parent) for path in noted_record_folders(Path(worker.error_file).parents[1])[-1:])
     return ""
 
 

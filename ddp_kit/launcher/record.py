@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import psutil
 
-from ddp_kit.env import RECORD_ATTEMPTS, RECORD_NOTE, ROUND_FILE
+from ddp_kit.env import RECORD_ATTEMPTS, RECORD_DEFAULT, RECORD_NOTE, ROUND_FILE, noted_record_folders
 from ddp_kit.launcher.devices.gpus import gpu_usage_reader
 from ddp_kit.launcher.output import open_log
 
@@ -97,62 +97,62 @@ def _records_of(process: Path) -> Iterator[RoundRecord]:
 
 # --- Run record -------------------------------------------------------------------------------------------------------
 # Once a second, the launcher adds a sample of the state of its machine to the record. At the end of each attempt, it
-# adds how the attempt ended. The workers write the path of the record's folder to a file in the attempt's folder.
-# Format: docs/run-record.md.
+# adds how the attempt ended. The workers write to a file in the attempt's folder which records these are: those of the
+# Trainers that are training; if none is, that of the one that trained last. Format: docs/run-record.md.
 
 
 _SECONDS = 1.0
 
 
 class RecordKeeper:
-    """Sampler of this machine's state. While an attempt runs, its thread adds samples to the run record."""
+    """Sampler of this machine's state. While an attempt runs, its thread adds samples to the run records."""
 
     def __init__(self, attempt_folder: Path, default_folder: Path | None, node: int) -> None:
         """`default_folder`: the folder for the record if the Trainer has none; None: there is then no record."""
-        self._note = attempt_folder / RECORD_NOTE
+        self._attempt_folder = attempt_folder
         self._default_folder = default_folder
         self._node = node
-        self._folder: Path | None = None  # the record's folder, once a Trainer has begun a record
+        self._folders: list[Path] = []  # the folders of the records, once a Trainer has begun one
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
 
     def start(self) -> None:
-        """Create the file to which a Trainer writes the record's path, and start sampling.
+        """Create the files with which a Trainer and the launcher exchange the paths of records, and start sampling.
 
         Call this before the workers start.
         """
         with suppress(OSError):
-            self._note.touch(mode=0o600)
-            self._note.write_bytes(b"" if self._default_folder is None else os.fsencode(self._default_folder))
+            (self._attempt_folder / RECORD_NOTE).touch(mode=0o600)
+            if self._default_folder is not None:
+                default = self._attempt_folder / RECORD_DEFAULT
+                default.touch(mode=0o600)
+                default.write_bytes(os.fsencode(self._default_folder))
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling and remove the file that `start` created. Call this after the workers have ended."""
+        """Stop sampling and remove the files that `start` created. Call this after the workers have ended."""
         self._ending.set()
         self._thread.join()
         self._find()
-        self._note.unlink(missing_ok=True)
+        for name in (RECORD_NOTE, RECORD_DEFAULT):
+            (self._attempt_folder / name).unlink(missing_ok=True)
 
     def end(self, attempt: str, step: int | None, verdict: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
-        """Add to the record how the attempt ended, and after which step. Must be called after `stop`."""
-        if self._folder is not None:
-            facts = {"node": self._node, "step": step, "exit_code": verdict["exit_code"], "text": verdict["text"]}
-            line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
-            _add(self._folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
+        """Add to the records how the attempt ended, and after which step. Must be called after `stop`."""
+        facts = {"node": self._node, "step": step, "exit_code": verdict["exit_code"], "text": verdict["text"]}
+        line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
+        for folder in self._folders:
+            _add(folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
 
     def _find(self) -> None:
-        """Look up the record's folder, which exists once a Trainer has begun to train."""
-        with suppress(OSError):
-            text = os.fsdecode(self._note.read_bytes())
-            if text and Path(text).is_dir():
-                self._folder = Path(text)
+        """Look up the folders of the records, which exist once a Trainer has begun to train."""
+        self._folders = noted_record_folders(self._attempt_folder) or self._folders
 
     def _sample(self) -> None:
-        while self._folder is None:
+        while not self._folders:
             if self._ending.wait(_SECONDS):
                 return
             self._find()
-        path = self._folder / f"samples-{self._node}.jsonl"
         psutil.cpu_percent()  # the next call measures from here
         with gpu_usage_reader() as read_gpus:
             while not self._ending.wait(_SECONDS):
@@ -175,7 +175,9 @@ class RecordKeeper:
                     "memory_total": memory.total,
                     "gpus": gpus,
                 }
-                _add(path, sample)
+                self._find()  # another Trainer may have begun
+                for folder in self._folders:
+                    _add(folder / f"samples-{self._node}.jsonl", sample)
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:

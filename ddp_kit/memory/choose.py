@@ -31,6 +31,7 @@ from ddp_kit.log import logger
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor_size
 from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
 from ddp_kit.parallel import Strategy
+from ddp_kit.structures import sparse_weights
 
 _WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement
 _RECOMPUTED = {"activation_checkpointing": "blocks"}
@@ -326,7 +327,9 @@ def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
     """Raise `ConfigError` if weights and gradients exceed the memory of the GPU that the model will be moved to."""
     memory = _memory_to_fit(strategy)
     if memory is not None and not strategy.replaces_parameters:
-        trained = sum(bytes_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        sparse = sparse_weights(model)
+        dense = [each for each in model.parameters() if each.requires_grad and each not in sparse]
+        trained = sum(map(bytes_of, dense))
         check_exact_fits(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
 
 
@@ -348,7 +351,9 @@ def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, stepp
             for parameter in group["params"]
             if parameter.requires_grad
         )
-    weights, gradients = (sum(map(bytes_of, tensors)) for tensors in (strategy.local_parameters(), trained))
+    sparse = sparse_weights(model)
+    weights = sum(map(bytes_of, strategy.local_parameters()))
+    gradients = sum(bytes_of(parameter) for parameter in trained if parameter not in sparse)
     if strategy.parameters_on_host:
         weights = gradients = 0
     weights += sum(map(bytes_of, model.buffers()))

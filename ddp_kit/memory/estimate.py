@@ -3,7 +3,8 @@
     weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the parallel dimensions;
                                            only estimates for `tensor` without a tensor plan, and for `pipeline` if it
                                            is unknown which stages use which weights
-    activations, temporaries               estimates, measured in a pass without data (measure.py)
+    activations, temporaries               estimates, measured in a pass without data (measure.py). Sparse gradients
+                                           are temporaries: their size depends on the rows that a batch uses
     communication, fixed                   estimates
 
 The total includes activations or the optimizer's temporary copies, whichever is larger, because they do not exist at
@@ -46,6 +47,8 @@ class ParameterRow:
     """Bytes of optimizer state of constant size, such as a step count."""
     split: int | None = None
     """The dimension that tensor parallelism splits; None if the parameter stays whole."""
+    has_sparse_gradient: bool = False
+    """Whether the gradient contains only the rows that a batch uses."""
 
     @property
     def numel(self) -> int:
@@ -56,6 +59,11 @@ class ParameterRow:
     def size(self) -> int:
         """Bytes of the parameter."""
         return self.numel * self.itemsize
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of the parameter's gradient; 0 if there is none, or if it is sparse."""
+        return self.size if self.trained and not self.has_sparse_gradient else 0
 
     @property
     def state(self) -> int:
@@ -156,7 +164,7 @@ class MemoryPlan:
     weights: int
     """Weights and buffers."""
     gradients: int
-    """Gradients of the trained parameters."""
+    """Gradients of the trained parameters, without sparse ones."""
     optimizer_state: int
     """State tensors of the optimizer."""
     activations: int = 0
@@ -175,6 +183,8 @@ class MemoryPlan:
     """Bytes of host memory per rank: optimizer state, weights and gradients that are offloaded."""
     certain: bool = True
     """Whether weights, gradients and optimizer state are exact."""
+    has_sparse_gradients: bool = False
+    """Whether there are sparse gradients, which `temporaries` contains."""
 
     @property
     def exact(self) -> int:
@@ -190,6 +200,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         """A table of the plan."""
         known = "exact" if self.certain else "estimate"
+        sparse = "; sparse ones are temporary tensors" if self.has_sparse_gradients else ""
         passes, copies = "estimate", "estimate; not needed with fused=True"
         if self.activations + self.temporaries > self.optimizer_temporaries:
             copies = "not counted: smaller than the activations"
@@ -197,7 +208,7 @@ class MemoryPlan:
             passes = "not counted: smaller than the optimizer's copies"
         rows = [
             ("weights", self.weights, known),
-            ("gradients", self.gradients, known),
+            ("gradients", self.gradients, f"{known}{sparse}"),
             ("optimizer state", self.optimizer_state, known),
             ("activations", self.activations, passes),
             ("temporary tensors", self.temporaries, passes),
@@ -237,7 +248,7 @@ def plan_memory(
     rows = [_split(row, sizes.tensor, known=model.splits_known) for row in staged]
     local = [_part(row, 0, sizes.shard) if row.unit or sizes.pipeline == 1 else row for row in rows]
     weights = _size(local)
-    gradients, whole = (_size(row for row in each if row.trained) for each in (local, rows))
+    gradients, whole = (sum(row.gradient for row in each) for each in (local, rows))
     state, copies = sum(row.state for row in local), gradients if model.copies_weights else 0
     if parallel.strategy == "zero1" and ranks > 1:
         state, padding = _flat_state(rows, sizes.data)
@@ -268,6 +279,7 @@ def plan_memory(
         host=host,
         certain=(sizes.tensor == 1 or model.splits_known)
         and (sizes.pipeline == 1 or len(model.stages) == sizes.pipeline),
+        has_sparse_gradients=any(row.trained and row.has_sparse_gradient for row in rows),
     )
 
 

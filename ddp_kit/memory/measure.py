@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ddp_kit.config.settings import CheckpointConfig, ParallelConfig, TrainerConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, DdpKitError, first_line, size_text
+from ddp_kit.errors import ConfigError, first_line, size_text
 from ddp_kit.log import logger
 from ddp_kit.memory.estimate import BlockMemory, MemoryPlan, ModelMemory, ParameterRow, PassMemory
 from ddp_kit.metrics import Loss, checked
@@ -28,7 +28,7 @@ from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
 from ddp_kit.precision import Precision
-from ddp_kit.structures import in_mode, repeated_blocks, with_copied_containers
+from ddp_kit.structures import in_mode, repeated_blocks, sparse_weights, with_copied_containers
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 
 # --- Measurement on fake tensors --------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def measured(
     for optimizer in steps:
         try:
             states |= _states(optimizer)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # the user's own optimizer may raise any error
             name = type(optimizer).__name__
             problems.append(f"optimizer state: {name} cannot step on tensors without values: {first_line(error)}")
     if training.problem:
@@ -102,7 +102,7 @@ def measured(
         try:
             passes = [_pass(model, [*blocks.values()], training, loss_fn) for loss_fn in training.loss_fns]
             passed = max(passes, key=lambda one: one.peak)
-        except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+        except Exception as error:  # the user's own model or loss function may raise any error
             problems.append(f"activations: the loss function cannot run on tensors without values: {first_line(error)}")
     splits, problem = _splits(model, parallel)
     if parallel.tensor > 1 and problem:
@@ -110,7 +110,7 @@ def measured(
     if parallel.pipeline > 1 and not training.problem:
         try:
             stages, units = _stages(model, training)
-        except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+        except Exception as error:
             problems.append(f"weights of each pipeline stage: {first_line(error)}")
     return ModelMemory(
         rows=_rows(model, units, states, splits),
@@ -324,7 +324,7 @@ def _rows(
     states: Mapping[nn.Parameter, tuple[int, int]],
     splits: Mapping[nn.Parameter, int],
 ) -> tuple[ParameterRow, ...]:
-    rows = []
+    rows, sparse = [], sparse_weights(model)
     for name, parameter in model.named_parameters():
         per_value, constant_bytes = states.get(parameter, (0, 0))
         rows.append(
@@ -337,6 +337,7 @@ def _rows(
                 state_per_value=per_value,
                 constant_state_bytes=constant_bytes,
                 split=splits.get(parameter),
+                has_sparse_gradient=parameter in sparse,
             )
         )
     return tuple(rows)

@@ -360,7 +360,7 @@ def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimize
             f"plateau_metric is {arguments.plateau_metric!r}, but there is no ReduceLROnPlateau",
             "omit plateau_metric, or pass scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, ...)",
         )
-    by_update = {name: scheduled for name, scheduled, *_ in rows or [alone]}
+    by_update = {name: scheduled for name, scheduled, *_ in rows}
     return Optimizers(optimizer, stepped_optimizer, by_update, schedulers, intervals, tuple(plateaus))
 
 

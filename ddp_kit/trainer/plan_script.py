@@ -16,11 +16,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_kit.errors import UsageError
+from ddp_kit.errors import DdpKitError, UsageError, first_line
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.memory.choose import PlanPrinted
 from ddp_kit.torch_internals import FakeTensors, TensorsOnCpu, is_fake
-from ddp_kit.uncaught import show_without_traceback
+from ddp_kit.uncaught import show_without_traceback, user_code_location
 
 
 class _WithoutMemory:
@@ -56,6 +56,14 @@ def main(words: list[str]) -> None:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
+    except DdpKitError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{script} fails before it trains{user_code_location(error.__traceback__)}: {first_line(error)}",
+            "under `ddpkit plan`, the parameters of a model have no values until the script trains, so it cannot read "
+            f"them; if that is not the cause, `python {script}` shows the whole traceback",
+        ) from error
     finally:
         hook.remove()
     raise UsageError(

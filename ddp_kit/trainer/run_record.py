@@ -1,13 +1,17 @@
 """The log lines at the start and the end of a run, and the run record, which `ddpkit report` reads."""
 
+import json
 import platform
+import shutil
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +32,8 @@ from ddp_kit.env import (
     RECORD_FOLDER,
     RECORD_ROWS,
     attempt_id,
-    note_record_folder,
-    noted_record_folder,
+    default_record_folder,
+    note_record_folders,
     process_environment,
     reported_variables,
 )
@@ -181,12 +185,12 @@ def _duration(seconds: float) -> str:
 # --- Run record -------------------------------------------------------------------------------------------------------
 # JSON Lines files, whose format is in docs/run-record.md:
 #
+#     in_loop()        tells the launcher that this Trainer trains; a line in attempts.jsonl if it is stopped
 #     begin()          a line in attempts.jsonl: model, configuration and first step; removes rows of later steps
 #     note_samples()   the checksum of a step's samples, for the next line of a log point
 #     on_log()         a line in rows.jsonl per log point; on_evaluate(): one per evaluation
 #     advise()         a line in attempts.jsonl per line of advice
 #     on_fit_end()     a line in attempts.jsonl with the result
-#     noting_a_stop()  a line in attempts.jsonl if the run stops before its end
 #
 # The launcher adds how each attempt ended, and samples of the machine's utilisation (launcher/record.py).
 
@@ -195,12 +199,18 @@ FORMAT = 1
 _PACKAGES = ("numpy", "triton", "torchao", "torchvision", "transformers", "datasets", "accelerate", "peft")
 _GIT_SECONDS = 5.0
 
+# A process may have several Trainers: one after the other, or one in a callback of another one.
+_begun: set[Path] = set()  # the records that Trainers of this process have begun
+_in_loop: list[Path] = []  # the records of the Trainers that are training, the latest last
+_numbers = count(1)  # numbers of the Trainers without a checkpoint folder, which are the same after a restart
+
 
 class RunRecord(Callback):
     """Writes the run record on the main rank, into `record/` of the checkpoint folder or of the launcher's log folder.
 
-    If there is no such folder, nothing is written. If the record cannot be written, a warning is logged, and the run
-    continues without a run record.
+    In the log folder, further Trainers of the process use `record-2/`, `record-3/`, ... A record of another run in the
+    checkpoint folder is moved aside. If there is no such folder, nothing is written. If the record cannot be written, a
+    warning is logged, and the run continues without a run record.
     """
 
     def __init__(self, config: TrainerConfig, world: World, model: str, optimizer: Optimizer) -> None:
@@ -208,7 +218,8 @@ class RunRecord(Callback):
         self._config, self._world, self._model = config, world, model
         self._optimizer = described_optimizer(optimizer)
         saved = config.checkpoint.dir
-        self._folder = noted_record_folder() if saved is None else absolute(saved) / RECORD_FOLDER
+        self._folder = default_record_folder() if saved is None else absolute(saved) / RECORD_FOLDER
+        self._noted = Path()  # the folder that this process has added to `_in_loop`
         self._rows: _Rows | None = None
         self._attempts: _Rows | None = None
         self._has_begun = False
@@ -223,25 +234,31 @@ class RunRecord(Callback):
         """Whether this rank writes the record."""
         return self._folder is not None and self._world.is_main
 
-    def begin(self, step: int, total: int | None, planned_memory: int | None) -> None:
-        """Record that training begins or continues after `step`.
+    def begin(self, step: int, total: int | None, planned_memory: int | None, *, continues: bool = False) -> None:
+        """Record that training begins or continues after `step`. Call it in `in_loop`.
 
         `total`: the optimizer steps of the run, if known. `planned_memory`: bytes per device, if there is a plan.
+        `continues`: whether the run has resumed from the newest checkpoint in its folder.
         """
         first, self._has_begun = not self._has_begun, True
         self._samples, self._samples_after = [], step
         if self._folder is None:
             return
+        if first and self._config.checkpoint.dir is None and (number := next(_numbers)) > 1:
+            self._folder = self._folder.with_name(f"{RECORD_FOLDER}-{number}")
+        folder = self._folder
         if self._world.is_main:
-            folder = self._folder
-            self._write(lambda: self._open(folder, step))
+            keeps = first and not continues and not self._repeats(folder)
+            self._write(lambda: self._open(folder, step, keeps_rows=keeps))
             if first:
                 self._began = time.monotonic()
                 plan = {"total_steps": total, "planned_memory": planned_memory}
                 self._add("begin", step, **plan, **self._facts())
         # Not earlier: the launcher then adds to the record, which until here may be that of another, running job.
-        if first and self._world.local_rank == 0 and self._folder is not None:
-            note_record_folder(self._folder)
+        if self._world.local_rank == 0 and self._folder is not None:
+            self._noted = folder
+            _in_loop.append(folder)
+            note_record_folders(_in_loop)
 
     def note_samples(self, checksum: Callable[[], str | None]) -> None:
         """Record the samples of the step that has run. `checksum`: a function that returns their checksum, if known."""
@@ -279,18 +296,45 @@ class RunRecord(Callback):
         )
 
     @contextmanager
-    def noting_a_stop(self, step: Callable[[], int]) -> Iterator[None]:
-        """Context manager that records after which step a stop request, or the script, has ended the process."""
+    def in_loop(self, step: Callable[[], int]) -> Iterator[None]:
+        """Context manager for a loop of steps. It records after which step a stop request, or the script, ends it."""
         try:
             yield
         except SystemExit:
             self._add("stop", step())
             raise
+        finally:
+            with suppress(ValueError):
+                _in_loop.remove(self._noted)
+            if _in_loop:  # otherwise the launcher still adds the end of the attempt to this record
+                note_record_folders(_in_loop)
 
-    def _open(self, folder: Path, step: int) -> None:
+    def _open(self, folder: Path, step: int, *, keeps_rows: bool) -> None:
+        rows = _Rows(folder / RECORD_ROWS)
+        if keeps_rows and rows.has_rows_after(step):
+            aside = folder.with_name(f"{folder.name}-set-aside-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
+            if step == 0:
+                folder.rename(aside)
+            else:  # a branch: both runs have the earlier steps
+                shutil.copytree(folder, aside)
+            logger.info("the record of an earlier run in {} is kept in {}", folder, aside)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._rows, self._attempts = _Rows(folder / RECORD_ROWS), _Rows(folder / RECORD_ATTEMPTS)
+        self._rows, self._attempts = rows, _Rows(folder / RECORD_ATTEMPTS)
         self._rows.truncate_after(step)
+        _begun.add(folder)
+
+    def _repeats(self, folder: Path) -> bool:
+        """Whether this run repeats the steps of a record, because it is a later attempt of the job that wrote it."""
+        if folder in _begun:
+            return False
+        job = ""
+        with suppress(OSError):
+            for line in (folder / RECORD_ATTEMPTS).read_text(errors="replace").splitlines():
+                with suppress(ValueError, TypeError, LookupError, AttributeError):  # an incomplete line
+                    event = json.loads(line)
+                    if event["event"] == "begin":
+                        job = event["attempt"].rpartition(".")[0]
+        return job == self._attempt.rpartition(".")[0]
 
     def _facts(self) -> dict[str, Any]:
         device, env = self._world.device, process_environment()
@@ -352,6 +396,10 @@ class _Rows(JSONLinesLogger):
 
     def begin(self) -> int:
         return 0
+
+    def has_rows_after(self, step: int) -> bool:
+        """Whether `truncate_after` would remove rows."""
+        return self._path.exists() and any(self._is_later(line, step) for line in self._path.read_text().splitlines())
 
 
 def _versions() -> dict[str, str]:

@@ -144,13 +144,13 @@ class OptimizerStep:
             self._call_on_gradients(context.on_gradients)
         if config.max_grad_norm is not None or measure_norm or self._skips_non_finite:
             norm = strategy.grad_norm()
+            if measure_norm:
+                recorder.note_norm(norm)  # of a skipped step too: it is not finite
             # Equal on all ranks. Waits for the device in each step.
             if self._skips_non_finite and not bool(torch.isfinite(norm)):
                 return False
             if loss.is_repeated_by_all_ranks and not bool(torch.isfinite(norm)):
                 loss.note_cause_with_all_ranks()
-            if measure_norm:
-                recorder.note_norm(norm)
             if config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(strategy.updated_parameters, config.max_grad_norm, norm)
         if config.max_grad_value is not None:

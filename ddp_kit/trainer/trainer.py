@@ -503,13 +503,13 @@ class Trainer:
         plan = BatchPlan(size * ranks, size, 1, ranks)
         feeds = feed_builder(self._context, self._run.clock, plan, timed=False)
         with random_states_kept(), self._context.logged.set_aside():
-            feed = feeds.train_feed(data, 0, self._epoch_to_train)
             batch, problem = None, ""
             try:
+                feed = feeds.train_feed(data, 0, self._epoch_to_train)
                 feed.begin(self._epoch_to_train, 0)
                 feed.next()
                 _, batch = unpacked(size, feed.batch())
-            except RuntimeError as error:
+            except Exception as error:  # the user's code may read the parameters, and raises any error without values
                 if self._plan_request is None:
                     raise
                 problem = f"the data cannot be read if the model has no values: {first_line(error)}"
@@ -548,9 +548,9 @@ class Trainer:
         run, heartbeat = self._run, self._context.heartbeat
         self._prepare(feed, ticks=True)
         run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
-        run.record.begin(self.step, self.total_steps, run.peak_memory.planned)
         loop = run.state.begin_loop()
         with self._loop_contexts():
+            run.record.begin(self.step, self.total_steps, run.peak_memory.planned, continues=run.checkpoints.continues)
             if evaluations is not None and run.position.evaluation_pending:  # a stop has interrupted it
                 evaluations.repeat_interrupted()
                 run.checkpoints.save_again()
@@ -601,7 +601,7 @@ class Trainer:
             run.checkpoints.in_loop(),
             run.state.in_loop(),
             run.preemption,
-            run.record.noting_a_stop(lambda: self.step),
+            run.record.in_loop(lambda: self.step),
         ):
             yield
 

@@ -113,8 +113,9 @@ def test_rehearsal_of_two_optimizers_counts_the_steps_of_the_first_one(tmp_path:
     assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
 
 
-def test_rehearsal_of_a_script_without_backward_passes_counts_its_steps(tmp_path: Path) -> None:
-    words = (REHEARSALS / "unusual.py", "autograd_grad", "out-{run}")
+@pytest.mark.parametrize("what", ["autograd_grad", "functional_grad"])
+def test_rehearsal_of_a_script_without_backward_passes_counts_its_steps(tmp_path: Path, what: str) -> None:
+    words = (REHEARSALS / "unusual.py", what, "out-{run}")
     assert all(result["equal"] for result in rehearse(tmp_path, *words, ranks=1))
 
 
@@ -153,7 +154,9 @@ def test_rehearsal_of_a_script_that_ends_early_compares_the_steps_that_it_makes(
         ("fails", "out-{run}", 1, "ValueError: the data is not there"),
         ("without_optimizer", "out-{run}", 2, "without a step of a torch.optim.Optimizer"),
         ("prints_forever", "out-{run}", 2, "made no optimizer step within 6 s"),
-        ("ignores_checkpoint", "shared", 2, "in a folder that all runs would share"),
+        ("ignores_checkpoint", "shared", 2, "shared/checkpoint.tmp, which existed before the rehearsal"),
+        ("opens", "shared", 2, "shared/checkpoint.tmp, which existed before the rehearsal"),
+        ("opens", "new", 2, "in a folder that all runs would share"),
         ("changes_folder", "out-{run}", 2, "changes its current folder before it saves"),
     ],
 )
@@ -165,6 +168,17 @@ def test_rehearsal_that_is_impossible_says_why(tmp_path: Path, what: str, folder
     assert message in said
     assert (tmp_path / "shared" / "checkpoint.tmp").read_text() == "of the user"
     assert not list(tmp_path.rglob("out-*"))
+
+
+def test_rehearsal_does_not_overwrite_a_checkpoint_of_accelerate(tmp_path: Path) -> None:
+    if find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    saved = tmp_path / "saved" / "step-007" / "model.safetensors"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("of the user")
+    said = refused(tmp_path, REHEARSALS / "accelerated.py", "--output_dir", "saved")
+    assert f"changes {saved}, which existed before the rehearsal" in said
+    assert saved.read_text() == "of the user"
 
 
 def test_rehearsal_that_a_launcher_flag_prevents_has_the_launchers_message_and_exit_code(tmp_path: Path) -> None:

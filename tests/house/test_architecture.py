@@ -302,6 +302,28 @@ def test_public_dataclasses_are_frozen() -> None:
                 assert fields(kind)
 
 
+def test_no_text_is_markup_for_rich() -> None:
+    """Names and output of users may contain [brackets] and :colons:, with which rich would fail or omit them."""
+    for path in modules():
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).rpartition(".")[2]
+            off = {each.arg for each in node.keywords if isinstance(each.value, ast.Constant) and not each.value.value}
+            assert name not in ("from_markup", "render_markup"), f"{path}:{node.lineno}"
+            needed = {"Console": {"markup", "emoji"}, "TextColumn": {"markup"}}.get(name, set())
+            assert needed <= off, f"{path}:{node.lineno}: {name} without {', '.join(needed - off)}=False"
+    cells = [
+        ast.unparse(cell)
+        for path in modules()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "table.add_row"
+        for cell in node.args
+    ]
+    assert cells
+    assert all("Text(" in cell for cell in cells)
+
+
 def test_launch_and_docker_folders_contain_no_python() -> None:
     for folder in ("launch", "docker"):
         assert not list((PACKAGE.parent / folder).rglob("*.py")), f"{folder}/ would be importable"

@@ -421,11 +421,43 @@ def test_doctor_with_a_failing_all_reduce_fails(healthy: Machine) -> None:
     assert_result(checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL failed: no NVLink", "NCCL_P2P_DISABLE=1")
 
 
+def late() -> ProbeResult:
+    return ProbeResult(error="no answer within 60 s", ran_out_of_time=True)
+
+
+def test_doctor_says_of_each_check_with_a_time_limit_that_it_ran_out_of_time(
+    healthy: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that the machine is broken: a busy machine is slow."""
+    products = {"GPU-00": late, "GPU-11": late}
+    slow_torch = replace(healthy, probes=Probes(host=late, torch=late, gloo=late, nccl=late, products=products))
+    busy = replace(healthy, probes=replace(slow_torch.probes, torch=said(**TORCH)))
+    monkeypatch.setattr(checks.socket, "create_connection", lambda *_: (_ for _ in ()).throw(TimeoutError("timed out")))
+    expected = {
+        "loopback": "within 5 s",
+        "host name": "was not checked: no answer within 60 s",
+        "torch": "was not checked: its import gave no answer within 60 s",
+        "all-reduce": "did not end: no answer within 60 s",
+        "all-reduce of GPUs": "did not end: no answer within 60 s",
+        "matrix product": "did not end: GPU 0: no answer within 60 s",
+    }
+    limited = set()
+    for slow in (slow_torch, busy):
+        for name, result in doctor.check_all(slow):
+            if result.status != Status.OK:
+                limited.add(name)
+                words = expected[name]
+                assert words in result.found
+                assert result.fix.startswith("ddpkit doctor  # run it again when this machine is less busy"), name
+                assert "pip" not in result.fix
+    assert limited == set(expected)
+
+
 def test_doctor_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal; signal.pause()")
     environment, limit = clean_environment({"PYTHONPATH": str(tmp_path)}), seconds(0.2)
     with machine.started(environment, "localhost", (), limit_seconds=limit) as asked:
-        assert asked.torch().error == f"no answer within {limit:g} s"
+        assert asked.torch() == ProbeResult(error=f"no answer within {limit:g} s", ran_out_of_time=True)
 
 
 def test_doctor_tries_two_whole_gpus_together_but_not_parts_of_one(tmp_path: Path) -> None:

@@ -147,6 +147,34 @@ def test_kinds_that_differ_undisturbed_are_ignored() -> None:
     assert "learning rate" in kinds
 
 
+@pytest.mark.parametrize(
+    ("field", "noisy", "other", "text"),
+    [
+        ("buffers", {"noisy": ("1",)}, {"bn.running_mean": ("other",)}, "buffer bn.running_mean"),
+        ("copies", {"noisy": ("1",)}, {"AveragedModel.weight": ("other",)}, "copy of the model: AveragedModel.weight"),
+        ("state", {"noisy": "1"}, {"exp_avg": "other"}, "the optimizer's state (exp_avg)"),
+        ("settings", {"noisy": (1.0,)}, {"weight_decay": (0.5,)}, "weight_decay 0.01 -> 0.5"),
+        ("settings", {"lr": (7.0,)}, {"weight_decay": (0.5,)}, "weight_decay 0.01 -> 0.5"),
+    ],
+)
+def test_value_that_differs_undisturbed_hides_no_other_value(
+    field: str, noisy: dict[str, Any], other: dict[str, Any], text: str
+) -> None:
+    def changed(recording: Any, values: dict[str, Any]) -> Any:
+        return {
+            rank: [replace(each, **{field: {**getattr(each, field), **values}}) for each in lines]
+            for rank, lines in recording.items()
+        }
+
+    names = list(noisy)
+    first, second = changed(run(), {names[0]: "0"}), changed(run(), noisy)
+    noise = compare.noise(first, second)
+    reference = compare.without(first, noise)
+    assert compare.differences(reference, compare.without(second, noise)) == []
+    (found,) = compare.differences(reference, compare.without(changed(first, other | noisy), noise))
+    assert found.text == text
+
+
 def test_random_states_that_a_script_does_not_seed_are_not_compared() -> None:
     first, second = (
         {
@@ -157,8 +185,9 @@ def test_random_states_that_a_script_does_not_seed_are_not_compared() -> None:
     )
     for lines in (*first.values(), *second.values()):
         lines[:] = [replace(each, random={**each.random, "Python": f"{id(lines)}"}) for each in lines]
-    seeded = compare.without_unseeded(first, second)
-    assert compare.differences(seeded, second) == []
+    noise = compare.noise(first, second)
+    seeded = compare.without(first, noise)
+    assert compare.differences(seeded, compare.without(second, noise)) == []
     other = {
         rank: [replace(each, random={**each.random, "torch": "other"}) for each in lines]
         for rank, lines in run().items()

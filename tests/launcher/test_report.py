@@ -380,6 +380,20 @@ def test_report_command_writes_a_page_and_keeps_files_of_others(
     assert (tmp_path / "report.html").read_text() == "mine"
 
 
+def test_report_of_one_run_under_two_names_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write_record(tmp_path / "run", [begin(), DONE, end()], [row(1)])
+    Path("link").symlink_to(run)
+    for other in ("run", "link", "run/record", str(run)):
+        assert main(["report", "run", other]) == 0
+        assert f"{other} is the same run as run: it is shown once\n" in capsys.readouterr().out
+    write_record(tmp_path / "second", [begin(), DONE, end()], [row(1)])
+    assert main(["report", "run", "second"]) == 0
+    assert "the same run" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_report_with_images_writes_all_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs pip install matplotlib")

@@ -239,6 +239,18 @@ def test_top_shows_advice_of_any_rank_under_the_title() -> None:
     assert lines[2].split()[:2] == ["rank", "pid"]
 
 
+@pytest.mark.parametrize("text", ["[/data/b]", "[red]a", ":smile:", "[link=x]a[/link]"])
+def test_top_shows_any_text_as_it_is(text: str) -> None:
+    ranks = tuple(replace(each, advice=f"advice {text}", host=f"{each.rank}{text}") for each in READING.ranks)
+    job = replace(READING, script=f"{text.replace('/', '')}.py", arguments=("--name", text), folder=f"runs/{text}")
+    console = Console(markup=False, emoji=False, width=400)  # as `ddpkit top` has it
+    with console.capture() as captured:
+        console.print(render(HostReadings((replace(job, ranks=ranks),), (f"problem {text}",)), 400))
+    for shown in (f"problem {text}", f"advice {text}", f"in runs/{text}", f"2{text}", text.replace("/", "") + ".py"):
+        assert shown in captured.get()
+    assert text in captured.get().splitlines()[1]
+
+
 def test_top_distinguishes_jobs_of_one_script_by_their_arguments() -> None:
     job = replace(READING, arguments=("--lr", "0.1", "--name", "a b"))
     assert _shown(200, job).splitlines()[0].startswith("train.py --lr 0.1 --name 'a b'  4 ranks on node 1 of 2, for 1:")

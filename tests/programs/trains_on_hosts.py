@@ -1,4 +1,4 @@
-"""Train, note each step of each rank in a file, and pause after step 5 until the file "go on" exists."""
+"""Train, note each step of each rank in a file, and pause after step 5 until the file "continue" exists."""
 
 import os
 import time
@@ -14,7 +14,7 @@ class Notes(Callback):
     def on_step(self, trainer):
         world = trainer.world
         rows.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {world.world_size} {trainer.step} {world.rank}\n")
-        while trainer.step == 5 and not Path("go on").exists():
+        while trainer.step == 5 and not Path("continue").exists():
             time.sleep(0.05)
 
 

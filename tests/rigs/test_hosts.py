@@ -285,7 +285,7 @@ def test_slow_network_is_not_taken_for_a_dead_host(hosts: Hosts, tmp_path: Path)
         job.start(host, "--nnodes", "2", *RENDEZVOUS)
     job.trains(h1, h2, world_size=2, steps=5)
     h2.slow_down("2mbit")  # the gradients of a step take some four seconds, and the agents' words wait behind them
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     assert job.ends("h1", "h2") == [0, 0], str(job)
     for host in (h1, h2):
         (rows,) = job.rows(host)

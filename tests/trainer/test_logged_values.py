@@ -1,6 +1,9 @@
 """Values that user code logs: exact means in rows and metrics, and none of what does not count."""
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Callback, ConfigError, LogRow, Loss, Trainer, TrainerConfig
+from ddp_kit import Callback, ConfigError, JSONLinesLogger, LearningRateSearch, LogRow, Loss, Trainer, TrainerConfig
 
 X = torch.arange(10.0, dtype=torch.float64).reshape(10, 1)
 
@@ -98,3 +101,51 @@ def test_log_row_has_the_learning_rates_of_all_groups() -> None:
         TensorDataset(X)
     )
     assert (rows[0].learning_rate, rows[0].learning_rates) == (0.1, (0.1, 0.2))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"non_finite_gradients": "skip"},
+        {"non_finite_gradients": "skip", "max_grad_norm": 1.0},
+        {"non_finite_gradients": "skip", "accumulation_steps": 2, "micro_batch_size": 2},
+        {"precision": "fp16"},
+        {"precision": "fp16", "non_finite_gradients": "skip"},
+    ],
+    ids=str,
+)
+def test_gradient_norm_of_a_skipped_step_is_not_a_number(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Not 0.0, as if the gradient were zero. The norms of other steps are not affected."""
+    data = torch.ones(12, 1)
+    fp16 = settings.get("precision") == "fp16"
+    data[4:8] = 6e4 if fp16 else torch.inf  # in fp16, the loss is finite, but its scaled gradient is not
+    model = nn.Linear(1, 1)
+    logger = JSONLinesLogger(tmp_path / "rows.jsonl")
+    fixed = {"max_steps": 3, "global_batch_size": 4, "log_every_steps": 1, "data": {"shuffle": False}}
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: model(batch[0]).float().abs().mean() * 1e-3,
+        TrainerConfig(**fixed | settings),
+        callbacks=[logger],
+    )
+    result = trainer.fit(TensorDataset(data))
+    assert result.skipped == 1
+    first, skipped, last = (row.grad_norm for row in result.history)
+    assert first > 0 < last
+    assert not math.isfinite(skipped)
+    assert math.isfinite(last)
+    rows = [json.loads(line)["grad_norm"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == [first, None, last]
+
+
+def test_repr_of_a_result_is_short() -> None:
+    trainer = made(lambda *_: None, epochs=200, log_every_steps=1)
+    result = trainer.fit(TensorDataset(X))
+    assert len(result.history) == 600
+    for text in (str(result), repr(result), f"{result}"):
+        assert text.startswith("FitResult(steps=600, samples=2000, loss=")
+        assert "history=<600 rows>, skipped=0, metrics={}" in text
+        assert len(text) < 200
+    search = LearningRateSearch(tuple(range(100)), tuple(range(100)), 0.1)
+    assert repr(search) == "LearningRateSearch(rates=<100 rates>, losses=<100 losses>, suggestion=0.1)"

@@ -12,6 +12,7 @@ from fake_cuda import GIB, visible_gpus
 
 from ddp_kit import ConfigError
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
+from ddp_kit.errors import UsageError
 from ddp_kit.trainer import plan_script
 
 Plan = Callable[..., str]
@@ -186,3 +187,103 @@ def test_plan_restores_real_parameters_after_the_script(plan: Plan) -> None:
     with pytest.raises(ConfigError):
         plan("trainer(nn.Linear(4, 6), parallel={'shard': 3}).fit(data)")
     assert torch.nn.Linear(1, 1).weight.item() is not None
+
+
+# --- errors of the script ---------------------------------------------------------------------------------------------
+
+
+BROKEN_DATA = """
+class Broken(torch.utils.data.Dataset):
+    def __init__(self, where):
+        self.where = where
+    def set_epoch(self, epoch):
+        self.act("set_epoch")
+    def __len__(self):
+        self.act("len")
+        return 32
+    def __getitem__(self, index):
+        self.act("getitem")
+        return torch.ones(4), torch.ones(6)
+    def act(self, where):
+        if where == self.where:
+            FAIL
+
+def fails():
+    FAIL
+
+def collate(samples):
+    fails()
+"""
+FAILURES = [
+    "model[0].weight.sum().item()",
+    "model[0].weight.numpy()",
+    "model[0].weight.tolist()",
+    "int(model[0].weight.argmax())",
+    "assert model[0].weight.isfinite().all()",
+    "{}['missing']",
+    "1 / 0",
+    "[][1]",
+    "raise NotImplementedError('not here')",
+    "raise AttributeError('no attribute')",
+    "raise OSError(2, 'no file')",
+    "next(iter(()))",
+]
+PLACES = {
+    "set_epoch": "trainer(model).fit(Broken('set_epoch'))",
+    "__len__": "trainer(model).fit(Broken('len'))",
+    "__getitem__": "trainer(model).fit(Broken('getitem'))",
+    "collate": "trainer(model).fit(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate))",
+    "loss": "trainer(model, loss_fn=lambda model, batch: fails()).fit(data)",
+    "forward": "model.register_forward_pre_hook(lambda *_: fails())\ntrainer(model).fit(data)",
+    "backward": (
+        "model.register_full_backward_hook(lambda *_: fails())\n"
+        "trainer(model, loss_fn=lambda m, b: squares(m, [b[0].requires_grad_(), b[1]])).fit(data)"
+    ),
+    "optimizer": (
+        "class Own(torch.optim.SGD):\n    def step(self, closure=None):\n        fails()\n"
+        "trainer(model, Own(model.parameters(), lr=0.1)).fit(data)"
+    ),
+}
+SCRIPT_PLACES = {
+    "script": "fails()",
+    "scheduler": "Trainer(model, torch.optim.SGD(model.parameters()), squares, scheduler=lambda _: fails()).fit(data)",
+}
+
+
+def _broken(place: str, failure: str) -> str:
+    definitions = BROKEN_DATA.replace("FAIL", failure)
+    return f"model = nn.Sequential(nn.Linear(4, 6))\n{definitions}\n{place}\n"
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("place", PLACES)
+def test_plan_says_what_it_does_not_know_whatever_user_code_raises(plan: Plan, place: str, failure: str) -> None:
+    text = plan(_broken(PLACES[place], failure))
+    assert re.search("not known: (activations|optimizer state): ", text), text
+    assert re.search(r"weights +120 bytes", text)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("place", SCRIPT_PLACES)
+def test_plan_of_a_script_that_fails_before_it_trains_is_one_message(plan: Plan, place: str, failure: str) -> None:
+    with pytest.raises(UsageError, match=r"train\.py fails before it trains at train\.py:\d+: \w+"):
+        plan(_broken(SCRIPT_PLACES[place], failure))
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_plan_of_sparse_gradients_counts_them_with_the_batch_and_not_with_the_weights(plan: Plan, kind: str) -> None:
+    text = plan(f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.{kind}(1000, 64, sparse=True), nn.Linear(64, 1)
+    def forward(self, x):
+        return self.head(self.rows(x))
+model = Net()
+data = torch.randint(0, 1000, (32, 5))
+trainer(model, torch.optim.SGD(model.parameters()), lambda model, batch: model(batch).square().mean()).fit(data)
+""")
+    assert "not known" not in text
+    assert re.search(r"^  gradients +260 bytes  exact; sparse ones are temporary tensors$", text, re.MULTILINE)
+    (temporary,) = re.findall(r"^  temporary tensors +([\d.]+) KiB", text, re.MULTILINE)
+    assert float(temporary) * 1024 > 4 * 64 * 4, "the rows of a micro-batch of 4 samples"

@@ -2,9 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,16 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ddp_kit import Trainer, TrainerConfig
+from ddp_kit import Callback, CheckpointError, Trainer, TrainerConfig
 from ddp_kit.data import sampler
 from ddp_kit.data.sampler import ExactDistributedSampler, checksum
 from ddp_kit.distributed import consistency
 from ddp_kit.env import ERROR_FILE, RECORD_NOTE
+from ddp_kit.launcher.record import RecordKeeper
 from ddp_kit.launcher.report.comparison import first_differences
 from ddp_kit.launcher.report.findings import state
 from ddp_kit.launcher.report.run_history import read_runs
+from ddp_kit.trainer import run_record
 from ddp_kit.trainer.run_record import described_optimizer
 
 
@@ -102,6 +108,130 @@ def test_run_record_is_announced_to_the_launcher_when_training_begins(
     assert note.read_text() == ""
     trainer.fit(torch.ones(8, 2))
     assert note.read_text() == str(tmp_path / "run" / "record")
+
+
+# --- several Trainers in one process --------------------------------------------------------------------------------
+# Under a launcher that keeps logs, every Trainer has a record. The learning rate tells which Trainer wrote a row.
+
+
+FOLDERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "own": {"dir": "second"},
+    "same": {"dir": "first"},
+    "same, new": {"dir": "first", "resume": None},
+}
+
+
+class Rows(Callback):
+    """Keeps the rows of a run, and may call a function at the third step."""
+
+    def __init__(self, at_step_3: Callable[[], Any] = lambda: None) -> None:
+        self.logged: list[tuple[float, int]] = []
+        self._at_step_3 = at_step_3
+
+    def on_step(self, trainer: Any) -> None:
+        if trainer.step == 3:
+            self._at_step_3()
+
+    def on_log(self, trainer: Any, row: Any) -> None:
+        self.logged.append((row.learning_rate, row.step))
+
+
+def _trainer(rate: float, checkpoint: dict[str, Any], rows: Rows, steps: int) -> Trainer:
+    model = nn.Linear(2, 1)
+    config = TrainerConfig(max_steps=steps, global_batch_size=4, log_every_steps=1, checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    return Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config, callbacks=[rows])
+
+
+def _in_turn(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
+    make_first(Rows()).fit(torch.ones(80, 2))
+    make_second(Rows()).fit(torch.ones(80, 2))
+
+
+def _second_made_first(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
+    second = make_second(Rows())
+    make_first(Rows()).fit(torch.ones(80, 2))
+    second.fit(torch.ones(80, 2))
+
+
+def _nested(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
+    make_first(Rows(lambda: make_second(Rows()).fit(torch.ones(80, 2)))).fit(torch.ones(80, 2))
+
+
+def _alternating(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
+    first, second = make_first(Rows()), make_second(Rows())
+    for _ in zip(first.steps(torch.ones(80, 2)), second.steps(torch.ones(80, 2)), strict=False):
+        pass
+
+
+@pytest.mark.parametrize("way", [_in_turn, _second_made_first, _nested, _alternating])
+@pytest.mark.parametrize("second", FOLDERS)
+@pytest.mark.parametrize("first", [{}, {"dir": "first"}], ids=["first in the logs", "first in a folder"])
+def test_run_record_is_not_changed_by_another_trainer_of_the_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: dict[str, Any],
+    second: str,
+    way: Callable[[Callable[..., Trainer], Callable[..., Trainer]], None],
+) -> None:
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "attempt_0" / "0" / "error.json"))
+    monkeypatch.setattr(run_record, "_numbers", count(1))
+    keeper = RecordKeeper(tmp_path / "attempt_0", tmp_path / "record", 0)
+    keeper.start()
+    runs: list[Rows] = []
+
+    def make(rate: float, checkpoint: dict[str, Any], steps: int, rows: Rows) -> Trainer:
+        runs.append(rows)
+        return _trainer(rate, checkpoint, rows, steps)
+
+    makers = partial(make, 0.1, first, 4), partial(make, 0.001, FOLDERS[second], 6)
+    shares = first.get("dir") == FOLDERS[second].get("dir") is not None
+    refuses = shares and way is not _in_turn
+    with pytest.raises(CheckpointError, match="another") if refuses else nullcontext():
+        way(*makers)
+    keeper.stop()
+    keeper.end("job.0", 6, {"exit_code": 0, "text": ""}, {})
+
+    found = {
+        path.parent: [(row["learning_rate"], row["step"]) for row in map(json.loads, path.read_text().splitlines())]
+        for path in tmp_path.glob("**/rows.jsonl")
+    }
+    written = sorted(row for rows in runs for row in rows.logged)
+    assert sorted(chain.from_iterable(found.values())) == written, "each row is in one record"
+    if refuses:
+        return
+    rates = sorted(sorted({rate for rate, _ in rows}) for rows in found.values())
+    continued = shares and second == "same"
+    assert rates == ([[0.001, 0.1]] if continued else [[0.001], [0.1]]), "a record is of one run"
+    ends = {path.parent: path.read_text().count('"end"') for path in tmp_path.glob("**/attempts.jsonl")}
+    last = 0.1 if way is _nested else 0.001
+    assert {found[record][-1][0] for record, number in ends.items() if number} == {last}
+    assert sum(ends.values()) == 1
+
+
+def test_run_record_of_a_branch_keeps_the_rows_of_the_abandoned_steps(tmp_path: Path, said: list[str]) -> None:
+    _trained(tmp_path, 8)
+    before = (tmp_path / "record" / "rows.jsonl").read_text()
+    model = nn.Linear(2, 1)
+    checkpoint = {"dir": tmp_path, "resume": tmp_path / "step-00000004"}
+    config = TrainerConfig(max_steps=6, global_batch_size=4, log_every_steps=2, checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config).fit(torch.ones(80, 2))
+    assert _steps(tmp_path) == [2, 4, 6]
+    (aside,) = tmp_path.glob("record-set-aside-*")
+    assert (aside / "rows.jsonl").read_text() == before
+    assert sum("is kept in" in line for line in said) == 1
+
+
+def test_report_shows_all_records_of_a_log_folder(tmp_path: Path) -> None:
+    _trained(tmp_path / "run", 4)
+    shutil.copytree(tmp_path / "run" / "record", tmp_path / "run" / "record-2")
+    shutil.copytree(tmp_path / "run" / "record", tmp_path / "run" / "record-set-aside-20260101")
+    for folder in (tmp_path / "run", tmp_path):
+        assert [run.name for run in read_runs([folder])] == ["run", "record-2"]
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------

@@ -201,17 +201,21 @@ class _Rehearsal:
         self.steps = settings.steps
         self._ranks, self._command, self._script = settings.ranks, command, command.words[0]
         self._runs: list[_Run] = []
+        self._noise: compare.Noise = {}
 
     def results(self) -> list[Result]:
         """Run everything, and compare."""
         first = self._undisturbed("undisturbed-1")
         second = self._undisturbed("undisturbed-2")
         self._check_separate(first, second)
-        first = compare.without_unseeded(first, second)
-        noisy = compare.differences(first, second)
+        self._noise = compare.noise(first, second)
+        unseeded = {"random": self._noise["random"]}
+        noisy = compare.differences(compare.without(first, unseeded), compare.without(second, unseeded))
         repeated = compare.repeated_epoch(first)
         results = [self._result_of_undisturbed(noisy, repeated)]
-        ignored = frozenset(each.kind for each in noisy)
+        # A value that is random by itself is left out by its name if it has one; otherwise its kind is ignored.
+        first, second = (compare.without(each, self._noise) for each in (first, second))
+        ignored = frozenset(each.kind for each in compare.differences(first, second))
         at, rank = self._disturbance(first)
 
         killed = self._run("killed")
@@ -252,15 +256,6 @@ class _Rehearsal:
         made = self._run(title)
         end = made.launch()
         attempts = read_attempts(made.folder)
-        if (made.folder / ELSEWHERE_FILE).exists():
-            path = (made.folder / ELSEWHERE_FILE).read_text()
-            if moved := [*_paths(path, made.name)]:
-                made.own_paths.update(moved)
-                raise UsageError(
-                    f"{self._script} changes its current folder before it saves {path}",
-                    f"use an absolute path for the argument with {_RUN}, such as {Path.cwd() / f'out-{_RUN}'}",
-                )
-            raise UsageError(f"{self._script} saves {path}, in a folder that all runs would share", _HINT)
         if end.code:
             kind = UsageError if end.code == ExitCode.USAGE else RehearsalError
             raise kind(
@@ -336,7 +331,7 @@ class _Rehearsal:
         disturbed = made.folder / DISTURBED_FILE
         if not disturbed.exists():
             return Result(title, False, "the run ended before this step", cause=made.ends[-1].last_lines)
-        attempts = [attempt for attempt in read_attempts(made.folder) if all(attempt.values())]
+        attempts = [compare.without(each, self._noise) for each in read_attempts(made.folder) if all(each.values())]
         if made.ends[-1].code:
             summary = f"the resumed run fails with exit code {made.ends[-1].code}:\n{made.ends[-1].last_lines}"
             cause = "the script cannot load its own checkpoint" if made.ends[-1].code != ExitCode.USAGE else ""
@@ -373,7 +368,8 @@ class _Rehearsal:
             if found:
                 note = f"from step {found[0].step}: {compare.described(found)}; nothing that was compared depends on it"
             how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
-            how += " in what is not random by itself" * bool(ignored)
+            leaves_out = ignored or any(names for field, names in self._noise.items() if field != "random")
+            how += " in what is not random by itself" * bool(leaves_out)
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
         summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
         cause = "; ".join(CAUSES[each.kind] for each in compare.origins(found))
@@ -401,6 +397,7 @@ class _Command:
     report: Callable[[str], None]
     token: str = field(default_factory=lambda: secrets.token_hex(3))
     """Makes the names of the runs unique."""
+    began: float = field(default_factory=time.time)
 
 
 class _Run:
@@ -432,6 +429,7 @@ class _Run:
             steps=resumed_steps if again else self._steps,
             steps_after_restart=resumed_steps,
             folders=(str(self.folder / "checkpoints"), *map(str, self.own_paths)),
+            began=command.began,
             signal=disturbance,
             step=step,
             rank=rank,
@@ -470,6 +468,7 @@ class _Run:
                         process.kill()
             reader.join(_END_SECONDS)
         text = b"".join(lines).decode(errors="replace").rstrip("\n")
+        self._check_own()
         if late:
             kind = RehearsalError if disturbance or again else UsageError
             raise kind(
@@ -479,6 +478,25 @@ class _Run:
         code = process.returncode
         self.ends.append(_End(code if code >= 0 else ExitCode.of_signal(-code), text))
         return self.ends[-1]
+
+    def _check_own(self) -> None:
+        """Raise `UsageError` if the script was ended before it changed or saved a file outside of the run's folders."""
+        if not (self.folder / ELSEWHERE_FILE).exists():
+            return
+        script, path = self._words[0], (self.folder / ELSEWHERE_FILE).read_text()
+        if moved := [*_paths(path, self.name)]:
+            self.own_paths.update(moved)
+            raise UsageError(
+                f"{script} changes its current folder before it saves {path}",
+                f"use an absolute path for the argument with {_RUN}, such as {Path.cwd() / f'out-{_RUN}'}",
+            )
+        if Path(path).exists() and Path(path).stat().st_ctime < self._command.began:
+            raise UsageError(
+                f"{script} changes {path}, which existed before the rehearsal, so the rehearsal ends here; the file is "
+                "unchanged",
+                f"{_HINT}; or move the file away",
+            )
+        raise UsageError(f"{script} saves {path}, in a folder that all runs would share", _HINT)
 
     @property
     def ignored_sigterm(self) -> bool:

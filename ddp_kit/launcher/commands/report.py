@@ -11,7 +11,7 @@ from ddp_kit.launcher.report.charts import write_pictures
 from ddp_kit.launcher.report.comparison import first_differences
 from ddp_kit.launcher.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.launcher.report.page import MARK, page
-from ddp_kit.launcher.report.run_history import RunHistory, read_runs
+from ddp_kit.launcher.report.run_history import RunHistory, read_runs, repeated_folders
 
 _EPILOG = """\
 examples:
@@ -63,6 +63,8 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None
     for run in runs:
         _print_findings(run, profiles[run.name], print_text)
+    for folder, first in repeated_folders(args.runs):
+        print_text(f"{folder} is the same run as {first}: it is shown once")
     if len(runs) == 2:
         summary, *details = first_differences(*runs)
         print_text("\n".join([summary, *(f"  {line}" for line in details)]))

@@ -93,7 +93,8 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
             raise LaunchError("; ".join(hosts_read.problems), "for details, run `ssh HOST ddpkit top --once`")
         print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        Console(soft_wrap=True, markup=False, emoji=False).print(render(read(), Console().width))
+        console = Console(soft_wrap=True, markup=False, emoji=False)
+        console.print(render(read(), console.width))
     else:
         _watch(interval, read)
     return ExitCode.OK

@@ -59,6 +59,9 @@ def fail(found: str, fix: str) -> CheckResult:
     return CheckResult(Status.FAIL, found, fix)
 
 
+_AGAIN = "ddpkit doctor  # run it again when this machine is less busy"
+
+
 # --- Process limits ---------------------------------------------------------------------------------------------------
 # Memory, cores, open files, locked memory, shared memory.
 
@@ -201,6 +204,8 @@ def host_name(machine: Machine) -> CheckResult:
     """Check whether the host name resolves to this machine: gloo and other nodes use the name to reach the machine."""
     name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
+    if result.ran_out_of_time:
+        return warn(f"host name {name!r} was not checked: {result.error}", f"{_AGAIN}; `getent hosts {name}` tests it")
     if result.error:
         return warn(f"host name {name!r} does not resolve: {result.error}", fix)
     addresses = ", ".join(result.facts["addresses"])
@@ -217,6 +222,8 @@ def loopback(_machine: Machine) -> CheckResult:
             server.settimeout(_TIMEOUT_SECONDS)
             with socket.create_connection(server.getsockname(), _TIMEOUT_SECONDS):
                 server.accept()[0].close()
+    except TimeoutError:
+        return warn(f"loopback: no connection to {_LOOPBACK} within {_TIMEOUT_SECONDS} s", _AGAIN)
     except OSError as error:
         return fail(f"loopback: connecting to {_LOOPBACK} failed: {error}", "sudo ip link set lo up")
     return ok(f"loopback: {_LOOPBACK} works")
@@ -418,6 +425,8 @@ def torch(machine: Machine) -> CheckResult:
     result = machine.probes.torch()
     if result.error == "ModuleNotFoundError: No module named 'torch'":
         return fail("torch is not installed", f"{_PIP} torch")
+    if result.ran_out_of_time:
+        return warn(f"torch was not checked: its import gave {result.error}", _AGAIN)
     if result.error:
         return fail(f"torch cannot be imported: {result.error}", f"{_PIP} --force-reinstall torch")
     built = f"CUDA {result.facts['cuda']}" if result.facts["cuda"] else "CPU only"
@@ -479,6 +488,9 @@ def all_reduce(machine: Machine) -> CheckResult | None:
     if _facts(machine) is None:
         return None
     result = machine.probes.gloo()
+    if result.ran_out_of_time:
+        fix = f"{_AGAIN}; if that does not help: GLOO_SOCKET_IFNAME=lo ddpkit doctor"
+        return fail(f"all-reduce of 2 processes with gloo did not end: {result.error}", fix)
     if result.error:
         fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set the variable to the network interface to use"
         return fail(f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
@@ -491,6 +503,9 @@ def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
     if machine.probes.nccl is None or facts is None or not facts["nccl"]:
         return None
     result = machine.probes.nccl()
+    if result.ran_out_of_time:
+        fix = f"{_AGAIN}; if that does not help: NCCL_P2P_DISABLE=1 ddpkit doctor"
+        return fail(f"all-reduce of 2 GPUs with NCCL did not end: {result.error}", fix)
     if result.error:
         fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps, disable ACS or the IOMMU in the BIOS"
         return fail(f"all-reduce of 2 GPUs with NCCL failed: {result.error}", fix)
@@ -502,7 +517,8 @@ def matrix_product(machine: Machine) -> CheckResult | None:
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not facts["cuda"] or not seen:
         return None
-    errors = {gpu: error for gpu in seen if (error := machine.probes.products[gpu.uuid]().error)}
+    results = {gpu: machine.probes.products[gpu.uuid]() for gpu in seen}
+    errors = {gpu: result.error for gpu, result in results.items() if result.error}
     if not errors:
         return ok(f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
     found = "; ".join(f"GPU {gpu.index}: {error}" for gpu, error in errors.items())
@@ -511,6 +527,9 @@ def matrix_product(machine: Machine) -> CheckResult | None:
             f"no memory is left for a matrix product: {found}",
             "ddpkit doctor  # run it again once the GPU is free",
         )
+    if all(results[gpu].ran_out_of_time for gpu in errors):
+        resets = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
+        return fail(f"a matrix product did not end: {found}", f"{_AGAIN}; if that does not help: {resets}")
     if any("802" in error for error in errors.values()):  # cudaErrorSystemNotReady
         fix = "sudo systemctl start nvidia-fabricmanager"
     else:

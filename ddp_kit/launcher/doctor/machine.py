@@ -114,6 +114,8 @@ class ProbeResult:
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     """Why the probe failed: the last output line of the process that failed first."""
+    ran_out_of_time: bool = False
+    """Whether the probe did not end within its time limit. It is then unknown whether it would have failed."""
 
 
 Probe = Callable[[], ProbeResult]
@@ -215,7 +217,7 @@ class _RunningProbe:
             elif None not in codes:
                 self._result = ProbeResult(facts=json.loads(self._lines(0)[-1]))
             elif time.monotonic() - self._start > self._limit:
-                self._result = ProbeResult(error=f"no answer within {self._limit:g} s")
+                self._result = ProbeResult(error=f"no answer within {self._limit:g} s", ran_out_of_time=True)
             else:
                 time.sleep(0.02)  # there is no portable way to wait for any of several processes
         return self._result

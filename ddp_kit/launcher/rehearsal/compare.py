@@ -134,22 +134,32 @@ def _in_order(found: Iterable[Difference]) -> list[Difference]:
     return sorted(found, key=lambda each: (each.step, order.index(each.kind)))
 
 
-def without_unseeded(first: Recording, second: Recording) -> Recording:
-    """The first of two undisturbed runs, without the states of random generators that the script does not seed."""
-    unseeded = {
-        name
-        for rank, lines in first.items()
-        for line, other in zip(lines, second.get(rank, ()), strict=False)
-        for name, state in line.random.items()
-        if other.random.get(name) != state
+Noise = Mapping[str, set[str]]
+"""Names of values that differ between two undisturbed runs, by the field of `Line`."""
+
+
+def noise(first: Recording, second: Recording) -> Noise:
+    """The random generators, buffers, copies, states and settings that differ between two undisturbed runs."""
+    names: dict[str, set[str]] = {field: set() for field in ("random", "buffers", "copies", "state", "settings")}
+    for rank, lines in first.items():
+        for line, other in zip(lines, second.get(rank, ()), strict=False):
+            for field, found in names.items():
+                before, now = getattr(line, field), getattr(other, field)
+                found.update(name for name in before if name in now and before[name] != now[name])
+    return names
+
+
+def without(recording: Recording, names: Noise) -> Recording:
+    """A recording without the values with these names."""
+    return {rank: [_line_without(line, names) for line in lines] for rank, lines in recording.items()}
+
+
+def _line_without(line: Line, names: Noise) -> Line:
+    values: dict[str, Any] = {
+        field: {name: value for name, value in getattr(line, field).items() if name not in omitted}
+        for field, omitted in names.items()
     }
-    return {
-        rank: [
-            replace(line, random={name: state for name, state in line.random.items() if name not in unseeded})
-            for line in lines
-        ]
-        for rank, lines in first.items()
-    }
+    return replace(line, **values)
 
 
 def compared_steps(reference: Recording, resumed: Recording, begin: int = 0) -> tuple[int, int] | None:

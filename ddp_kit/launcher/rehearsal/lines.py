@@ -13,7 +13,7 @@ from typing import Any
 INSTRUCTIONS_FILE = "instructions.json"
 LAUNCHER_FILE = "launcher.pid"
 ELSEWHERE_FILE = "elsewhere"
-"""Contains the path of a file that the script was about to save in a place that all runs share."""
+"""Contains the path of a file that the script was about to save in a place that all runs share, or to change."""
 DISTURBED_FILE = "disturbed"
 """Exists once the disturbance was sent; not empty if the run's folders contained files at this time."""
 
@@ -30,6 +30,8 @@ class Instructions:
     """Optimizer steps after which a restarted attempt ends."""
     folders: tuple[str, ...]
     """The folders and files of this run, in which the script may save."""
+    began: float = 0.0
+    """When the rehearsal began, in seconds since 1970: no file that existed before may be changed."""
     signal: int = 0
     """The disturbance: SIGKILL to the rank itself, SIGTERM to the launcher; 0: none."""
     step: int = 0

@@ -1,7 +1,7 @@
 """The watch in a worker of a rehearsal: records each optimizer step, sends the disturbance, and ends the run.
 
 It draws no random numbers, keeps no tensors, and starts no collectives, so the script computes what it always computes.
-It replaces five functions of torch, which have no hooks: in a rehearsal only, never in a training run.
+It replaces functions of torch and safetensors, which have no hooks: in a rehearsal only, never in a training run.
 """
 
 import gc
@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Number
@@ -21,6 +21,8 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import safetensors.numpy
+import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddp_kit.env import from_env, restarts
+from ddp_kit.launcher.rehearsal.guard import FileGuard, resolved
 from ddp_kit.launcher.rehearsal.lines import (
     DISTURBED_FILE,
     ELSEWHERE_FILE,
@@ -104,6 +107,41 @@ def install(folder: Path) -> None:
     _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign, assignment]
     torch.autograd.backward, torch.autograd.grad = watched_backward, watched_grad
     torch.save = watched_save
+    _watch_native_code(watch.check_own)
+    watch.guard.install()
+
+
+def _watch_native_code(check: Callable[[Any], None]) -> None:
+    """Call `check` with the path before native code of torch or safetensors writes a file."""
+
+    class WatchedWriter(torch._C.PyTorchFileWriter):  # of torch.save, torch.export.save and torch.package
+        def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
+            check(file)
+            super().__init__(file, *args, **kwargs)
+
+    torch._C.PyTorchFileWriter = WatchedWriter  # type: ignore[assignment, misc]
+    for owner, name in (
+        (safetensors, "serialize_file"),
+        (safetensors.torch, "serialize_file"),
+        (safetensors.numpy, "serialize_file"),
+        (torch.jit, "save"),
+        (torch.jit.ScriptModule, "save"),
+        (torch.jit._script.RecursiveScriptModule, "save"),
+        (torch._C.ScriptFunction, "save"),
+        (torch._C._autograd._ProfilerResult, "save"),
+    ):
+        _watch_function(owner, name, check)
+
+
+def _watch_function(owner: Any, name: str, check: Callable[[Any], None]) -> None:
+    """Replace a function whose second argument is the path of a file."""
+    function = getattr(owner, name)
+
+    def watched(first: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        check(path)
+        return function(first, path, *args, **kwargs)
+
+    setattr(owner, name, watched)
 
 
 class Watch:
@@ -111,6 +149,7 @@ class Watch:
 
     def __init__(self, folder: Path, instructions: Instructions) -> None:
         self._folder, self._instructions = folder, instructions
+        self.guard = FileGuard([folder, *map(Path, instructions.folders)], instructions.began, self._end_before_change)
         self._worker, self._restart = from_env(), restarts()
         name = attempt_file(instructions.launch, self._restart, self._worker.rank)
         self._file = (folder / name).open("w", buffering=1)
@@ -161,16 +200,17 @@ class Watch:
             self._in_backward = False
 
     def check_own(self, target: Any) -> None:
-        """End the run if the script is about to save in a place that is not of this run alone.
+        """End the run if the script is about to save a checkpoint in a place that is not of this run alone.
 
         The next run would resume from there, and a file of the user's may be overwritten.
         """
-        name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
-        if self._step and isinstance(name, str | os.PathLike):
-            path = Path(os.path.abspath(os.fspath(name)))  # noqa: PTH100  # links are kept
-            if not any(path.is_relative_to(folder) for folder in (str(self._folder), *self._instructions.folders)):
-                (self._folder / ELSEWHERE_FILE).write_text(str(path))
-                self._end()
+        path = resolved(target if isinstance(target, str | os.PathLike) else getattr(target, "name", None))
+        if path is not None and not self.guard.is_own(path) and (self._step or self.guard.protects(path.resolve())):
+            self._end_before_change(path)
+
+    def _end_before_change(self, path: Path) -> None:
+        (self._folder / ELSEWHERE_FILE).write_text(str(path))
+        self._end()
 
     # --- A step
 

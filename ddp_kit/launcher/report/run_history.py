@@ -144,12 +144,24 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
     Raises `UsageError` for a folder without a record, and for a record that this version cannot read.
     """
-    records = {record: None for folder in folders for record in _records(folder)}
-    return tuple(_read(record, name) for record, name in zip(records, _names(list(records)), strict=True))
+    records = list({record.resolve(): record for folder in folders for record in _records(folder)}.values())
+    return tuple(_read(record, name) for record, name in zip(records, _names(records), strict=True))
+
+
+def repeated_folders(folders: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """Pairs of folders with the same records: a folder, and an earlier one."""
+    pairs, earlier = [], dict[frozenset[Path], Path]()
+    for folder in folders:
+        first = earlier.setdefault(frozenset(record.resolve() for record in _records(folder)), folder)
+        if first is not folder:
+            pairs.append((folder, first))
+    return pairs
 
 
 def _records(folder: Path) -> list[Path]:
-    candidates = [folder, folder / RECORD_FOLDER, *sorted(folder.glob(f"*/{RECORD_FOLDER}"))]
+    names = (RECORD_FOLDER, f"{RECORD_FOLDER}-[0-9]*")  # a process with several Trainers has several records
+    found = [path for name in names for pattern in (name, f"*/{name}") for path in sorted(folder.glob(pattern))]
+    candidates = [folder, *found]
     records = [path.absolute() for path in candidates if (path / RECORD_ATTEMPTS).is_file()]
     if not records:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"

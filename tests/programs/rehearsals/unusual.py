@@ -1,7 +1,7 @@
 """Scripts that are unusual for a rehearsal. Arguments: WHAT FOLDER.
 
 without_optimizer, ends_early, two_optimizers, ignores_sigterm, saves_on_sigterm, prints_forever, fails, random,
-saves_nothing, ignores_checkpoint, changes_folder, autograd_grad.
+saves_nothing, ignores_checkpoint, changes_folder, autograd_grad, opens, functional_grad.
 """
 
 import itertools
@@ -52,7 +52,12 @@ if file.exists() and what != "ignores_checkpoint":
 def save() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part.state_dict() for part in (*nets, *optimizers)]
-    torch.save({"parts": parts, "step": step, "random": torch.get_rng_state()}, folder / "checkpoint.tmp")
+    state = {"parts": parts, "step": step, "random": torch.get_rng_state()}
+    if what == "opens":
+        with (folder / "checkpoint.tmp").open("wb") as stream:
+            torch.save(state, stream)
+    else:
+        torch.save(state, folder / "checkpoint.tmp")
     (folder / "checkpoint.tmp").replace(file)
 
 
@@ -65,6 +70,13 @@ for _ in itertools.count() if what == "ignores_sigterm" else range(step, 6 if wh
                 net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
             ):
                 parameter.grad = gradient
+        elif what == "functional_grad":
+            named = dict(net.named_parameters())
+            gradients = torch.func.grad(lambda values: torch.func.functional_call(net, values, x).square().mean())(  # noqa: B023
+                {name: parameter.detach() for name, parameter in named.items()}
+            )
+            for name, parameter in named.items():
+                parameter.grad = gradients[name]
         else:
             loss.backward()
         if what == "without_optimizer":
