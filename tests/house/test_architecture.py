@@ -184,7 +184,8 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Two to find the hooks of an optimizer's step, which torch has no function to list.
     # Two to find the buffers that are in the state_dict, in each step.
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
-    "torch_internals": 29,
+    # Three for the flags of gradients that are not finite, which fused kernels need as one scalar.
+    "torch_internals": 32,
     "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }
