@@ -496,12 +496,15 @@ def clip_gradient_values(parameters: Iterable[nn.Parameter], largest: float) -> 
     """Clip each value of the gradients to the range from -`largest` to `largest`."""
     dense = []
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()  # a value is the sum of all entries with the same index
             parameter.grad.values().clamp_(-largest, largest)
         else:
             dense.append(parameter)
-    nn.utils.clip_grad_value_(dense, largest)
+    if dense:  # torch refuses an empty list
+        nn.utils.clip_grad_value_(dense, largest)
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -46,9 +46,11 @@ LAYERS = {"embedding": nn.Embedding, "bag": nn.EmbeddingBag}
 def trained(layer: str, name: str, *, sparse: bool) -> tuple[list[float], list[float]]:
     """The weights and the logged norms of a run in which each token occurs several times in a batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(LAYERS[layer](5, 3, sparse=sparse), nn.Linear(3, 1))
+    model = nn.Sequential(LAYERS[layer.removesuffix(" alone")](5, 3, sparse=sparse))
+    if not layer.endswith(" alone"):
+        model.append(nn.Linear(3, 1))
     tokens = torch.arange(16) % 3
-    if layer == "bag":
+    if layer.startswith("bag"):
         tokens = torch.stack([tokens, tokens.roll(1)], 1)
 
     def loss(model: nn.Module, batch: Any) -> Tensor | Loss:
@@ -63,7 +65,7 @@ def trained(layer: str, name: str, *, sparse: bool) -> tuple[list[float], list[f
     return torch.cat(weights).tolist(), [row.grad_norm for row in result.history]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [*LAYERS, *(f"{layer} alone" for layer in LAYERS)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sparse_gradients_train_as_dense_ones(layer: str, name: str) -> None:
     weights, norms = trained(layer, name, sparse=True)
