@@ -70,7 +70,8 @@ def trained(layer: str, name: str, *, sparse: bool) -> tuple[list[float], list[f
 def test_sparse_gradients_train_as_dense_ones(layer: str, name: str) -> None:
     weights, norms = trained(layer, name, sparse=True)
     expected, expected_norms = trained(layer, name, sparse=False)
-    assert weights == pytest.approx(expected, rel=1e-2 if "16" in name else 1e-5)
+    # With bf16-true, each of the four steps rounds values up to 1.5 to multiples of 1/128.
+    assert weights == pytest.approx(expected, rel=1e-2 if "16" in name else 1e-5, abs=2e-2 if "true" in name else 0)
     assert norms == pytest.approx(expected_norms, rel=2e-2 if "16" in name else 1e-4)
 
 
