@@ -188,6 +188,11 @@ def has_overflowed(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     return any(bool(flag) for flag in scaler._found_inf_per_device(optimizer).values())
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a parameter."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
 def profiler_runs() -> bool:
     """Whether a torch profiler is recording."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
@@ -328,6 +333,11 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that identifies a tensor's storage, and changes if `tensor.data` is set, also for a DTensor."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:

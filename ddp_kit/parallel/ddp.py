@@ -95,7 +95,7 @@ class DdpStrategy(Strategy):
 
     def begin_step(self) -> None:
         self._reduces, self._reductions = False, []
-        self.sync_buffers()
+        broadcast(self._buffers.checked())
 
     def sync_buffers(self) -> None:
         broadcast(self._buffers.checked())

@@ -23,7 +23,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
-from ddp_kit.parallel.shards import Shards, check_dense_gradients
+from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_no_hooks
 from ddp_kit.parallel.strategy import (
     NO_OPTIONS,
     Options,
@@ -42,6 +42,7 @@ from ddp_kit.parallel.tensor import (
     split_layers,
     tensor_plan,
 )
+from ddp_kit.parallel.writes import WriteCheck
 from ddp_kit.pieces import Piece
 from ddp_kit.structures import repeated_blocks, with_copied_containers
 
@@ -58,6 +59,7 @@ def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settin
     for parameter in _own_parameters(unit, settings.get("ignored_params") or ()).values():
         if not is_dtensor(parameter):
             parameter.data = parameter.data.contiguous()
+    _watch_writes(name, unit, settings.get("ignored_params") or ())
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     try:
         sharded: Any = fully_shard(unit, mesh=over, **settings)
@@ -72,6 +74,35 @@ def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[s
     inside = {parameter for module in nested for parameter in module.parameters()}
     excluded = inside | {*ignored}
     return {name: parameter for name, parameter in unit.named_parameters() if parameter not in excluded}
+
+
+def _watch_writes(name: str, unit: Any, ignored: Collection[nn.Parameter] = (), *, is_sharded: bool = False) -> None:
+    """Check that the forward passes of a unit do not write its weights: FSDP would lose the changed values.
+
+    `is_sharded`: whether the unit is sharded already.
+    """
+    own = {id(parameter) for parameter in _own_parameters(unit, ignored).values()}
+    places = [
+        (module, short_name, ".".join(filter(None, (name, path, short_name))))
+        for path, module in unit.named_modules()
+        for short_name, parameter in module._parameters.items()
+        if id(parameter) in own
+    ]
+    check = WriteCheck([full_name for _, _, full_name in places], "FSDP")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(*_hook: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            check.begin([module._parameters[short_name] for module, short_name, _ in places])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(*_hook: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            check.end()
+
+    # Next to FSDP's own hooks, which gather and free the weights, so that other hooks of the unit run in between.
+    unit.register_forward_pre_hook(before, prepend=not is_sharded)
+    unit.register_forward_hook(after, prepend=is_sharded)
 
 
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
@@ -317,6 +348,7 @@ class FsdpStrategy(Strategy):
                 "omit it, and pass offload_policy=CPUOffloadPolicy() to fully_shard in your function",
             )
         check_dense_gradients(model, f"parallel.strategy={self.config.strategy!r}")
+        check_no_hooks(model)
         scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         if scalars:
             raise ConfigError(
@@ -343,8 +375,11 @@ class FsdpStrategy(Strategy):
         else:
             self._place(model)
             self.options.parallelize(model, self._mesh)
-            self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            sharded_by_user = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            self._sharded = [*sharded_by_user.values()]
             self._check_spread(model)
+            for name, unit in sharded_by_user.items():
+                _watch_writes(name, unit, is_sharded=True)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._buffers = SharedBuffers(self.world, model)
         fit = fit_whole_on_all_ranks(self.parameters, self.world)
@@ -445,6 +480,7 @@ class FsdpStrategy(Strategy):
         # A call of the model outside of the Trainer may have left gathered weights, which callbacks such as EMA do not
         # change with the shards.
         self._units.reshard()
+        self._shards.check_memory()
         self._used_units = set()
         self.sync_buffers()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.optimizer_trial import check_steps_on_cpu
 
 
@@ -29,6 +30,12 @@ class OffloadedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, *, in_place: bool = False) -> None:
         super().__init__([{"params": [*group["params"]]} for group in optimizer.param_groups], {})
         check_steps_on_cpu(optimizer)
+        if not in_place and all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+            raise ConfigError(
+                f"the optimizer {type(optimizer).__name__} has train() and eval(), which change the weights outside of "
+                "step(), but with memory.offload='optimizer' it holds copies, from which only step() updates the model",
+                "leave out memory.offload, or use an optimizer without train() and eval()",
+            )
         self._on_host = optimizer
         trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
         self._copies = {} if in_place else {parameter: _HostCopy(parameter) for parameter in trained}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.parallel.optimizer_trial import check_elementwise
 from ddp_kit.pieces import Piece
+from ddp_kit.torch_internals import has_gradient_hooks, storage_id
 
 
 class Shards:
@@ -28,6 +29,7 @@ class Shards:
         """Pieces by the id of the optimizer's parameter."""
         self.names = {id(self.of[whole]): name for whole, name in names.items() if whole in self.of}
         self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
+        self._storages = [storage_id(whole) for whole, _ in self.trained]
 
     def give_to(self, optimizer: Optimizer) -> None:
         """Make the optimizer hold the shards instead of the model's parameters. Existing state is sharded too.
@@ -42,6 +44,23 @@ class Shards:
                 del optimizer.state[whole]
         for group in optimizer.param_groups:
             group["params"] = [self.of.get(whole, whole) for whole in group["params"]]
+
+    def check_memory(self) -> None:
+        """Raise `ConfigError` if a parameter of the model no longer shares memory with its shard.
+
+        Takes 0.2 microseconds per parameter.
+        """
+        storages = [storage_id(whole) for whole, _ in self.trained]
+        if storages == self._storages:
+            return
+        pairs = zip(self.trained, storages, self._storages, strict=True)
+        replaced = [self.names[id(shard)] for (_, shard), storage, before in pairs if storage != before]
+        raise ConfigError(
+            f"the memory of weights was replaced after the Trainer was created: {some(replaced)}. The optimizer "
+            "updates shards in the memory that they had",
+            "write into the weights, as in weight.copy_(values) under torch.no_grad(), and not weight.data = values; "
+            "convert and move the model before creating the Trainer; or use parallel='ddp'",
+        )
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
         """This rank's part of the optimizer state of the parameter `whole`. Scalars in the state are unchanged."""
@@ -77,4 +96,14 @@ def check_dense_gradients(model: nn.Module, setting: str, instead: str = "use pa
         raise ConfigError(
             f"{setting} does not support modules with sparse gradients: {some(sparse)}",
             f"leave out sparse=True, or {instead}",
+        )
+
+
+def check_no_hooks(model: nn.Module) -> None:
+    """Raise `ConfigError` for parameters with hooks on their gradients, if these parameters will be replaced."""
+    hooked = [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]
+    if hooked:
+        raise ConfigError(
+            f"FSDP replaces the parameters of the model, so hooks on their gradients would not run: {some(hooked)}",
+            "change gradients in on_gradients of a Callback, which works with every strategy; or use parallel='ddp'",
         )

@@ -17,6 +17,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, some
+from ddp_kit.parallel.writes import check_no_max_norm
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import broadcast_coalesced, multiply_all, persistent_buffers
 
@@ -255,7 +256,7 @@ class Strategy(ABC):
     setup       check, setup, setup_optimizer, divided, local_parameters
     step        begin_step, accumulating, backward, finish_reduction, abandon_step, end_step; updated_parameters,
                 grad_norm, grad_norms
-    evaluation  call, sync_buffers, evaluation
+    evaluation  gather_weights, call, sync_buffers, evaluation
     state       model_state, load_model_state, parameter_names, piece_of, optimizer_form, optimizer_state,
                 local_optimizer_state, state_dict, load_state_dict
 
@@ -324,6 +325,8 @@ class Strategy(ABC):
                 f"{self.config.strategy!r}",
                 "set the sizes of the mesh for your parallelize function, such as parallel={'shard': 4, 'tensor': 2}",
             )
+        if self.world.world_size > 1:
+            check_no_max_norm(model)
         if self.options.recoverable and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise ConfigError(
                 "micro_batch_size='auto' is not supported with SyncBatchNorm, which runs a collective in every pass",
@@ -417,6 +420,12 @@ class Strategy(ABC):
         )
 
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
+
+    def gather_weights(self) -> None:
+        """Give all ranks the weights of the optimizers' shards, which user code may have changed outside of steps.
+
+        `sync_buffers` does so before evaluations and predictions; the caller does so after callbacks of an evaluation.
+        """
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         """Call `function(model, batch)`, for example the loss function, and return its value.

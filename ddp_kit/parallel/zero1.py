@@ -8,6 +8,7 @@ is recognised by having its parameter's shape, and for these parameters scalars 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy
+from ddp_kit.parallel.writes import WriteCheck
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import gather_ranges
+from ddp_kit.torch_internals import gather_ranges, version_of
+
+_HINT = "change the parameters of the optimizer, as with optimizer.eval(), on all ranks and at the same step"
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Zero1Strategy(DdpStrategy):
         self.optimizer_replicas = tuple(range(rank, rank + 1) for rank in range(world.world_size))
         self._flat: list[_Flat] = []
         self._scalars: list[nn.Parameter] = []  # trained parameters that are not sharded
+        self._versions: list[int] = []  # of the flat tensors, when all ranks had the same weights
+        self._writes: WriteCheck
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
@@ -66,6 +73,8 @@ class Zero1Strategy(DdpStrategy):
             pieces |= self._flattened(dtype, [parameter for _, parameter in named])
         names = {parameter: name for named in trained.values() for name, parameter in named}
         self._shards = Shards(pieces, names)
+        self._writes = WriteCheck([names[whole] for whole, _ in self._shards.trained], "ZeRO-1")
+        self._versions = self._current_versions()
 
     @torch.no_grad()
     def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
@@ -87,7 +96,15 @@ class Zero1Strategy(DdpStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         self._shards.give_to(optimizer)
 
+    def begin_step(self) -> None:
+        self._shards.check_memory()
+        self._gather_changed()
+        super().begin_step()
+        if self.world.world_size > 1:
+            self._writes.begin([whole for whole, _ in self._shards.trained])
+
     def finish_reduction(self) -> None:
+        self._writes.end()
         super().finish_reduction()
         for whole, shard in self._shards.trained:
             piece = self._shards.pieces[id(shard)]
@@ -113,8 +130,37 @@ class Zero1Strategy(DdpStrategy):
 
     def end_step(self) -> None:
         super().end_step()
+        self.gather_weights()
+
+    # --- Weights ------------------------------------------------------------------------------------------------------
+
+    def gather_weights(self) -> None:
         for flat in self._flat:
             gather_ranges(flat.values, flat.local)
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [version_of(flat.values) for flat in self._flat]
+
+    def _gather_changed(self) -> None:
+        """Gather the weights if the optimizer's parameters were changed since the last time, outside of its step."""
+        if self._current_versions() != self._versions:
+            wait_for_all(self.world, "a gather of weights, because the optimizer's parameters were changed", hint=_HINT)
+            self.gather_weights()
+
+    def sync_buffers(self) -> None:
+        self.gather_weights()  # also changes through `.data`, which versions do not count
+        super().sync_buffers()
+
+    def model_state(self) -> dict[str, Any]:
+        self._gather_changed()
+        return super().model_state()
+
+    def local_parameters(self) -> list[Tensor]:
+        self._gather_changed()
+        return super().local_parameters()
+
+    # --- State --------------------------------------------------------------------------------------------------------
 
     def parameter_names(self) -> dict[int, str]:
         return super().parameter_names() | self._shards.names

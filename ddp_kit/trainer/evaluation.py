@@ -123,6 +123,7 @@ class Evaluator:
                         self._call_callbacks("on_evaluate", values)
             finally:  # also after an error: callbacks undo what they changed for the evaluation
                 self._call_callbacks("on_evaluate_end")
+            context.strategy.gather_weights()
         if values is not None:
             if notify_callbacks:
                 self._checkpoints.after_evaluation(values)

@@ -268,6 +268,16 @@ def of_two_ranks(rank: int) -> Mistakes:
         def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
             return islice(super().__iter__(), rank, None, 2)
 
+    class Clipped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    class Rows(nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.long())
+
     def changed() -> object:
         found = trainer()
         with torch.no_grad():
@@ -281,6 +291,8 @@ def of_two_ranks(rank: int) -> Mistakes:
         "a different lr on each rank": lambda: fit(optimizer=lambda own: torch.optim.SGD(own, lr=0.1 + rank)),
         "different weights on each rank": changed,
         "a layer that the loss does not use": lambda: fit(model=Spare()),
+        "nn.Embedding(max_norm=1.0)": lambda: fit(model=Rows(8, 1, max_norm=1.0)),
+        "a weight that forward changes, with zero1": lambda: fit(model=Clipped(2, 1), config={"parallel": "zero1"}),
         "Loss(...) on some ranks only": lambda: losing(lambda loss: Loss(loss, 1) if rank else loss),
         "a loss that is not a tensor, on one rank": lambda: losing(lambda loss: "text" if rank else loss),
         "a DataLoader with a DistributedSampler of a part": lambda: fit(

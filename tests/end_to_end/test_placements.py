@@ -83,6 +83,36 @@ def test_fused_optimizers_train_like_others_at_every_placement_and_precision(sta
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(seconds(600))
+def test_weights_changed_outside_of_the_optimizer_are_as_with_ddp_or_refused(start: Ddpkit) -> None:
+    run = start("ddpkit", 2, PROGRAMS / "changed_weights.py", "ddp", "zero1", "fsdp")
+    assert run.returncode == 0, run.stderr  # type: ignore[attr-defined]
+    cases = [json.loads(line) for line in re.findall(r"case (.*)", run.stdout)]  # type: ignore[attr-defined]
+    by_hand = {name: value for strategy, name, value in cases if strategy == "ddp"}
+    assert len(cases) == 2 * 3 * len(by_hand)
+    for strategy, name, value in cases:
+        if isinstance(value, list):
+            assert value == pytest.approx(by_hand[name], rel=1e-4), (strategy, name)
+        else:
+            assert re.search("layer.weight|rows|do not agree on the weights", value), (strategy, name)
+    refused = {
+        strategy: {name for one, name, value in cases if one == strategy and isinstance(value, str)}
+        for strategy in ("ddp", "zero1", "fsdp")
+    }
+    through_data = "on_step: optimizer through data"
+    assert refused["ddp"] == {
+        "Embedding(max_norm)",
+        "EmbeddingBag(max_norm)",
+        "F.embedding(max_norm)",
+        "post_accumulate_grad_hook",
+    }
+    replaced = "on_step: model's data replaced"
+    in_passes = {name for name in by_hand if "forward" in name} | refused["ddp"] | {replaced}
+    assert refused["zero1"] == in_passes | {through_data}
+    assert refused["fsdp"] == in_passes | {"gradient hook"}
+
+
+@pytest.mark.slow
 def test_evaluation_of_averaged_weights_restores_the_trained_ones(start: Ddpkit) -> None:
     runs = [start("ddpkit", 2, PROGRAMS / "averaged_evaluation.py", parallel) for parallel in ("ddp", "fsdp")]
     found = [[float(text) for text in re.findall(r"ended (\S+)", run.stdout)] for run in runs]  # type: ignore[attr-defined]

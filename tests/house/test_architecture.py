@@ -185,7 +185,8 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Two to find the buffers that are in the state_dict, in each step.
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
     # Three for the flags of gradients that are not finite, which fused kernels need as one scalar.
-    "torch_internals": 32,
+    # Three to find weights that a pass writes, and hooks on gradients of parameters that are replaced.
+    "torch_internals": 35,
     "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }

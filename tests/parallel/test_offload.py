@@ -230,3 +230,15 @@ def test_offload_with_an_unsupported_placement_is_refused(memory: Any, parallel:
     with pytest.raises(ConfigError) as refused:
         TrainerConfig(memory=memory, parallel=parallel)
     assert re.search(words, refused.value.problems[0])
+
+
+def test_optimizer_that_changes_weights_outside_of_its_step_is_refused() -> None:
+    class Modes(torch.optim.SGD):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    with pytest.raises(
+        ConfigError, match=r"Modes has train\(\) and eval\(\), which change the weights outside of step"
+    ):
+        trainer_for(OFFLOADED, lambda parameters: Modes(parameters, lr=0.1))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch import nn
 
 from ddp_kit import ConfigError
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.parallel.optimizer_trial import check_elementwise
-from ddp_kit.parallel.shards import Shards, check_dense_gradients
+from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_no_hooks
+from ddp_kit.parallel.strategy import SingleRank
 from ddp_kit.pieces import Piece
 
 
@@ -207,3 +211,28 @@ def test_sparse_gradients_are_refused_unless_the_embedding_is_frozen() -> None:
     with pytest.raises(ConfigError, match="this setting does not support modules with sparse gradients: 0\n"):
         check_dense_gradients(model, "this setting")
     check_dense_gradients(model.requires_grad_(False), "this setting")
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_with_max_norm_are_refused_at_several_ranks_unless_frozen(kind: Any) -> None:
+    for ranks in (1, 2):
+        strategy = SingleRank(World(0, ranks, 0, ranks, 0, torch.device("cpu")), ParallelConfig())
+        model = nn.ModuleDict({"rows": kind(4, 2, max_norm=1.0), "layer": nn.Linear(2, 1)})
+        with (
+            pytest.raises(ConfigError, match="max_norm are not supported with several ranks: rows")
+            if ranks > 1
+            else nullcontext()
+        ):
+            strategy.check(model)
+        model["rows"].requires_grad_(False)
+        strategy.check(model)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused_by_name_where_parameters_are_replaced(register: str) -> None:
+    model = nn.Linear(2, 1)
+    handle = getattr(model.bias, register)(lambda _: None)
+    with pytest.raises(ConfigError, match="hooks on their gradients would not run: bias"):
+        check_no_hooks(model)
+    handle.remove()
+    check_no_hooks(model)

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from launching import PROGRAMS
 from torch import Tensor, nn
 
+from ddp_kit import ConfigError, LossError
 from ddp_kit.checkpoint.model_state import in_pieces, of_pieces
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
+from ddp_kit.parallel import zero1
+from ddp_kit.parallel.writes import WriteCheck
 from ddp_kit.parallel.zero1 import Zero1Strategy
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -57,6 +60,65 @@ def test_zero1_optimizer_state_of_a_scalar_is_restored(name: str, rank: int) -> 
         for value, before in zip(read[number].values(), kept.values(), strict=True):
             assert value.shape == before.shape
             assert torch.equal(value, before)
+
+
+def stepping() -> tuple[Zero1Strategy, torch.optim.Optimizer, nn.Module]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Zero1Strategy(World(0, 1, 0, 1, 0, torch.device("cpu")), ParallelConfig(strategy="zero1"))
+    strategy.setup(model)
+    strategy.setup_optimizer(optimizer)
+    return strategy, optimizer, model
+
+
+@pytest.mark.usefixtures("group")
+def test_zero1_gathers_weights_only_if_the_optimizer_has_changed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, optimizer, model = stepping()
+    gathers: list[Tensor] = []
+    monkeypatch.setattr(zero1, "gather_ranges", lambda whole, _part: gathers.append(whole))
+    strategy.begin_step()
+    strategy.model_state()
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[union-attr, operator] # on all ranks
+    strategy.begin_step()
+    assert gathers == []
+    for uses in (strategy.begin_step, strategy.model_state, strategy.local_parameters):
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(2)  # each rank a part
+        uses()
+        uses()
+        assert len(gathers) == 1, "only once"
+        gathers.clear()
+    optimizer.param_groups[0]["params"][0].data.mul_(2)
+    strategy.sync_buffers()
+    strategy.gather_weights()
+    assert len(gathers) == 2, "before and after an evaluation, because versions do not count this"
+
+
+@pytest.mark.usefixtures("group")
+def test_zero1_refuses_weights_in_other_memory_by_name() -> None:
+    strategy, _, model = stepping()
+    strategy.begin_step()
+    model[1].weight.data = model[1].weight.data * 2  # type: ignore[union-attr, operator, assignment]
+    with pytest.raises(ConfigError, match=r"memory of weights was replaced after the Trainer was created: 1\.weight\."):
+        strategy.begin_step()
+
+
+def test_check_of_writes_reads_values_only_the_first_time() -> None:
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    check = WriteCheck(["first", "second"], "ZeRO-1")
+    check.begin(weights)
+    weights[1].data.mul_(2)
+    with pytest.raises(LossError, match="changes the weights second, but with ZeRO-1"):
+        check.end()
+    check.begin(weights)
+    weights[1].data.mul_(2)
+    check.end()
+    check.begin(weights)
+    with torch.no_grad():
+        weights[0].clamp_(-5, 5)  # changes nothing
+    with pytest.raises(LossError, match="changes the weights first, but"):
+        check.end()
 
 
 @pytest.mark.slow
