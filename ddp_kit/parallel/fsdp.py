@@ -85,7 +85,7 @@ def _watch_writes(name: str, unit: Any, ignored: Collection[nn.Parameter] = (), 
     places = [
         (module, short_name, ".".join(filter(None, (name, path, short_name))))
         for path, module in unit.named_modules()
-        for short_name, parameter in module._parameters.items()
+        for short_name, parameter in module.named_parameters(recurse=False)
         if id(parameter) in own
     ]
     check = WriteCheck([full_name for _, _, full_name in places], "FSDP")
@@ -93,7 +93,7 @@ def _watch_writes(name: str, unit: Any, ignored: Collection[nn.Parameter] = (), 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(*_hook: Any) -> None:
         if not torch.is_inference_mode_enabled():
-            check.begin([module._parameters[short_name] for module, short_name, _ in places])
+            check.begin([getattr(module, short_name) for module, short_name, _ in places])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(*_hook: Any) -> None:
