@@ -23,6 +23,7 @@ NOT_REPEATABLE = {
     "counter": "depends on more than its batch",
     "own_generator": "depends on more than its batch",
     "by_rank": "depends on more than its batch",
+    "sometimes": "has changed weights of the model, which the pass of the step did not write, so",
     "unknown": "a batch of Pair has objects that cannot be sent to another rank",
 }
 
