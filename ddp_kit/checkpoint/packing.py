@@ -376,7 +376,8 @@ def _encoded(value: bytes) -> str:
 
 def _unstorable(part: str, state: Any, error: _UnstorableError) -> CheckpointError:
     value, path = error.value, [*reversed(error.steps)]
-    place = part + "".join(f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in path)
+    named = [step for step in path if step not in ("", "entries")]  # the parts' own names, which users have not written
+    place = part + "".join(f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in named)
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if isinstance(value, Tensor):
         kind = f"{kind} ({value.layout}, {value.device})"

@@ -687,13 +687,16 @@ class TrainerConfig(_Settings):
 
 
 def settings_equal_on_all_ranks(config: TrainerConfig) -> dict[str, Any]:
-    """The settings that must be equal on all ranks: those without the mark `MAY_DIFFER`."""
+    """The settings that must be equal on all ranks, by dotted name: those without the mark `MAY_DIFFER`."""
 
-    def marked(model: type[BaseModel]) -> dict[str, Any]:
-        groups = {name: marked(group) for name, field in model.model_fields.items() if (group := _group(field))}
-        return groups | {name: True for name, field in model.model_fields.items() if MAY_DIFFER in field.metadata}
+    def unmarked(model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for name, field in model.model_fields.items():
+            if group := _group(field):
+                yield from unmarked(group, values[name], f"{prefix}{name}.")
+            elif MAY_DIFFER not in field.metadata and not field.exclude:
+                yield f"{prefix}{name}", values[name]
 
-    return config.model_dump(mode="json", exclude=marked(TrainerConfig))
+    return dict(unmarked(TrainerConfig, config.model_dump(mode="json")))
 
 
 def absolute(path: str | Path) -> Path:

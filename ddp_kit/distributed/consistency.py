@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
-from ddp_kit.distributed.world import World, gathered, host_group
+from ddp_kit.distributed.world import World, gathered, gathered_bytes, host_group
 from ddp_kit.errors import DataError, DdpKitError, LossError
+from ddp_kit.masking import masked
 from ddp_kit.torch_internals import pytree
 
 # --- Checksums of weights and optimizer state -------------------------------------------------------------------------
@@ -246,6 +247,12 @@ def differing(
 Facts = dict[str, int | str]
 
 
+class Shown(str):
+    """A fact whose values an error names, with secrets masked. For other texts, it names only the ranks that differ."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Difference:
     """A fact that is not the same on all ranks."""
@@ -269,13 +276,15 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
     `first_difference`.
     """
     difference = first_difference(world, facts, groups, on_host=on_host)
-    if difference is not None:
-        raise difference.error(
-            world,
-            f"the ranks do not agree on {difference.description}",
-            "every rank runs the whole script and must build the same data, model and settings: set the random seed "
-            "before building them, load weights before creating the Trainer, and let the Trainer divide the data",
-        )
+    if difference is None:
+        return
+    hint = (
+        "every rank runs the whole script and must build the same data, model and settings: set the random seed before "
+        "building them, load weights before creating the Trainer, and let the Trainer divide the data"
+    )
+    if difference.description.startswith(_SETTING):
+        hint = "pass the same value on every rank: it must not depend on the rank, the host or the time"
+    raise difference.error(world, f"the ranks do not agree on {difference.description}", hint)
 
 
 def first_difference(
@@ -293,6 +302,10 @@ def first_difference(
             if len({values[rank] for rank in group}) > 1:
                 by_rank = {rank: values[rank] for rank in group}
                 text = _numbers(by_rank) if isinstance(fact, int) else which_differ(by_rank)
+                if isinstance(fact, Shown):
+                    shown = masked(f"{name.rpartition(' ')[2]}={fact}").partition("=")[2]
+                    texts = gathered_bytes(shown.encode(), world, host_group(world) if on_host else None)
+                    text = _values({rank: texts[rank].decode() for rank in group}, by_rank)
                 return Difference(f"{name}: {text}", minority(by_rank))
     return None
 
@@ -323,6 +336,32 @@ def _numbers(values: Mapping[int, int]) -> str:
     return f"{', '.join(str(values[rank]) for rank in few)} on {_ranks(few)}; {values[others[0]]} on {_ranks(others)}"
 
 
+def _values(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
+    """Text such as `'/b' on rank 2; '/a' on ranks 0, 1`, starting with the rarest value.
+
+    `texts`: the value of each rank as text. `values`: what tells which of them are equal.
+    """
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    first, last = min(texts.values()), max(texts.values())
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    start = max(0, common - _BEFORE_DIFFERENCE)
+    parts = [f"{_excerpt(texts[group[0]], start)} on {_ranks(group)}" for group in sorted(ranks.values(), key=len)]
+    return "; ".join(parts[:_SHOWN_VALUES]) + (f"; {len(parts) - _SHOWN_VALUES} more" * (len(parts) > _SHOWN_VALUES))
+
+
+_BEFORE_DIFFERENCE, _LONGEST_VALUE, _SHOWN_VALUES = 30, 80, 8
+
+
+def _excerpt(text: str, start: int) -> str:
+    """The text, or its part from `start` if it is too long."""
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    end = start + _LONGEST_VALUE
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]:
         return f"ranks {ranks[0]} to {ranks[-1]}"
@@ -349,11 +388,20 @@ def first_losses(world: World, kind: int, problem: DdpKitError | None) -> list[i
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
     """Facts about configuration, optimizer and metrics that must be the same on all ranks."""
-    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings_equal_on_all_ranks(config).items()}
-    return facts | {
-        "the optimizer and its settings": settings_of(optimizer),
-        "the names of the metrics": repr(list(metrics)),
+    return facts_of_settings(config) | {
+        "the optimizer and its settings": Shown(settings_of(optimizer)),
+        "the names of the metrics": Shown(repr(list(metrics))),
     }
+
+
+def facts_of_settings(config: TrainerConfig, group: str = "") -> Facts:
+    """The settings that must be the same on all ranks. `group`: only the settings of this group, such as `parallel`."""
+    settings = settings_equal_on_all_ranks(config)
+    prefix = f"{group}." if group else ""
+    return {f"{_SETTING}{name}": Shown(repr(value)) for name, value in settings.items() if name.startswith(prefix)}
+
+
+_SETTING = "the setting "
 
 
 def digest_of(content: bytes) -> int:

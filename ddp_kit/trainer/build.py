@@ -295,8 +295,8 @@ def choose_placement(arguments: CheckedArguments, world: World) -> Placement:
     batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
     strategy.check(model)
     check_writable(model, world, settings.checkpoint)
-    facts = consistency.facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
-    consistency.check_agreement(world, facts)
+    settings_of_ranks = consistency.facts_of_settings(config) | consistency.facts_of_settings(settings, "parallel")
+    consistency.check_agreement(world, settings_of_ranks | consistency.facts_of_model(model))
     return Placement(world, settings, strategy, batch_plan)
 
 

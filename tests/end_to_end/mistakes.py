@@ -288,6 +288,7 @@ def of_two_ranks(rank: int) -> Mistakes:
         "different data on each rank": lambda: fit(Subset(PAIRS, range(8 + rank))),
         "different samples on each rank": lambda: fit(Subset(PAIRS, [rank, *range(3, 10)])),
         "a different seed on each rank": lambda: fit(config={"seed": rank}),
+        "a different folder on each rank": lambda: fit(config={"checkpoint": {"dir": f"run-{rank}"}}),
         "a different lr on each rank": lambda: fit(optimizer=lambda own: torch.optim.SGD(own, lr=0.1 + rank)),
         "different weights on each rank": changed,
         "a layer that the loss does not use": lambda: fit(model=Spare()),

@@ -1,7 +1,7 @@
 """State that users' subclasses add, by overriding state_dict() and load_state_dict(), is saved and arrives."""
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,23 @@ from own_entries import Own
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit import CheckpointError, Trainer, TrainerConfig, Update
+from ddp_kit import EMA, Callback, CheckpointError, DdpKitError, EarlyStopping, Trainer, TrainerConfig, Update
 
 
 def trainer_for(
-    folder: Path, steps: int, optimizer: Any, model: nn.Module | None = None, scheduler: Any = None, **settings: Any
+    folder: Path,
+    steps: int,
+    optimizer: Any,
+    model: nn.Module | None = None,
+    scheduler: Any = None,
+    callbacks: Any = (),
+    **settings: Any,
 ) -> Trainer:
     torch.manual_seed(0)
     config = TrainerConfig(
         max_steps=steps, global_batch_size=8, checkpoint={"dir": folder, "save": "blocking"}, **settings
     )
-    return Trainer(model or Net(), optimizer, loss_fn, config, scheduler=scheduler)
+    return Trainer(model or Net(), optimizer, loss_fn, config, scheduler=scheduler, callbacks=callbacks)
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -288,3 +294,129 @@ def test_attributes_of_a_subclass_of_reduce_lr_on_plateau_are_kept_and_settings_
     assert run(2, 5).steps == 2
     scheduler = run(5, 7)
     assert (scheduler.steps, scheduler.last_epoch, scheduler.patience) == (5, 5, 7)
+
+
+# --- Models, callbacks ------------------------------------------------------------------------------------------------
+
+
+class HookedNet(Net):
+    """Overrides or registers everything that torch calls for a module's state, and counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.extra: Any = "of the script"
+        self.register_state_dict_pre_hook(lambda *_: self.calls.update(["state_dict pre-hook"]))
+        self.register_state_dict_post_hook(lambda *_: self.calls.update(["state_dict post-hook"]))
+        self.register_load_state_dict_pre_hook(lambda *_: self.calls.update(["load_state_dict pre-hook"]))
+        self.register_load_state_dict_post_hook(lambda *_: self.calls.update(["load_state_dict post-hook"]))
+
+    def get_extra_state(self) -> Any:
+        self.calls["get_extra_state"] += 1
+        return {"text": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls["set_extra_state"] += 1
+        self.extra = state["text"]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.calls["_save_to_state_dict"] += 1
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        self.calls["_load_from_state_dict"] += 1
+        assert metadata["version"] == 1
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+SAVES = {"state_dict pre-hook", "state_dict post-hook", "get_extra_state", "_save_to_state_dict"}
+LOADS = {"load_state_dict pre-hook", "load_state_dict post-hook", "set_extra_state", "_load_from_state_dict"}
+
+
+def test_everything_that_torch_calls_for_a_modules_state_is_called(tmp_path: Path) -> None:
+    model = HookedNet()
+    model.extra = "saved"
+    trainer_for(tmp_path, 2, sgd, model).fit(DATA)
+    assert set(model.calls) == SAVES
+    model = HookedNet()
+    trainer_for(tmp_path, 3, sgd, model)
+    assert set(model.calls) >= SAVES | LOADS
+    assert model.extra == "saved"
+
+
+class OwnNet(Own, Net):
+    pass
+
+
+def test_entries_of_a_models_own_state_dict_arrive(tmp_path: Path) -> None:
+    trainer_for(tmp_path, 2, sgd, OwnNet()).fit(DATA)
+    model = OwnNet()
+    trainer_for(tmp_path, 3, sgd, model)
+    model.check_arrived()
+
+
+class Keeps(Callback):
+    """The base of a callback with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state == {}
+
+
+@pytest.mark.parametrize(
+    "make", [Keeps, lambda: EMA(0.5), lambda: EarlyStopping("loss")], ids=["Callback", "EMA", "EarlyStopping"]
+)
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_entries_of_callbacks_arrive(make: Callable[[], Any], per_rank: bool, tmp_path: Path) -> None:
+    def run(steps: int) -> Any:
+        callback = make()
+        callback.__class__ = type(type(callback).__name__, (Own, type(callback)), {"state_per_rank": per_rank})
+        trainer_for(tmp_path, steps, sgd, callbacks=[callback]).fit(DATA, DATA)
+        return callback
+
+    assert run(2).saved >= 1
+    run(3).check_arrived()
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+
+class Unstorable(Own):
+    """Returns a set, which no file can hold."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {**super().state_dict(*args, **options), "own": {1}}
+
+
+def test_value_that_cannot_be_stored_is_named_with_its_owner(tmp_path: Path) -> None:
+    optimizer: Any = type("MySGD", (Unstorable, torch.optim.SGD), {})
+    scheduler: Any = type("MyStepLR", (Unstorable, torch.optim.lr_scheduler.StepLR), {})
+    callback: Any = type("MyCallback", (Unstorable, Keeps), {})
+    model: Any = type("MyNet", (Unstorable, Net), {})
+
+    def words(**options: Any) -> str:
+        with pytest.raises(DdpKitError) as error:
+            trainer_for(tmp_path, 2, **{"optimizer": sgd, **options}).fit(DATA)
+        return str(error.value)
+
+    assert words(optimizer=lambda parameters: optimizer(parameters, lr=0.1)).startswith(
+        "optimizer.own is a set, which a checkpoint cannot store\n  hint: state_dict() of the MySGD returned it; "
+        "override state_dict() in a subclass of MySGD to return numbers, strings, "
+    )
+    assert "hint: state_dict() of the MyStepLR returned it; " in words(
+        scheduler=lambda optimizer: scheduler(optimizer, 1)
+    )
+    assert "hint: state_dict() of the callback MyCallback returned it: return " in words(callbacks=[callback()])
+    assert words(model=model()).startswith("own of the model MyNet is a set, which no checkpoint can restore")
+    state = words(optimizer=lambda parameters: WithSet(parameters, lr=0.1))
+    assert "optimizer.state[0].seen is a set" in state
+    assert "hint: the WithSet keeps it in its state of parameter 0; override state_dict()" in state
+
+
+class WithSet(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = {1}
+        return super().step(closure)

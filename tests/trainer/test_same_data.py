@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from ddp_kit import DataConfig, DataError
+from ddp_kit import DataConfig, DataError, TrainerConfig
+from ddp_kit.config.settings import settings_equal_on_all_ranks
 from ddp_kit.data import comparison as comparing
 from ddp_kit.data.comparison import SampleComparison, digest_of_sample
 from ddp_kit.distributed import consistency
@@ -160,3 +161,43 @@ def test_check_agreement_names_the_minority_which_reports_it(
 )
 def test_which_differ_compares_ranks_with_the_majority(values: str, words: str) -> None:
     assert consistency.which_differ(dict(enumerate(values))) == words
+
+
+def _differ(monkeypatch: pytest.MonkeyPatch, name: str, facts: list[consistency.Facts]) -> str:
+    """What rank 0 says if the ranks have these facts. Every rank exchanges what it would really send."""
+    numbers = [[consistency.digest_of(value.encode()) for value in each.values()] for each in facts]  # type: ignore[union-attr]
+    monkeypatch.setattr(consistency, "gathered", lambda *_: numbers)
+    sent: list[bytes] = []
+
+    def gathered_bytes(content: bytes, *_: object) -> list[bytes]:
+        sent.append(content)
+        return [*sent, *[b""] * (len(facts) - len(sent))]
+
+    monkeypatch.setattr(consistency, "gathered_bytes", gathered_bytes)
+    for rank, own in enumerate(facts):
+        with pytest.raises(DataError) as caught:
+            consistency.check_agreement(World(rank, len(facts), 0, 1, 0, torch.device("cpu")), own)
+    assert caught.value.hint.startswith("pass the same value on every rank")
+    return caught.value.message.removeprefix(f"the ranks do not agree on the setting {name}: ")
+
+
+@pytest.mark.parametrize("name", settings_equal_on_all_ranks(TrainerConfig()))
+def test_every_setting_that_differs_is_named_with_each_ranks_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = consistency.facts_of_settings(TrainerConfig())
+    elsewhere = here | {f"the setting {name}": consistency.Shown("'another'")}
+    own = here[f"the setting {name}"]
+    assert _differ(monkeypatch, name, [here, here, elsewhere]) == f"'another' on rank 2; {own} on ranks 0, 1"
+
+
+def test_values_that_are_secret_or_long_are_masked_or_shown_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(value: str) -> consistency.Facts:
+        return {"the setting checkpoint.dir": consistency.Shown(repr(value))}
+
+    urls = [facts(f"s3://user:{password}@host/runs") for password in ("first", "other")]
+    shown = _differ(monkeypatch, "checkpoint.dir", urls)
+    assert shown == "'s3://****@host/runs' on rank 0; 's3://****@host/runs' on rank 1"
+    folders = [facts(f"/{'long/' * 40}{rank}/{'end' * 40}") for rank in range(12)]
+    shown = _differ(monkeypatch, "checkpoint.dir", folders)
+    assert shown.startswith("...long/long/long/long/long/long/0/endend")
+    assert shown.endswith("; 4 more")
+    assert len(shown) < 1000
