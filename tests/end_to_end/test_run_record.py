@@ -57,6 +57,23 @@ def test_run_record_without_a_checkpoint_folder_is_in_the_log_folder(tmp_path: P
 
 
 @pytest.mark.slow
+def test_run_records_of_several_trainers_in_one_process_are_separate(tmp_path: Path) -> None:
+    words = ["--nproc-per-node", 2, "--log-dir", "logs", PROGRAMS / "several_records.py"]
+    done = launch(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (logs,) = tmp_path.glob("logs/*/record")
+    folders = {0.1: tmp_path / "run/record", 0.2: tmp_path / "probe/record", 0.3: logs, 0.4: logs.with_name("record-2")}
+    for rate, folder in folders.items():
+        rows = _lines(folder / "rows.jsonl")
+        assert [(each["learning_rate"], each["step"]) for each in rows] == [(rate, step) for step in range(1, 5)]
+        events = [each["event"] for each in _lines(folder / "attempts.jsonl") if each["event"] != "advice"]
+        assert events == (["begin", "done", "end"] if rate == 0.4 else ["begin", "done"])
+    assert not list(tmp_path.glob("**/ddpkit-*record")), "the launcher's notes are removed"
+    told = run(DDPKIT, "report", logs.parent, "--out", tmp_path / "report.html")
+    assert told.stdout.count(": finished, 4 of 4 steps in ") == 2, told.stdout + told.stderr
+
+
+@pytest.mark.slow
 def test_run_record_is_unchanged_by_a_second_job_that_is_refused(tmp_path: Path) -> None:
     path = PROGRAMS / "waits_at_step_7.py"
     with started(DDPKIT, "launch", "--cold", path, cwd=tmp_path) as first:
