@@ -25,7 +25,7 @@ from ddp_kit.errors import ConfigError, LossError, some, suggestion
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.log import logger
 from ddp_kit.structures import each_value
-from ddp_kit.torch_internals import has_overflowed, join_overflow_flags, scale_on_device
+from ddp_kit.torch_internals import join_overflow_flags, scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _EXACT = 256  # bfloat16 represents all whole numbers up to this one; then only every second, fourth, ... number
@@ -74,6 +74,7 @@ class Precision:
         self._device = device
         self._fp8_layers = fp8_layers if name == "fp8" else None
         self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
+        self._overflow: Tensor | None = None  # whether `unscale` has found gradients that are not finite
         self._skipped: Tensor | None = None  # on the device: the number of skipped steps not yet reported
         self.overflowed: Tensor | None = None
         """Whether the last step overflowed, as a scalar on the device; None before the first step and without fp16."""
@@ -225,7 +226,7 @@ class Precision:
         """Divide the gradients by the loss scale, once per step, before clipping."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-            join_overflow_flags(self._scaler, optimizer)
+            self._overflow = join_overflow_flags(self._scaler, optimizer)
 
     def state(self) -> dict[str, Any]:
         """The state of the gradient scaler; an empty dict if there is no scaler."""
@@ -250,7 +251,7 @@ class Precision:
         assert before is not None, "the loss was scaled"
         before = before.clone()  # update() changes it in place
         # The host skips a step that would create momentum: a fused kernel that skips it leaves it uninitialised.
-        if not (_creates_momentum(optimizer) and has_overflowed(self._scaler, optimizer)):
+        if not (_creates_momentum(optimizer) and self._overflow is not None and bool(self._overflow)):
             self._scaler.step(optimizer)
         self._scaler.update()
         # The scale decreases if and only if the step overflowed.

@@ -169,23 +169,21 @@ def scale_on_device(scaler: torch.amp.GradScaler) -> Tensor | None:
     return scaler._get_scale_async()
 
 
-def join_overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+def join_overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor | None:
     """Replace the flags of `unscale_` with one: 1.0 if a gradient on any device of any rank is not finite, else 0.0.
 
     Fused kernels skip a step only if the sum of the flags is exactly 1, and need a scalar, but there is a flag per
-    device, and `ShardedGradScaler` adds up those of all ranks, in tensors of shape (1,).
+    device, and `ShardedGradScaler` adds up those of all ranks, in tensors of shape (1,). Returns the flag; None if
+    there are no gradients.
     """
     flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
-    scale = scaler._get_scale_async()
-    if flags and scale is not None:
-        total = torch.stack([flag.reshape(()).to(scale.device, non_blocking=True) for flag in flags.values()]).sum()
-        flags.clear()
-        flags[scale.device] = total.clamp(max=1.0)
-
-
-def has_overflowed(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Whether `unscale_` has found gradients that are not finite. Waits for the device."""
-    return any(bool(flag) for flag in scaler._found_inf_per_device(optimizer).values())
+    scale = scale_on_device(scaler)
+    if not flags or scale is None:
+        return None
+    total = torch.stack([flag.reshape(()).to(scale.device, non_blocking=True) for flag in flags.values()]).sum()
+    flags.clear()
+    flags[scale.device] = total.clamp(max=1.0)
+    return flags[scale.device]
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

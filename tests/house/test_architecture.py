@@ -184,9 +184,9 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Two to find the hooks of an optimizer's step, which torch has no function to list.
     # Two to find the buffers that are in the state_dict, in each step.
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
-    # Three for the flags of gradients that are not finite, which fused kernels need as one scalar.
-    # Three to find weights that a pass writes, and hooks on gradients of parameters that are replaced.
-    "torch_internals": 35,
+    # One to join the flags of an overflow, which fused optimizers need as one scalar. Three to refuse what sharding
+    # would lose: hooks on the gradients of parameters, and memory that setting `data` has replaced in a DTensor.
+    "torch_internals": 33,
     "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }
