@@ -96,6 +96,15 @@ READ_BY_TORCH = (
     ALLOCATOR, *ALLOCATOR_OLDER,
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
+# Prefixes of the variables that compiled libraries may read when they are loaded, in addition to those above.
+READ_BY_LIBRARIES = (
+    "LANG", "LC_", "LOCPATH", "TZ", "LD_", "GCONV_PATH", "GFORTRAN_", "GOTO_", "GLOG_", "OPENSSL_", "SSL_",
+    "TORCH", "PYTORCH", "ATEN_", "C10_", "KINETO_", "XNNPACK_", "NNPACK_", "ONEDNN_", "DNNL_", "MKLDNN_", "TBB_",
+    "CUDA_", "CUBLAS", "CUDNN_", "CUFFT_", "NVIDIA_", "NVTX_", "NVPL_", "NCCL_", "GLOO_", "UCC_", "UCX_", "FI_",
+    "OMPI_", "MPI_", "I_MPI_", "INTEL_", "ITT_", "HIP_", "HSA_", "ROCR_", "ROCM_", "ROCBLAS_", "MIOPEN_", "SYCL_",
+    "ONEAPI_", "ZE_", "ACC_", "NPY_", "NUMPY_", "NUMEXPR_", "VECLIB_", "PSUTIL_", "ARROW_", "GRPC_", "HDF5_",
+    "PROTOCOL_BUFFERS_",
+)  # fmt: skip
 # Prefixes of variables that the launcher sets for each worker, or for each round of a job.
 VARIABLES_OF_ONE_WORKER = (
     "DDPKIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE,

@@ -155,12 +155,14 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
             code = handover.hand_over(argv, launch_spec.program(), launch_spec.preloaded(), _print_message)
             if code is not None:
                 return code
+            command = handover.command_here()
         defaults = allocator_defaults(os.environ)
         # The server is started before this process imports torch, so that both import it at the same time.
         if warm is None and sys.platform == "linux" and not launch_spec.dry_run:
             from ddp_kit.launcher.warm.client import WarmServer
 
-            warm = WarmServer(argv, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
+            words = [*argv, handover.ROOM] if keeps_warm else argv
+            warm = WarmServer(words, {**os.environ, **defaults}, launch_spec.may_fork(os.environ), _print_message)
         import_agent()
         import socket
         import uuid
@@ -186,11 +188,11 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 agent.check(job_plan)  # last, because torch may add variables to the environment described above
                 _print_text(description)
                 return ExitCode.OK
-            if keeps_warm and launch_spec.keep_warm is not None:
+            if keeps_warm and launch_spec.keep_warm is not None and warm is not None:
                 from ddp_kit.launcher.warm import imports
 
                 request = job_plan.imports(os.environ, imports.unfit(os.environ))
-                handover.keep_process(request, launch_spec.keep_warm, _print_message)
+                handover.keep_process(request, launch_spec.keep_warm, command, warm, _print_message)
             result = agent.run(job_plan, warm, _print_message)
     finally:
         if warm is not None:

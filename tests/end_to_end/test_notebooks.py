@@ -164,7 +164,7 @@ tempfile.tempdir = None  # it is found anew
 def test_notebook_after_ten_launches_leaves_no_process_or_file(notebook: Notebook) -> None:
     notebook.run(TEMPORARY)
     assert notebook.run("print([launch(os.getpid, processes=2) for _ in range(10)])").count("[rank") == 0
-    wait_until(lambda: ["kept.main" in _command_line(each) for each in notebook.launches()] == [True], notebook.kept)
+    wait_until(lambda: ["warm.kept" in _command_line(each) for each in notebook.launches()] == [True], notebook.kept)
     notebook.kernel.restart_kernel()
     wait_for_ends(notebook.launches(), "the kept process, which ends with the kernel")
     assert not [*(notebook.folder / "temporary").iterdir()]
@@ -176,7 +176,7 @@ def test_notebook_whose_kernel_is_killed_leaves_the_kept_process(notebook: Noteb
     wait_until(lambda: "0 launches" in notebook.kept(), notebook.kept)
     notebook.kernel.restart_kernel(now=True)
     (kept,) = notebook.launches()
-    assert "kept.main" in _command_line(kept)
+    assert "warm.kept" in _command_line(kept)
     assert "stopped" in run(DDPKIT, "warm", "stop", env={"XDG_RUNTIME_DIR": notebook.runtime.name}).stdout
     wait_for_ends([kept], "the kept process")
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,37 +24,7 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import handover
 from ddp_kit.launcher.warm.messages import Import
 
-# --- Facts and messages -----------------------------------------------------------------------------------------------
-
-
-def test_facts_that_differ_are_named() -> None:
-    here = handover.facts_here()
-    assert handover.difference(here, json.loads(json.dumps(here))) == ""
-    for name in here:
-        assert handover.difference(here, {**here, name: "other"}) == name
-    assert handover.difference(here, {**here, "OMP_SCHEDULE": "static"}) == "OMP_SCHEDULE"
-    assert handover.difference({**here, "TZ": "UTC"}, {name: here[name] for name in here if name != "TZ"}) == "TZ"
-
-
-@pytest.mark.parametrize(
-    "name", ["MKL_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "LC_ALL", "TZ", "TORCH_LOGS", "MALLOC_ARENA_MAX"]
-)
-def test_facts_include_variables_that_are_read_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = handover.facts_here()
-    monkeypatch.setenv(name, "one")
-    assert handover.difference(before, handover.facts_here()) == name
-
-
-def test_facts_include_limits_and_cores() -> None:
-    before = handover.facts_here()
-    code = (
-        "import json, os, resource; from ddp_kit.launcher.warm.handover import facts_here\n"
-        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); print(json.dumps(facts_here()))"
-    )
-    limited = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
-    assert handover.difference(before, limited) in ("", "the limits")
-    assert limited["the limits"]["RLIMIT_CORE"] == [0, 0]
-    assert limited["the CPU cores"] == sorted(os.sched_getaffinity(0))
+# --- Messages -----------------------------------------------------------------------------------------------
 
 
 def test_message_arrives_with_its_descriptors() -> None:
@@ -131,6 +102,8 @@ def test_address_depends_on_the_script_and_on_what_is_imported(
     addresses = {handover.address_of(each, None) for each in (program, other, module)}
     assert len({*addresses, handover.address_of(program, ()), handover.address_of(program, ("numpy",))}) == 5
     assert handover.address_of(same, None) == handover.address_of(program, None)
+    one, two = (Program(sys.executable, f"{name}.py", ()) for name in ("plumless", "buckeroo"))  # with the same CRC-32
+    assert handover.address_of(one, None) != handover.address_of(two, None)
 
 
 def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +111,8 @@ def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch
     program = Program(sys.executable, "train.py", ())
     Path(f"{handover.address_of(program, ())}.lock").mkdir()  # stands for a full disk
     messages: list[str] = []
-    handover.keep_process(Import(program, {}, (), ()), 1.0, messages.append)
+    server: Any = None  # it is not asked for anything
+    handover.keep_process(Import(program, {}, (), ()), 1.0, {}, server, messages.append)
     assert messages == [f"no process is kept: {short_path / 'ddpkit'} cannot be written to: Is a directory"]
 
 
@@ -171,8 +145,8 @@ def test_keep_warm_flag_refuses_what_is_no_time(words: str) -> None:
 
 # What a client needs of the standard library, whatever else a version of Python imports for it.
 STANDARD_LIBRARY = """
-import argparse, array, importlib, json, math, pathlib, re, resource, shlex, shutil, signal, socket, struct, typing
-import unicodedata, zlib
+import argparse, array, ctypes, importlib, json, math, pathlib, re, shlex, shutil, signal, socket, struct, typing
+import unicodedata
 argparse.ArgumentParser().add_argument("--one", choices=("two",))
 class Row(typing.NamedTuple):
     number: int = 0
@@ -180,7 +154,7 @@ class Row(typing.NamedTuple):
 OF_THE_CLIENT = {
     "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.launcher.cli",
     "ddp_kit.launcher.parser", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
-    "ddp_kit.launcher.warm.handover",
+    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.handover",
 }  # fmt: skip
 
 
@@ -423,6 +397,6 @@ def test_kept_process_imports_what_comes_before_an_unfit_package(folder: Folder)
 
 @pytest.mark.slow
 def test_kept_process_ends_after_its_time(folder: Folder) -> None:
-    folder.env["DDPKIT_KEEP_WARM"] = "1"
+    folder.env["DDPKIT_KEEP_WARM"] = f"{seconds(10)}s"  # from its start, which is in the first launch
     folder.prepare()
     wait_until(lambda: not folder.sockets and not folder.processes(), folder.processes)

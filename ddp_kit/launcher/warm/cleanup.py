@@ -49,9 +49,9 @@ def outlive_parent() -> None:
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
 
-def adopt_orphans() -> None:
-    """Make every orphaned descendant a child of this process."""
-    _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(adopts: bool = True) -> None:
+    """Make every descendant that is orphaned from now on a child of this process, or no longer."""
+    _LIBC.prctl(_SET_CHILD_SUBREAPER, int(adopts))
 
 
 def state(pid: int) -> str:

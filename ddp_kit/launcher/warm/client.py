@@ -23,6 +23,7 @@ from ddp_kit.launcher.warm.messages import (
     FolderMade,
     Import,
     ImportDone,
+    Keep,
     Kill,
     MakeFolder,
     Message,
@@ -33,7 +34,8 @@ from ddp_kit.launcher.warm.messages import (
 _CODE = child_code(
     "from ddp_kit.launcher.warm import server",
     "hidden = tuple(filter(None, sys.argv[5].split(',')))\n"
-    "server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'warm', hidden, sys.argv[6])",
+    "kept = server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'warm', hidden, sys.argv[6])\n"
+    "if kept is not None: kept()",
 )
 _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for unfinished saves and for helpers
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two
@@ -118,6 +120,10 @@ class WarmServer:
         if not self.gone:
             self._import, self._on_unfit = request, on_unfit
             self._send(request)
+
+    def keep(self, request: Keep) -> None:
+        """Ask the server to fork the kept process for the next launches."""
+        self._send(request)
 
     def start(
         self,

@@ -3,63 +3,24 @@
 import array
 import json
 import os
-import resource
 import signal
 import socket
 import stat
 import struct
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ddp_kit import __version__
-from ddp_kit.env import (
-    HIDDEN_FROM_WORKERS,
-    IMPORT_TIME_VARIABLES,
-    PACKAGE_FOLDER,
-    RUNTIME_FOLDER,
-    START_TIME_VARIABLES,
-    allocator_defaults,
-    child_code,
-)
+from ddp_kit.env import RUNTIME_FOLDER
 from ddp_kit.launcher.program import Program
+from ddp_kit.launcher.warm.facts import facts_of, own_facts
 
 if TYPE_CHECKING:
+    from ddp_kit.launcher.warm.client import WarmServer
     from ddp_kit.launcher.warm.messages import Import
-
-# --- The facts that must be equal -------------------------------------------------------------------------------------
-# What a process gets from the one that starts it and cannot change, or what torch reads when it is imported.
-
-
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
-_READ_AT_START = (*START_TIME_VARIABLES, *IMPORT_TIME_VARIABLES, "LANG", "LC_", "TZ")
-
-
-def facts_here() -> dict[str, Any]:
-    """The facts of this process that the kept process must share, by their names in messages."""
-    limits = (name for name in dir(resource) if name.startswith("RLIMIT_"))
-    return {
-        "ddpkit": [__version__, str(Path(__file__).parent)],
-        "the Python interpreter": [sys.prefix, sys.version],
-        "the user": [os.getuid(), os.geteuid(), os.getgid(), os.getegid(), sorted(os.getgroups())],
-        "the namespaces": [os.stat(f"/proc/self/ns/{name}").st_ino for name in _NAMESPACES],  # noqa: PTH116
-        "the root folder": [os.stat("/").st_dev, os.stat("/").st_ino],  # noqa: PTH116
-        "the cgroup": Path("/proc/self/cgroup").read_text(),
-        "the CPU cores": sorted(os.sched_getaffinity(0)),
-        "the priority": os.getpriority(os.PRIO_PROCESS, 0),
-        "the limits": {name: list(resource.getrlimit(getattr(resource, name))) for name in limits},
-        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ_AT_START)},
-    }
-
-
-def difference(kept: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """What differs between the facts of the kept process and those of a launch; empty if nothing does."""
-    return next((name for name in {**here, **kept} if kept.get(name) != here.get(name)), "")
-
 
 # --- Messages ---------------------------------------------------------------------------------------------------------
 
@@ -105,10 +66,11 @@ def receive(connection: socket.socket, descriptors: int = 0) -> tuple[dict[str, 
     return message, received
 
 
-def peer(connection: socket.socket) -> int:
-    """The user id of the process at the other end."""
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """The process id and the user id of the process at the other end."""
     pid_uid_gid = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", pid_uid_gid)[1])
+    pid, user, _ = struct.unpack("3i", pid_uid_gid)
+    return pid, user
 
 
 # --- The client -------------------------------------------------------------------------------------------------------
@@ -124,13 +86,11 @@ FORWARDED = (
     signal.SIGWINCH,
 )
 """The signals that the client passes on to the launcher."""
-_CODE = child_code(
-    "from ddp_kit.launcher.warm import kept",
-    "kept.main(sys.argv[2], float(sys.argv[3]), sys.argv[4].split(','), int(sys.argv[5]), int(sys.argv[6]))",
-)
-_ROOM = "-" * 4096  # for the command lines of launchers and workers, see `WarmServer`
+ROOM = " " * 4096  # for the command lines of later launchers and their workers, see `WarmServer`
 _LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
+_DIGEST = 2**80 - 65  # a prime: each byte of a text counts in its remainder
 _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
+_START_SECONDS = 60.0  # for the imports of a kept process that another launch has just started
 
 
 def folder() -> Path | None:
@@ -165,9 +125,9 @@ def hand_over(
     address = address_of(program, packages)
     if address is None or any(word.startswith(("/dev/fd/", "/proc/self/fd/")) for word in argv):
         return None  # in the second case, the launcher would need a descriptor of this process
+    _wait_while_starting(address)
     request = {
         "argv": [*argv],
-        "env": dict(os.environ),
         "umask": _umask(),
         "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
@@ -181,6 +141,26 @@ def hand_over(
             return _attend(connection, answer["launcher"])
     print_message(f"the kept process cannot be used and is replaced: {answer['refused']}")
     return None
+
+
+def _wait_while_starting(address: Path) -> None:
+    """Wait for a kept process that is making its imports: it has begun before this process would begin with its own."""
+    if address.exists():
+        return
+    import fcntl
+    import time
+
+    with suppress(OSError):
+        lock = os.open(f"{address}.lock", os.O_RDONLY | os.O_CLOEXEC)
+        deadline = time.monotonic() + _START_SECONDS
+        while not address.exists() and time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # the kept process has locked the file, from its start to its end
+                time.sleep(0.01)
+            else:
+                break
+        os.close(lock)
 
 
 def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
@@ -199,9 +179,15 @@ def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str,
     """The part of a request that says whether a kept process can serve it."""
     return {
         "folder": os.getcwd(),  # noqa: PTH109
+        "env": dict(os.environ),
         "import": {"program": program, "env": {}, "differing": (), "packages": packages},
-        "facts": facts_here(),
+        "facts": own_facts(),
     }
+
+
+def command_here() -> dict[str, Any]:
+    """The environment and the facts of this process, with which later launches are compared."""
+    return {"env": dict(os.environ), "facts": {**facts_of(os.getpid()), **own_facts()}}
 
 
 def ask(
@@ -215,7 +201,7 @@ def ask(
     try:
         connection.settimeout(_ANSWER_SECONDS)
         connection.connect(str(address))
-        if peer(connection) != os.geteuid():
+        if peer(connection)[1] != os.geteuid():
             return None
         send(connection, {"for": what, **request}, [number if _is_open(number) else null for number in range(3)])
         answer, _ = receive(connection)
@@ -246,13 +232,20 @@ def kept_processes_text() -> str:
     return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
 
 
-def keep_process(request: "Import | None", seconds: float, print_message: Callable[[str], None]) -> None:
-    """Start a kept process for the next launches of a script, which ends at once if the script has one already.
+def keep_process(
+    request: "Import | None",
+    seconds: float,
+    command: Mapping[str, Any],
+    server: "WarmServer",
+    print_message: Callable[[str], None],
+) -> None:
+    """Let the warm server fork a kept process for the next launches, which ends at once if the script has one already.
 
-    `request`: what it imports. `seconds`: how long it waits for the next launch.
+    `request`: what it imports. `seconds`: how long it waits for the next launch. `command`: see `command_here`.
     """
-    import subprocess  # slow to import, and not needed to hand over a launch
-    from dataclasses import asdict
+    from dataclasses import asdict  # slow to import, and not needed to hand over a launch
+
+    from ddp_kit.launcher.warm.messages import Keep
 
     if request is None:
         return
@@ -264,28 +257,11 @@ def keep_process(request: "Import | None", seconds: float, print_message: Callab
         )
         return
     try:
-        lock = os.open(f"{address}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.close(os.open(f"{address}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         print_message(f"no process is kept: {address.parent} cannot be written to: {error.strerror}")
         return
-    defaults = {**allocator_defaults(os.environ), **HIDDEN_FROM_WORKERS}
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    read, write = os.pipe()
-    words = [str(address), str(seconds), ",".join(added), str(read), str(lock), _ROOM]
-    with suppress(OSError), os.fdopen(write, "w") as pipe:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _CODE, PACKAGE_FOLDER, *words],
-            env={**os.environ, **added},
-            pass_fds=[read, lock],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        process.returncode = 0  # nobody waits for it; Python would warn that it still runs
-        os.close(read)
-        os.close(lock)
-        json.dump(asdict(request), pipe)
+    server.keep(Keep(str(address), seconds, asdict(request), command["env"], command["facts"]))
 
 
 def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | None:
@@ -293,8 +269,8 @@ def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | Non
     place = folder()
     name = program.name if program.module else str(Path(program.name).resolve())
     content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
-    # A checksum, because hashlib is slow to import. Two scripts with the same one would replace each other's process.
-    return None if place is None else place / f"{zlib.crc32(content.encode()):08x}.kept"
+    digest = int.from_bytes(content.encode(), "big") % _DIGEST  # hashlib is slow to import
+    return None if place is None else place / f"{digest:020x}.kept"
 
 
 def _attend(connection: socket.socket, launcher: int) -> int:

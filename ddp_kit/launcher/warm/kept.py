@@ -6,36 +6,51 @@
     forwards signals               ---------------------------------->
     exits with the same code       <----------------------------------  sends its exit code
 
-It has imported torch and what the script imports first (imports.py). It has a single thread, and ends when no launch
-has come for some time, or when the script or the socket is gone. A launch that it cannot serve exactly as a new
-interpreter would is refused: see `facts_here` in handover.py, and `_Kept._reason_to_refuse`.
+It is a fork of the warm server of the launch that started it, and has imported torch and what the script imports first
+(imports.py). It has a single thread, and ends when no launch has come for some time, or when the script or the socket
+is gone. A launch that it cannot serve exactly as a new interpreter would is refused: see facts.py for what a process
+inherits, looks.py for what imports look at, and `_Kept._reason_to_refuse`.
 """
 
 import ast
 import fcntl
 import gc
-import json
 import os
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import chdir, suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_kit.env import HIDDEN_FROM_WORKERS, allocator_defaults, set_environment
-from ddp_kit.launcher.warm import handover, imports, server
-from ddp_kit.launcher.warm.messages import Import, message_of
+from ddp_kit.env import (
+    GPU_ORDER,
+    HIDDEN_FROM_WORKERS,
+    IMPORT_TIME_VARIABLES,
+    READ_BY_LIBRARIES,
+    START_TIME_VARIABLES,
+    VISIBLE_GPUS,
+    allocator_defaults,
+    set_environment,
+)
+from ddp_kit.launcher.program import Program
+from ddp_kit.launcher.warm import handover, imports, server, worker
+from ddp_kit.launcher.warm.facts import difference, facts_of
+from ddp_kit.launcher.warm.looks import Looks, Variables, looks_of, variables_read
+from ddp_kit.launcher.warm.messages import Import, Keep, message_of
 
 _REQUEST_SECONDS = 2.0  # for a client to send its request
 _LOOK_SECONDS = 1.0  # between two looks whether the script and the socket are still there
 _LOCK_SECONDS = 5.0  # for the process that this one replaces to end
+_READ_WHEN_LOADED = (*START_TIME_VARIABLES, *IMPORT_TIME_VARIABLES, *READ_BY_LIBRARIES)
+_READ_LATER = (VISIBLE_GPUS, GPU_ORDER)  # by the GPU's driver, when a process first uses a GPU
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 Launch = tuple[dict[str, Any], list[int], socket.socket]
 """A request, the descriptors of stdin, stdout and stderr, and the connection to the client."""
@@ -44,27 +59,47 @@ Launch = tuple[dict[str, Any], list[int], socket.socket]
 class _Kept:
     """The loop of the kept process."""
 
-    def __init__(self, address: Path, seconds: float, request: Import) -> None:
-        """Make the imports, then listen. `seconds`: how long to wait for the next launch."""
-        self._address, self._seconds = address, seconds
-        self._facts = handover.facts_here()
+    def __init__(self, first: Keep, variables: Variables) -> None:
+        """Make the imports, then listen.
+
+        `first`: the request of the launch that started this process. `variables`: those that imports have read so far.
+        """
+        self._first = first
+        self._address = address = Path(first.address)
+        self._folder = os.getcwd()  # noqa: PTH109
         self._since, self._launches = time.time(), 0
-        self._request = request
-        self._statements = _texts(request)
-        server.import_modules(request.program)
-        self.imported = imports.run(request, HIDDEN_FROM_WORKERS | server.WITHOUT_LOG, _fail)
+        self._request = _import_of(first.imports)
+        self._read = variables
+        with variables_read(variables):
+            server.import_modules(self._request.program)
+        statements = imports.statements(self._request)
+        self._statements = _texts(self._request)
+        self._looks = Looks([], [], folder=False, arguments=False)
+        if any(each.package not in ("torch", "ddp_kit") for each in statements):  # these two look at nothing
+            looks = looks_of(lambda: self._run(_fail))
+            if looks is None:  # the fork has remembered an unfit package, or has crashed
+                os._exit(1)
+            self._looks = looks
+        self.imported = self._run(_fail)
+        variables.names |= self.imported.read.keys()
         gc.collect()
         gc.freeze()
-        self._files = _files_of_modules()
+        self._files = _files_of_modules() | {path: _state(path) for path in self._looks.listed}
+        self._seen = {path: _state(path, lists=False) for path in self._looks.files}
+        self._facts = facts_of(os.getpid())
         self._listening = socket.socket(socket.AF_UNIX)
         new = address.with_name(f"{address.name}.{os.getpid()}")
         self._listening.bind(str(new))
         self._listening.listen()
         new.replace(address)
 
+    def _run(self, fail: imports.Fail) -> imports.Imported:
+        return imports.run(self._request, HIDDEN_FROM_WORKERS | server.WITHOUT_LOG, fail)
+
     def serve(self) -> Launch | None:
         """Fork a launcher for each request. Returns in a forked launcher, or None at the end of this process."""
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._first.seconds
+        launches = 0
         while time.monotonic() < deadline and self._is_wanted():
             if not select.select([self._listening], [], [], _LOOK_SECONDS)[0]:
                 continue
@@ -76,7 +111,9 @@ class _Kept:
                         return launch
                     if not continues:
                         break
-            deadline = time.monotonic() + self._seconds
+            if self._launches > launches:  # a request that only asks does not prolong the time
+                launches = self._launches
+                deadline = time.monotonic() + self._first.seconds
         self._address.unlink(missing_ok=True)
         return None
 
@@ -88,7 +125,7 @@ class _Kept:
     def _answer(self, connection: socket.socket) -> tuple[Launch | None, bool]:
         """Answer a client. Returns the launch in a forked launcher, and whether this process continues."""
         connection.settimeout(_REQUEST_SECONDS)
-        if handover.peer(connection) != os.geteuid():
+        if handover.peer(connection)[1] != os.geteuid():
             return None, True
         request, descriptors = handover.receive(connection, 3)
         pid = -1
@@ -96,7 +133,7 @@ class _Kept:
             if request["for"] == "stop":
                 handover.send(connection, self._description())
                 return None, False
-            reason = self._reason_to_refuse(request)
+            reason = self._reason_to_refuse(request, handover.peer(connection)[0])
             if request["for"] == "launch" and not reason:
                 signal.pthread_sigmask(signal.SIG_BLOCK, handover.FORWARDED)  # in the launcher, until it handles them
                 pid = os.fork()
@@ -126,25 +163,53 @@ class _Kept:
             "imports": self._statements,
         }
 
-    def _reason_to_refuse(self, request: Mapping[str, Any]) -> str:
+    def _reason_to_refuse(self, request: Mapping[str, Any], command: int) -> str:
+        """Why a launch must not be forked from this process; empty if it may. `command`: the id of its process."""
         if request["for"] == "description":
             return ""
         for path, state in self._files.items():
             if _state(path) != state:
                 return f"{path} has changed"
-        reason = handover.difference(self._facts, request["facts"])
+        for path, state in self._seen.items():
+            if _state(path, lists=False) != state:
+                return f"{path} has changed, and an import has looked at it"
+        asked = replace(_import_of(request["import"]), unfit=self._request.unfit)
+        reason = self._fact_that_differs(request, command) or self._looked_at(request, asked)
         if reason:
             return f"{reason}: not as when the process was started"
-        asked = replace(_import_of(request), unfit=self._request.unfit)
         with chdir(request["folder"]):
             own = imports.modules_in(asked.program.folder) & self.imported.names - sys.modules.keys()
             if own:
                 return f"the script's folder has {min(own)}, for which an import has looked"
             return "" if _texts(asked) == self._statements else "the imports of the script have changed"
 
+    def _fact_that_differs(self, request: Mapping[str, Any], command: int) -> str:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
+            return "/proc"  # that of another namespace of process ids
+        try:
+            facts = facts_of(command)
+        except OSError:
+            return "the rights to inspect the command's process"
+        changed = difference(self._facts, facts_of(os.getpid()))  # from outside, as by renice
+        return changed or difference(self._first.facts, {**request["facts"], **facts})
 
-def _import_of(request: Mapping[str, Any]) -> Import:
-    message = message_of("Import", dict(request["import"]))
+    def _looked_at(self, request: Mapping[str, Any], asked: Import) -> str:
+        """What imports have looked at and is another in this launch; empty if nothing is."""
+        env: dict[str, str] = request["env"]
+        for name in sorted({*env, *self._first.env}):
+            by_library = name.startswith(_READ_WHEN_LOADED) and name not in _READ_LATER
+            if env.get(name) != self._first.env.get(name) and (by_library or self._read.includes(name)):
+                return name
+        if self._looks.folder and request["folder"] != self._folder:
+            return "the current folder, which an import has used"
+        program = self._request.program
+        if self._looks.arguments and (asked.program.name, asked.program.arguments) != (program.name, program.arguments):
+            return "the script's arguments, which an import has read"
+        return ""
+
+
+def _import_of(fields: Mapping[str, Any]) -> Import:
+    message = message_of("Import", dict(fields))
     assert isinstance(message, Import)
     return message
 
@@ -165,32 +230,37 @@ def _files_of_modules() -> dict[str, tuple[int, int, int] | None]:
     return {path: _state(path) for path in paths}
 
 
-def _state(path: str) -> tuple[int, int, int] | None:
+def _state(path: str, lists: bool = True) -> tuple[int, int, int] | None:
+    """The state of a file or folder. `lists`: whether a folder has another state when its entries are others."""
     try:
         state = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
-    return state.st_mtime_ns, state.st_size, state.st_ino
+    if stat.S_ISREG(state.st_mode) or lists:
+        return state.st_mtime_ns, state.st_size, state.st_ino
+    return 0, stat.S_IFMT(state.st_mode), state.st_ino
 
 
-def main(address: str, seconds: float, added: list[str], pipe: int, lock: int) -> None:
-    """Serve launches. Returns at the end, and in a forked worker after its script.
+def main(first: Keep, variables: Variables) -> None:
+    """Serve launches. Returns at the end, and in a forked worker after its script. The parameters are those of `_Kept`.
 
-    `address`: the path of the socket. `seconds`: how long to wait for the next launch. `added`: names of variables that
-    are set for this process only. `pipe`: a descriptor from which to read what to import, as JSON. `lock`: a descriptor
-    of the file that the process of this address has locked.
+    This process is a fork of the warm server of the launch that started it.
     """
-    with os.fdopen(pipe) as file:
-        request = file.read()
-    os.set_inheritable(lock, False)
-    file_of_lock = Path(f"{address}.lock")
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in range(3):
+        os.dup2(null, number)
+    os.close(null)
+    script = first.imports["program"][1]
+    worker.set_title(Program(sys.executable, __name__, (script,), module=True))
+    _set_ignored(_IGNORED_BY_PYTHON)  # the launch may have been started with `nohup`
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    set_environment(first.env)
+    file_of_lock = Path(f"{first.address}.lock")
+    lock = os.open(file_of_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not _lock(lock, file_of_lock):
         return
-    for name in server.PRELOADED:
-        import_module(name)
-    for name in added:
-        os.environ.pop(name, None)
-    kept = _Kept(Path(address), seconds, _import_of({"import": json.loads(request)}))
+    kept = _Kept(first, variables)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers need not be waited for
     launch = kept.serve()
     if launch is None:
@@ -250,9 +320,17 @@ def _become_launcher(asked: Mapping[str, Any], descriptors: list[int]) -> None:
     os.umask(asked["umask"])
     set_environment(asked["env"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in asked["ignored"]:
-        if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+    _set_ignored(asked["ignored"])
+
+
+def _set_ignored(numbers: Collection[int]) -> None:
+    """Ignore these signals, and no others."""
+    for number in signal.valid_signals():
+        if number in numbers:
             signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
 
 
 def _launch(asked: Mapping[str, Any], server_pid: int, channel: socket.socket, connection: socket.socket) -> NoReturn:

@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from ddp_kit.launcher.program import Program
 
@@ -33,6 +33,22 @@ class Import:
     """The packages to import; None: those that the script imports first (see imports.py)."""
     unfit: tuple[str, ...] = ()
     """The packages that must not be imported. The imports end before the first of them."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Launcher to server, before `Import`: fork the kept process for the next launches of the script (see kept.py)."""
+
+    address: str
+    """The path of its socket."""
+    seconds: float
+    """How long it waits for a launch."""
+    imports: Mapping[str, Any]
+    """The fields of an `Import`: what it imports."""
+    env: Mapping[str, str]
+    """The environment of the command that was typed."""
+    facts: Mapping[str, Any]
+    """The facts of its process (see facts.py)."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +138,8 @@ class Ended:
     """The worker's exit code; -N if signal N killed the worker."""
 
 
-Message = Import | ImportDone | Start | Kill | Clear | MakeFolder | FolderMade | Started | Ended
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Import, ImportDone, Start, Kill, Clear, MakeFolder, FolderMade, Started, Ended)
-}
+Message = Import | Keep | ImportDone | Start | Kill | Clear | MakeFolder | FolderMade | Started | Ended
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class ClosedError(Exception):

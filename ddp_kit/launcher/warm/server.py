@@ -11,8 +11,9 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from ddp_kit.launcher.warm.cleanup import (
     signal_children,
     wait_for,
 )
+from ddp_kit.launcher.warm.looks import Variables, variables_read
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
@@ -39,6 +41,7 @@ from ddp_kit.launcher.warm.messages import (
     FolderMade,
     Import,
     ImportDone,
+    Keep,
     Kill,
     MakeFolder,
     Message,
@@ -96,6 +99,7 @@ def _is_descendant(pid: int) -> bool:
 # --- Server -----------------------------------------------------------------------------------------------------------
 #     import torch                     (not with --cold: the server then only starts and watches workers, and cleans up)
 #     loop:
+#         Keep          fork the kept process
 #         Import        import what the script imports first
 #         Start         fork a worker, or execute it if a fork would differ from a new interpreter
 #         Kill, Clear   kill a worker and the processes it started; end what the workers of a round left behind
@@ -129,10 +133,12 @@ def main(
     hidden: tuple[str, ...],
     folder: str,
     imported: imports.Imported | None = None,
-) -> None:
+) -> Callable[[], None] | None:
     """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
-    Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does.
+    Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does. In the
+    kept process, return the function that serves the next launches; the caller calls it when this function's objects
+    are gone.
 
     `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
     variables that are set only for this server. `folder`: the launcher's temporary folder, if an earlier server has
@@ -150,13 +156,17 @@ def main(
     signal.set_wakeup_fd(wake_pipe[1], warn_on_full_buffer=False)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    broken = _preload(PRELOADED) if forks else ""
+    variables = Variables()
+    with variables_read(variables):
+        broken = _preload(PRELOADED) if forks else ""
     server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder)
     server.imported = imported
     outlive_parent()
     if os.getppid() == launcher:
         program, warnings = server.serve()
         inherited.restore()
+        if isinstance(program, Keep):
+            return partial(import_module("ddp_kit.launcher.warm.kept").main, program, variables)
         del server, channel, inherited, parent_signals  # so that the script starts without objects of the server
         try:
             worker.run_as_main(program, warnings)
@@ -167,6 +177,7 @@ def main(
             version = getattr(sys.modules.get("triton"), "__version__", "")
             if tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9):
                 gc.unfreeze()
+    return None
 
 
 def _wake(*_: object) -> None:
@@ -229,11 +240,11 @@ class _Server:
         self._left_saving: set[int] = set()  # pids of the checkpoint writers that the latest `Clear` did not end
         self._folders = [folder] if folder else []
 
-    def serve(self) -> tuple[Program, dict[Any, Any]]:
+    def serve(self) -> tuple[Program | Keep, dict[Any, Any]]:
         """Start workers, and report when they end.
 
         Returns only in a forked worker, with the program to run and the registry of the warnings that its imports have
-        already caused.
+        already caused; and in the kept process, with the request for it.
         """
         watched = [self._channel.fileno(), self._wake, self._parent_signals.fileno()]
         while True:
@@ -241,7 +252,10 @@ class _Server:
             self._receive()
             while self._waiting:
                 message = self._waiting.popleft()
-                if isinstance(message, Import):
+                if isinstance(message, Keep):
+                    if self._fork_kept_process():
+                        return message, {}
+                elif isinstance(message, Import):
                     self._import(message)
                 elif isinstance(message, Start):
                     program = self._start(message)
@@ -289,6 +303,22 @@ class _Server:
             gc.freeze()
             self._modules = _top_level_modules()
         self._send(ImportDone())
+
+    def _fork_kept_process(self) -> bool:
+        """Fork a process that is not ended with the job. Returns True in that process."""
+        if self._broken:
+            return False
+        adopt_orphans(False)  # it becomes a child of the launcher
+        with suppress(OSError):
+            pid = os.fork()
+            if pid == 0:
+                self._channel.close()
+                if os.fork():
+                    os._exit(0)
+                return True
+            os.waitpid(pid, 0)
+        adopt_orphans()
+        return False
 
     def _start(self, start: Start) -> Program | None:
         """Start a worker. In a forked worker, return the program to run; in the server, None."""
