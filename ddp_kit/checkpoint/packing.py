@@ -394,11 +394,12 @@ def _advice(part: str, state: Any, path: Sequence[Any], storable: str) -> str:
 
     `storable`: what can be stored instead.
     """
-    class_name = "object"
+    class_name = part
     if part == "callbacks" and len(path) > 1:
         class_name = state[path[0]][0]
     elif part in ("optimizer", "scheduler"):
-        class_name = (state if part == "optimizer" else state[path[0]])["kind"]
+        owner = state[path[0]] if part == "scheduler" and path else state
+        class_name = owner.get("kind", part) if isinstance(owner, Mapping) else part
     convert = (
         f"override state_dict() in a subclass of {class_name} to return {storable} instead, and load_state_dict() to "
         "restore it"

@@ -294,7 +294,8 @@ def choose_placement(arguments: CheckedArguments, world: World) -> Placement:
     data_ranks = strategy.data_ranks if request is None else sizes_of(config.parallel, request.ranks).data
     batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
     strategy.check(model)
-    check_writable(model, world, settings.checkpoint)
+    if request is None:  # otherwise the model may have no memory
+        check_writable(model, world, settings.checkpoint)
     settings_of_ranks = consistency.facts_of_settings(config) | consistency.facts_of_settings(settings, "parallel")
     consistency.check_agreement(world, settings_of_ranks | consistency.facts_of_model(model))
     return Placement(world, settings, strategy, batch_plan)
