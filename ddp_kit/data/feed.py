@@ -35,6 +35,7 @@ from ddp_kit.data.source import (
     batching,
     check_batch_size,
     open_data,
+    parts_with_state,
     train_batching,
 )
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
@@ -497,6 +498,12 @@ class FeedBuilder:
             stream, facts = build(record_states=True), self._stream_facts(template)
             return StreamFeed(
                 stream, len(sizes), world, self._move, facts, self.data_rank, first_batch, own, at_least=full
+            )
+        if world.is_main and config.checkpoint.dir is not None and (names := parts_with_state(dataset, options)):
+            logger.warning(
+                "state_dict() of {} is not called, and checkpoints do not contain its state: the samples of an epoch "
+                "must depend only on (seed, epoch), for example in set_epoch; an IterableDataset may have a state",
+                " and ".join(names),
             )
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)

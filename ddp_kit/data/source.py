@@ -215,6 +215,16 @@ def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: Da
     return Batching(None, shuffle=False, drop_last=False, sampler=sampler, batches=batches, divided=batches is not None)
 
 
+def parts_with_state(dataset: object, options: Batching | None) -> list[str]:
+    """The names of the classes of the dataset and its samplers that have `state_dict` and `load_state_dict`."""
+    parts = [dataset]
+    for own in () if options is None else (options.batches, options.sampler):
+        if own is not None:
+            parts += samplers_in(own)
+    names = ("state_dict", "load_state_dict")
+    return [type(part).__name__ for part in parts if all(callable(getattr(part, name, None)) for name in names)]
+
+
 def check_batch_size(options: Batching | None, micro_batch: int, asked: bool = False) -> None:
     """Raise `DataError` if the user's DataLoader and the configuration have different batch sizes.
 

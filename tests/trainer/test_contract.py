@@ -3,6 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +210,27 @@ def test_methods_that_a_loop_by_hand_calls_are_called(kind: type) -> None:
     assert {name for name in by_hand if not ours[name]} == set()
     repeated = EQUAL & {*by_hand}
     assert {name: ours[name] for name in repeated} == {name: by_hand[name] for name in repeated}
+
+
+def with_state(kind: type) -> Any:
+    return type("Remembers", (kind,), {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None})
+
+
+STATEFUL: dict[str, Callable[[], Any]] = {
+    "dataset": lambda: with_state(Items)(),
+    "sampler": lambda: DataLoader(Items(), batch_size=BATCH, sampler=with_state(Reversed)()),
+    "batch sampler": lambda: DataLoader(Items(), batch_sampler=with_state(BatchSampler)(Reversed(), BATCH, False)),
+    "sampler in a batch sampler": lambda: DataLoader(Items(), batch_size=BATCH, sampler=with_state(Reversed)()),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("saves", [True, False])
+def test_state_of_data_that_no_checkpoint_contains_is_named(
+    name: str, saves: bool, tmp_path: Path, said: list[str]
+) -> None:
+    model = Net()
+    config = TrainerConfig(checkpoint={"dir": tmp_path if saves else None}, max_steps=1)
+    Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), Squared(), config).fit(STATEFUL[name]())
+    named = [line for line in said if "state_dict() of Remembers is not called" in line]
+    assert len(named) == saves
