@@ -120,6 +120,21 @@ PACKAGE_FOLDER = str(Path(__file__).parents[1])
 """The folder from which this package is imported."""
 INSTALLED_PACKAGES = ("site-packages", "dist-packages")
 """Parts of the paths of installed packages."""
+# The installed packages that may be imported once per node, before the workers are forked, and those that they import.
+# tests/end_to_end/test_import_traces.py compares the values in their modules between two processes, and has a row for
+# each that differs (process ids, times, random numbers). Add a package only after a run of that test with it installed.
+IMPORTED_ONCE = frozenset((
+    "PIL", "absl", "accelerate", "annotated_types", "anyio", "attr", "attrs", "botocore", "brotli", "certifi",
+    "charset_normalizer", "click", "cloudpickle", "colorama", "contourpy", "cv2", "cycler", "datasets", "dateutil",
+    "dill", "einops", "evaluate", "filelock", "fontTools", "fsspec", "google", "h11", "h5py", "httpcore", "httpcore2",
+    "httpx", "httpx2", "huggingface_hub", "idna", "jinja2", "joblib", "kiwisolver", "lightning_utilities",
+    "markdown_it", "markupsafe", "matplotlib", "mdurl", "mpl_toolkits", "mpmath", "multiprocess", "narwhals",
+    "networkx", "nltk", "numpy", "packaging", "pandas", "peft", "psutil", "pyarrow", "pydantic", "pydantic_core",
+    "pygments", "pyparsing", "pytz", "regex", "requests", "rich", "safetensors", "scipy", "sentencepiece", "six",
+    "sklearn", "sniffio", "sympy", "tensorboard", "threadpoolctl", "tiktoken", "tiktoken_ext", "timm", "tokenizers",
+    "torch", "torchao", "torchmetrics", "torchvision", "tqdm", "transformers", "triton", "truststore",
+    "typing_extensions", "typing_inspection", "tzdata", "urllib3", "xxhash", "yaml",
+))  # fmt: skip
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.writer"
 """A string in the command line of checkpoint writer processes, which may outlive their rank to finish a save."""
 # Set while the warm server imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.

@@ -31,6 +31,7 @@ from typing import Any, TypeVar, cast
 import cloudpickle
 
 from ddp_kit.env import (
+    IMPORTED_ONCE,
     INSTALLED_PACKAGES,
     KEEP_WARM,
     PACKAGE_FOLDER,
@@ -192,14 +193,16 @@ def _names(code: CodeType) -> set[str]:
 
 
 def packages_of(function: Callable[..., Any]) -> set[str]:
-    """The names of the installed modules that define the globals of a function."""
+    """The names of the modules that define the globals of a function and may be imported once per node."""
     modules = {__name__}
     if isinstance(function, FunctionType):
         for _, value in _globals(function):
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+            if not isinstance(name, str) or name.partition(".")[0] not in IMPORTED_ONCE:
+                continue
+            file = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(file, str) and any(folder in file for folder in INSTALLED_PACKAGES):
-                modules.add(str(name))
+                modules.add(name)
     return modules
 
 

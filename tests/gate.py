@@ -25,7 +25,7 @@ LAUNCHES = {
     ),
     "a warm start is as a cold one": (
         "end_to_end/test_same_script.py::test_kept_warm_and_cold_workers_and_plain_python_look_alike_to_a_script[itself]",
-        "launcher/test_warm.py::test_warm_worker_is_forked_and_its_exit_code_reported",
+        "end_to_end/test_import_traces.py::test_what_imports_leave_is_in_each_worker_as_in_a_new_process[warm]",
         "launcher/test_warm.py::test_workers_die_with_the_server_and_the_launcher_notices",
         "launcher/test_cli.py::test_import_of_the_command_line_imports_neither_torch_nor_nvml",
         "house/test_imports.py::test_trainer_imports_no_part_of_torch_that_the_warm_server_has_not",

@@ -18,7 +18,9 @@ PARTS = {
     "launcher": ("launcher",),
     "kept": ("launcher/test_kept", "launcher/test_killed.py"),
     "contract": ("launcher/test_contract_flags.py", "launcher/test_documented_commands.py", "launcher/test_dry_run.py"),
-    "same-script": ("end_to_end/test_same_script.py", "end_to_end/test_launchers.py"),
+    "same-script": (
+        "end_to_end/test_same_script.py", "end_to_end/test_launchers.py", "end_to_end/test_import_traces.py",
+    ),
     "faults": (
         "end_to_end/test_faults.py", "end_to_end/test_hangs.py", "end_to_end/test_restarts.py",
         "end_to_end/test_preemption.py", "rigs/test_full_disk.py", "rigs/test_shared_memory.py",

@@ -4,7 +4,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ddp_kit.env import (
@@ -124,9 +123,9 @@ def _imports(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
         return []
     packages = [each.package for each in imports.statements(request)]
     text = f"once per node: {', '.join(dict.fromkeys(['torch', *packages]))}"
-    rest = imports.statements(replace(request, unfit=()))[len(packages) :]
-    if rest:
-        text += f"; in each process: {rest[0].package} ({unfit[rest[0].package]})"
+    first = imports.left_out(request, unfit)
+    if first:
+        text += f"; in each process: {first}"
     if plan.spec.keep_warm is None or sys.platform != "linux":
         return [("imports", text)]
     return [("imports", text), ("kept", handover.state_of(request.program, request.packages))]

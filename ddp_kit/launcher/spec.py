@@ -318,7 +318,8 @@ OWN_FLAGS = (
         "--preload",
         "auto|off|MODULE,...",
         "modules to import once per node, before the processes are forked. auto: the installed packages that the script"
-        " imports before it does anything else, where the processes cannot tell the difference. Default: auto",
+        " imports before it does anything else, if they are known to leave nothing that processes would notice."
+        " Default: auto",
         "auto",
         type=_modules,
         has_variable=False,

@@ -63,16 +63,16 @@ def test_package_whose_import_opens_a_gpu_is_imported_in_each_process(
     ddpkit: Run, tmp_path: Path, statement: str
 ) -> None:
     (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "asks.py").write_text(f"import os, torch\npid = os.getpid()\n{statement}\n")
+    (tmp_path / "site-packages" / "nltk.py").write_text(f"import os, torch\npid = os.getpid()\n{statement}\n")
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\nimport asks\nimport os\n"
-        "print(asks.pid == os.getpid(), torch.ones(2, device='cuda').sum().item())\n"
+        "import torch\nimport nltk\nimport os\n"
+        "print(nltk.pid == os.getpid(), torch.ones(2, device='cuda').sum().item())\n"
     )
     env = {"PYTHONPATH": str(tmp_path / "site-packages"), "XDG_CACHE_HOME": str(tmp_path)}
     done = ddpkit("launch", "--nproc-per-node", 1, script, env=env)
     assert (done.returncode, done.stdout) == (0, "True 2.0\n"), done.stderr
-    assert "asks is imported in each process, not once before the fork: its import opens a GPU" in done.stderr
+    assert "nltk is imported in each process, not once before the fork: its import opens a GPU" in done.stderr
     assert "starting cold" not in done.stderr
 
 

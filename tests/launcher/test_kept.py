@@ -334,9 +334,9 @@ def test_job_continues_without_the_kept_process(folder: Folder) -> None:
 def test_kept_process_that_would_differ_is_replaced(folder: Folder, change: str, reason: str) -> None:
     packages = folder.path / "site-packages"
     packages.mkdir()
-    (packages / "alpha.py").write_text("one = 1")
+    (packages / "einops.py").write_text("one = 1")
     folder.env["PYTHONPATH"] = str(packages)
-    folder.script.write_text(f"import alpha\n{SCRIPT}")
+    folder.script.write_text(f"import einops\n{SCRIPT}")
     folder.prepare()
     before = folder.kept()["pid"]
     prefix: list[str] = []
@@ -345,7 +345,7 @@ def test_kept_process_that_would_differ_is_replaced(folder: Folder, change: str,
     elif change == "imports":
         folder.script.write_text(SCRIPT)
     elif change == "module":
-        (packages / "alpha.py").write_text("one = 22")
+        (packages / "einops.py").write_text("one = 22")
     else:
         prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
     command = [*prefix, DDPKIT, "launch", "--nproc-per-node", "2"]
@@ -384,13 +384,13 @@ def test_signal_to_the_kept_process_ends_it(folder: Folder, number: signal.Signa
 def test_kept_process_imports_what_comes_before_an_unfit_package(folder: Folder) -> None:
     packages = folder.path / "site-packages"
     packages.mkdir()
-    (packages / "alpha.py").write_text("one = 1")
-    (packages / "beta.py").write_text("import os; rank = os.environ.get('RANK')")
+    (packages / "einops.py").write_text("one = 1")
+    (packages / "nltk.py").write_text("import os; rank = os.environ.get('RANK')")
     folder.env |= {"PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(folder.path / "cache")}
-    folder.script.write_text(f"import alpha\nimport beta\n{SCRIPT}")
-    assert folder.launch().returncode == 0  # finds that beta is unfit
+    folder.script.write_text(f"import einops\nimport nltk\n{SCRIPT}")
+    assert folder.launch().returncode == 0  # finds that nltk is unfit
     folder.prepare()
-    assert folder.kept()["imports"] == ["import alpha"]
+    assert folder.kept()["imports"] == ["import einops"]
     assert folder.launch().returncode == 0
     assert folder.kept()["launches"] == 1
 

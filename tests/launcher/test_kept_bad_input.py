@@ -173,14 +173,14 @@ def test_package_that_leaves_something_behind_is_not_in_the_kept_process(
 ) -> None:
     packages = folder.path / "site-packages"
     packages.mkdir()
-    (packages / "alpha.py").write_text("one = 1")
-    (packages / "beta.py").write_text(source)
+    (packages / "einops.py").write_text("one = 1")
+    (packages / "nltk.py").write_text(source)
     folder.env |= {"PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(folder.path / "cache")}
-    folder.script.write_text(f"import alpha\nimport beta\n{folder.script.read_text()}")
-    assert folder.launch().returncode == 0  # finds that beta is unfit
+    folder.script.write_text(f"import einops\nimport nltk\n{folder.script.read_text()}")
+    assert folder.launch().returncode == 0  # finds that nltk is unfit
     folder.prepare()
     works_and_says(folder, "")
-    assert folder.kept()["imports"] == ["import alpha"]
+    assert folder.kept()["imports"] == ["import einops"]
     assert folder.kept()["launches"] == 1
     described = launch("--nproc-per-node", 2, "--dry-run", folder.script, env=folder.env, cwd=folder.path)
     assert reason in described.stdout

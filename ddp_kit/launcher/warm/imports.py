@@ -4,10 +4,10 @@
     run                 executes them in the warm server, and records what each worker has to repeat
     remember, unfit     the packages that cannot be imported this way
 
-A package is imported before the fork only if no worker can tell the difference. It is unfit if its import reads a
-variable that differs between the workers (`RANK`), looks for a module of the script's own folder, or leaves a thread, a
-process, an open file, an initialised GPU, or changed signal handlers behind. The server then ends, and the launcher
-starts another one, which stops before this package.
+A package is imported before the fork only if no worker can tell the difference: it is in IMPORTED_ONCE (env.py), or
+`--preload` names it. It is unfit if its import reads a variable that differs between the workers (`RANK`), looks for a
+module of the script's own folder, or leaves a trace (traces.py). The server then ends, and the launcher starts another
+one, which stops before this package.
 """
 
 import ast
@@ -18,14 +18,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ddp_kit.env import CACHE_FOLDER, INSTALLED_PACKAGES, RANK, set_environment
+from ddp_kit import __version__
+from ddp_kit.env import CACHE_FOLDER, IMPORTED_ONCE, INSTALLED_PACKAGES, RANK, set_environment
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm.cleanup import has_children
 from ddp_kit.launcher.warm.messages import Import
+from ddp_kit.launcher.warm.traces import Traces
+
+_UNKNOWN = "not one of the packages that are known to leave nothing behind"
 
 # --- The statements ---------------------------------------------------------------------------------------------------
 
@@ -73,9 +77,28 @@ def leading_imports(program: Program, stop_before: Collection[str] = ()) -> list
 def statements(request: Import) -> list[ImportStatement]:
     """The import statements to execute for a request."""
     if request.packages is None:
-        return leading_imports(request.program, request.unfit)
+        leading = leading_imports(request.program, request.unfit)
+        return list(takewhile(lambda each: each.package in IMPORTED_ONCE, leading))
     names = [name for name in request.packages if name.partition(".")[0] not in request.unfit]
     return [ImportStatement(name.partition(".")[0], ast.parse(f"import {name}").body[0]) for name in names]
+
+
+def left_out(request: Import, reasons: Mapping[str, str]) -> str:
+    """The first package that `statements` leaves out, with the reason; empty if there is none.
+
+    `reasons`: why the packages in `request.unfit` are unfit.
+    """
+    if request.packages is None:
+        wanted = [each.package for each in leading_imports(request.program)]
+        packages = [package for package in wanted if package in request.unfit or package not in IMPORTED_ONCE]
+    else:
+        wanted = [name.partition(".")[0] for name in request.packages]
+        packages = [package for package in wanted if package in request.unfit]
+    if not packages:
+        return ""
+    first = packages[0]
+    reason = reasons.get(first, f"{_UNKNOWN}; --preload {first} imports it once")
+    return f"{first} ({reason})"
 
 
 def is_installed(package: str, program: Program) -> bool:
@@ -110,8 +133,8 @@ class Imported:
     """The environment variables that they set; None: deleted."""
     output: tuple[bytes, bytes] = (b"", b"")
     """What they wrote to stdout and stderr."""
-    warnings: dict[Any, Any] = field(default_factory=dict)
-    """The registry of the warnings that the import statements have caused."""
+    main: ModuleType = field(default_factory=lambda: ModuleType("__main__"))
+    """The main module that they saw, in which each worker runs its script; with the warnings that they caused."""
     names: frozenset[str] = frozenset()
     """The names of all top-level modules that they looked for."""
 
@@ -137,6 +160,9 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
 
     `hidden`: variables that are set only during the imports, and whose values make no difference to what is imported.
     """
+    to_make = statements(request)
+    if not to_make:
+        return Imported()
     program, current = request.program, ""
     read: dict[str, str | None] = {}
     changed: dict[str, str | None] = {}
@@ -151,54 +177,62 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
             read.setdefault(name, value)
 
     own_modules = _OwnModules(program, fail_now)
+    main = ModuleType("__main__")
+    traces = Traces()
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     with (
         _environment({**request.env, **hidden}, note_read, changed),
-        _place_of(program, own_modules),
+        _place_of(program, main, own_modules),
         _captured_output() as output,
+        traces,
     ):
-        before = _traces()
-        for each in statements(request):
+        for each in to_make:
             current = each.package
             try:
                 exec(compile(ast.Module([each.node], []), program.name, "exec", dont_inherit=True), names)  # noqa: S102
             except BaseException as error:  # the workers will show it
                 fail_now(f"its import fails ({type(error).__name__})")
-            if (trace := _new_trace(before, _traces())) is not None:
+            if (trace := traces.new()) is not None:
                 fail_now(f"its import {trace}")
+            if request.packages is None:
+                for name in sorted(own_modules.found()):
+                    is_known = name.lstrip("_") in IMPORTED_ONCE  # _brotli is the native code of brotli
+                    if not is_known and is_installed(name, program):
+                        fail_now(f"it imports {name}, {_UNKNOWN}")
         written = output()
-    return Imported(read, changed, written, names.get("__warningregistry__", {}), frozenset(own_modules.names))
+    if "__warningregistry__" in names:
+        vars(main)["__warningregistry__"] = names["__warningregistry__"]
+    return Imported(read, changed, written, main, frozenset(own_modules.names))
 
 
 # Modules that copy all variables when they are imported, but use only those with this prefix.
-_USE_ONLY = {"fsspec.config": "FSSPEC_"}
+USE_ONLY = {"fsspec.config": "FSSPEC_"}
 
 
-class _Environ(os._Environ[str]):
-    """The class of `os.environ` during the imports: reports each variable that Python code reads or sets."""
+class _Environ(os._Environ[Any]):
+    """The class of `os.environ` and `os.environb` during the imports: reports the variables that Python code uses."""
 
-    def __getitem__(self, name: str) -> str:
-        if not name.startswith(_USE_ONLY.get(_caller(), "")):
-            return super().__getitem__(name)
-        value = self._data.get(self.encodekey(name))  # type: ignore[attr-defined]
-        self.note_read(name, None if value is None else self.decodevalue(value))  # type: ignore[attr-defined]
+    def __getitem__(self, name: Any) -> Any:
+        if os.fsdecode(name).startswith(USE_ONLY.get(reading_module(), "")):
+            value = self._data.get(os.fsencode(name))  # type: ignore[attr-defined]
+            self.note_read(os.fsdecode(name), None if value is None else os.fsdecode(value))  # type: ignore[attr-defined]
         return super().__getitem__(name)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
-        if _caller() not in _USE_ONLY:
-            yield RANK  # code that reads all variables also reads this one
+        if reading_module() not in USE_ONLY:
+            yield self.decodekey(RANK.encode())  # code that reads all also reads this one
 
-    def __setitem__(self, name: str, value: str) -> None:
-        self.changed[name] = value  # type: ignore[attr-defined]
+    def __setitem__(self, name: Any, value: Any) -> None:
+        self.changed[os.fsdecode(name)] = os.fsdecode(value)  # type: ignore[attr-defined]
         super().__setitem__(name, value)
 
-    def __delitem__(self, name: str) -> None:
-        self.changed[name] = None  # type: ignore[attr-defined]
+    def __delitem__(self, name: Any) -> None:
+        self.changed[os.fsdecode(name)] = None  # type: ignore[attr-defined]
         super().__delitem__(name)
 
 
-def _caller() -> str:
+def reading_module() -> str:
     """The name of the module that accesses `os.environ`."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals["__name__"] in ("os", "collections.abc"):
@@ -215,14 +249,16 @@ def _environment(
     set_environment(env)
     plain = os.environ.__class__
     recorded = {"note_read": note_read, "changed": changed}
-    vars(os.environ).update(recorded)
-    os.environ.__class__ = _Environ
+    for environ in (os.environ, os.environb):
+        vars(environ).update(recorded)
+        environ.__class__ = _Environ
     try:
         yield
     finally:
-        os.environ.__class__ = plain
-        for name in recorded:
-            del vars(os.environ)[name]
+        for environ in (os.environ, os.environb):
+            environ.__class__ = plain
+            for name in recorded:
+                del vars(environ)[name]
         set_environment(before)
 
 
@@ -234,6 +270,10 @@ class _OwnModules:
         self._own = modules_in(program.folder)
         self.names: set[str] = set()
         """The names of the top-level modules that were looked for."""
+
+    def found(self) -> set[str]:
+        """The top-level modules that were looked for and imported."""
+        return self.names & sys.modules.keys()
 
     def find_spec(self, name: str, path: object = None, _target: object = None) -> ModuleSpec | None:
         if path is None:
@@ -253,13 +293,13 @@ def modules_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def _place_of(program: Program, own_modules: _OwnModules) -> Iterator[None]:
-    """Context manager in which `sys.argv`, `sys.path` and the main module are those of the script."""
-    argv, main, path = sys.argv[:], sys.modules["__main__"], sys.path[:]
+def _place_of(program: Program, main: ModuleType, own_modules: _OwnModules) -> Iterator[None]:
+    """Context manager in which `sys.argv` and `sys.path` are those of the script, and `main` is the main module."""
+    argv, main_before, path = sys.argv[:], sys.modules["__main__"], sys.path[:]
     sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
-    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"] = main
     if not program.module:
-        sys.modules["__main__"].__file__ = str(Path.cwd() / program.name)
+        main.__file__ = str(Path.cwd() / program.name)
     if not sys.flags.safe_path:
         sys.path.insert(0, str(program.folder))
     sys.meta_path.insert(0, own_modules)
@@ -267,7 +307,7 @@ def _place_of(program: Program, own_modules: _OwnModules) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(own_modules)
-        sys.argv[:], sys.modules["__main__"], sys.path[:] = argv, main, path
+        sys.argv[:], sys.modules["__main__"], sys.path[:] = argv, main_before, path
 
 
 @contextmanager
@@ -288,56 +328,6 @@ def _captured_output() -> Iterator[Callable[[], tuple[bytes, bytes]]]:
 
 def _content(file: int) -> bytes:
     return os.pread(file, os.fstat(file).st_size, 0)
-
-
-# --- What an import leaves behind -------------------------------------------------------------------------------------
-
-
-def _traces() -> dict[str, Any]:
-    """What an import may leave behind in the process, and what a fork would share or lose."""
-    status = Path("/proc/self/status").read_text()
-    return {
-        "opens a GPU": has_opened_a_gpu(),
-        "leaves a thread running": has_started_a_thread(),
-        "leaves a process running": has_children(),
-        "leaves a file or connection open": _descriptors(),
-        "changes the handling of signals": [
-            line for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn", "SigCgt"))
-        ],
-        "changes sys.path": tuple(sys.path),
-        "changes the working directory": os.getcwd(),  # noqa: PTH109
-    }
-
-
-def _new_trace(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    return next((what for what, value in after.items() if value != before[what]), None)
-
-
-def has_opened_a_gpu() -> bool:
-    """Whether this process has initialised CUDA, which its forks could not use then, or NVML, which starts a thread."""
-    return sys.modules["torch"].cuda.is_initialized() or any(" /dev/nvidia" in each for each in _descriptors())
-
-
-def has_started_a_thread() -> bool:
-    """Whether this process has threads that its forks would lack."""
-    names = []
-    for path in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # the thread has just ended
-            names.append(Path(path, "comm").read_text().strip())
-    return len([name for name in names if name != _JEMALLOC]) > 1
-
-
-# The thread of pyarrow's allocator: jemalloc prepares itself for forks, and works without this thread in them.
-_JEMALLOC = "jemalloc_bg_thd"
-
-
-def _descriptors() -> set[str]:
-    """The open descriptors, each with its file."""
-    result = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        with suppress(OSError):  # the descriptor of the listing itself
-            result.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")  # noqa: PTH115
-    return result
 
 
 # --- Unfit packages ---------------------------------------------------------------------------------------------------
@@ -387,8 +377,8 @@ def _file(env: Mapping[str, str]) -> Path | None:
 
 
 def _version(package: str) -> str:
-    """A text that changes when another version of a package is installed, or the package of another interpreter."""
+    """A text that changes with the version of a package, of the interpreter that has it, or of the rules here."""
     origin = Path(_origin(package, None))
     with suppress(OSError):
-        return f"{origin} {origin.stat().st_mtime_ns}"
+        return f"{origin} {origin.stat().st_mtime_ns} {__version__}"
     return "not installed"

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ddp_kit.env import INSTALLED_PACKAGES
-from ddp_kit.launcher.warm.imports import _USE_ONLY, _caller
+from ddp_kit.launcher.warm.imports import USE_ONLY, reading_module
 
-_READS_ONLY = {**_USE_ONLY, "tqdm.utils": "TQDM_"}
+_READS_ONLY = {**USE_ONLY, "tqdm.utils": "TQDM_"}
 _OWN = "ddp_kit.launcher."
 _IMPORTER = ("importlib.", "_frozen_importlib", "zipimport")
 _STANDARD_LIBRARY = ("<frozen ", f"{sysconfig.get_path('stdlib')}/")
@@ -44,13 +44,13 @@ def variables_read(variables: Variables) -> Iterator[None]:
 
     class Noting(os._Environ[Any]):
         def __getitem__(self, name: Any) -> Any:
-            reader = _caller()
+            reader = reading_module()
             if os.fsdecode(name).startswith(_READS_ONLY.get(reader, "")) and not reader.startswith(_OWN):
                 variables.names.add(os.fsdecode(name))
             return super().__getitem__(name)
 
         def __iter__(self) -> Iterator[Any]:
-            reader = _caller()
+            reader = reading_module()
             if not reader.startswith(_OWN):
                 variables.prefixes.add(_READS_ONLY.get(reader, ""))
             return super().__iter__()

@@ -16,11 +16,12 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm import imports, worker
+from ddp_kit.launcher.warm import imports, traces, worker
 from ddp_kit.launcher.warm.cleanup import (
     Child,
     adopt_orphans,
@@ -163,13 +164,13 @@ def main(
     server.imported = imported
     outlive_parent()
     if os.getppid() == launcher:
-        program, warnings = server.serve()
+        program, main_module = server.serve()
         inherited.restore()
         if isinstance(program, Keep):
             return partial(import_module("ddp_kit.launcher.warm.kept").main, program, variables)
         del server, channel, inherited, parent_signals  # so that the script starts without objects of the server
         try:
-            worker.run_as_main(program, warnings)
+            worker.run_as_main(program, main_module)
         finally:
             # triton has contained nanobind since version 3.9 (torch 2.15). At interpreter exit, nanobind prints all
             # objects that were not garbage-collected. It would also print those that the server froze with `gc.freeze`,
@@ -240,11 +241,11 @@ class _Server:
         self._left_saving: set[int] = set()  # pids of the checkpoint writers that the latest `Clear` did not end
         self._folders = [folder] if folder else []
 
-    def serve(self) -> tuple[Program | Keep, dict[Any, Any]]:
+    def serve(self) -> tuple[Program | Keep, ModuleType]:
         """Start workers, and report when they end.
 
-        Returns only in a forked worker, with the program to run and the registry of the warnings that its imports have
-        already caused; and in the kept process, with the request for it.
+        Returns only in a forked worker, with the program to run and the main module that its imports have seen; and in
+        the kept process, with the request for it.
         """
         watched = [self._channel.fileno(), self._wake, self._parent_signals.fileno()]
         while True:
@@ -254,13 +255,14 @@ class _Server:
                 message = self._waiting.popleft()
                 if isinstance(message, Keep):
                     if self._fork_kept_process():
-                        return message, {}
+                        return message, ModuleType("__main__")
                 elif isinstance(message, Import):
                     self._import(message)
                 elif isinstance(message, Start):
                     program = self._start(message)
                     if program is not None:
-                        return program, {} if self.imported is None else self.imported.warnings
+                        imported = self.imported or imports.Imported()
+                        return program, imported.main
                 elif isinstance(message, Clear):
                     self._clear(message.succeeded)
                 elif isinstance(message, MakeFolder):
@@ -360,9 +362,9 @@ class _Server:
         """Why a fork would now behave differently from a new interpreter, or an empty string if it would not."""
         if self._broken:
             return self._broken
-        if imports.has_opened_a_gpu():
+        if traces.has_opened_a_gpu():
             return "an import has opened a GPU"
-        if imports.has_started_a_thread():
+        if traces.has_started_a_thread():
             return "an import has started a thread"
         for name in {*env, *self._env}:
             if (

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from multiprocessing import current_process
 from pathlib import Path
 from threading import main_thread
 from types import ModuleType, TracebackType
@@ -206,7 +205,11 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     if numpy is not None and "numpy.random" in sys.modules:
         numpy.random.seed()
     sys.modules["torch"].default_generator.seed()
-    current_process().authkey = os.urandom(32)
+    if "datasets.fingerprint" in sys.modules:  # names the files of its cache
+        sys.modules["datasets.fingerprint"].fingerprint_rng.seed()
+    for name in ("multiprocessing", "multiprocess"):  # the second is a copy of the first, used by datasets
+        if name in sys.modules:
+            sys.modules[name].current_process().authkey = os.urandom(32)
     if "loguru" in sys.modules:  # the server imported it without its default handler
         defaults = import_module("loguru._defaults")
         if defaults.env("LOGURU_AUTOINIT", bool, True):
@@ -277,8 +280,8 @@ _BELOW_THE_SCRIPT = ("<string>", *(str(Path(__file__).with_name(name)) for name 
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
-def run_as_main(program: Program, warnings: dict[Any, Any]) -> None:
-    """Run `program` as the main program of this process. `warnings`: its registry of warnings that were already shown.
+def run_as_main(program: Program, main: ModuleType) -> None:
+    """Run `program` as the main program of this process, in the module `main`.
 
     Returns or raises as the program does. The caller must not catch exceptions, so that the interpreter prints them,
     finalises, and sets the exit code as for `python program`.
@@ -289,10 +292,7 @@ def run_as_main(program: Program, warnings: dict[Any, Any]) -> None:
     if rehearsal is not None:
         import_module("ddp_kit.launcher.rehearsal.watch").install(rehearsal)
     try:
-        main = ModuleType("__main__")
         vars(main).update(__builtins__=builtins, __annotations__={})
-        if warnings:
-            vars(main)["__warningregistry__"] = warnings
         # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
