@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -419,6 +420,9 @@ def outcome(folder: Path, packages: tuple[str, ...] | None = None, script: str =
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
+        # As in a new process: another test may have started the process of the resource tracker.
+        tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        tracker._fd = tracker._pid = None
 
         def fail(package: str, reason: str) -> NoReturn:
             os.write(write, json.dumps([package, reason]).encode())
