@@ -20,6 +20,7 @@ from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.shards import check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast
+from ddp_kit.structures import sparse_weights
 from ddp_kit.torch_internals import DdpReducer
 
 Reduction = torch.futures.Future[Tensor]
@@ -89,7 +90,7 @@ class DdpStrategy(Strategy):
                 f"parallel.compression={config.compression!r} is not available on this machine: {error}",
                 "use compression='fp16', or omit compression",
             ) from None
-        self._reducer = DdpReducer(wrapper, self._sparse_weights())
+        self._reducer = DdpReducer(wrapper, sparse_weights(self.model))
 
     # --- Step ---------------------------------------------------------------------------------------------------------
 
@@ -150,11 +151,6 @@ class DdpStrategy(Strategy):
                 'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
             )
 
-    def _sparse_weights(self) -> set[Tensor]:
-        """The weights whose gradients DDP reduces as sparse tensors."""
-        kinds = nn.Embedding | nn.EmbeddingBag
-        return {module.weight for module in self.model.modules() if isinstance(module, kinds) and module.sparse}
-
     # --- State --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +160,7 @@ class DdpStrategy(Strategy):
         """
         if self._updates:
             return {"updates": [update.state_dict() for update in self._updates]}
-        changes = not self.config.find_unused_parameters and not self._sparse_weights()
+        changes = not self.config.find_unused_parameters and not sparse_weights(self.model)
         if self._order is None and changes:
             self._order = self._reducer.settled_order()
         return {"reduction_order": self._order}

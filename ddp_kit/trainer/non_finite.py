@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,8 @@ class _Repeat:
         versions = [tensor._version for tensor in tensors]
         self._trace = _Trace(self._output("the micro-batch", tensors))
         # With FSDP, a pass replaces the weights of modules.
-        after = PassState(context.model, weights="each" if whole and not context.strategy.divides_weights else "none")
+        weights: Literal["each", "none"] = "each" if whole and not context.strategy.divides_weights else "none"
+        after = PassState(context.model, beside=context.loss_modules, weights=weights)
 
         def is_finite(value: Tensor | Loss) -> bool:
             return bool(torch.isfinite(value.loss if isinstance(value, Loss) else value).all())

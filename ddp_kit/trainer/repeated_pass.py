@@ -13,7 +13,7 @@ generators in attributes. What the loss function keeps outside of the model's mo
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -58,10 +58,11 @@ class PassState:
         model: nn.Module,
         written: Collection[str] = (),
         *,
+        beside: Sequence[nn.Module] = (),
         weights: Literal["none", "together", "each"] = "together",
         graphs: bool = True,
     ) -> None:
-        """`written`: the names of weights, and of tensors in attributes, to copy.
+        """`written`: the names of weights, and of tensors in attributes, to copy. `beside`: modules beside the model.
 
         `weights`: whether `changed` compares other weights, and names each; that takes up to a hundred times as long.
         `graphs`: whether to keep tensors that were computed from weights, which may hold the memory of activations.
@@ -74,7 +75,7 @@ class PassState:
         self._written, self._graphs = written, graphs
         self._seen = set[int]()
         self._weights: dict[str, Tensor] = {}
-        left: list[tuple[str, Any]] = [("", model)]
+        left: list[tuple[str, Any]] = [*((type(module).__name__, module) for module in beside), ("", model)]
         while left:
             name, value = left.pop()
             if id(value) not in self._seen:

@@ -337,7 +337,8 @@ class Replay:
         """
         weights: Literal["each", "together"] = "each" if self._names_weights else "together"
         self._pass = None
-        self._before = PassState(self._context.model, self._written, weights=weights, graphs=False)
+        model, beside = self._context.model, self._context.loss_modules
+        self._before = PassState(model, self._written, beside=beside, weights=weights, graphs=False)
 
         def batch() -> Any:
             value = fetch()
@@ -454,7 +455,8 @@ class Replay:
         """
         if noted is None or self._problem:
             return []
-        context, after = self._context, PassState(self._context.model, self._written)
+        context = self._context
+        after = PassState(context.model, self._written, beside=context.loss_modules)
         sums = GradientSums(self._parameters, exact=not self._tolerance, discard=True)
 
         def gradients(loss: Tensor | Loss) -> Gradients:

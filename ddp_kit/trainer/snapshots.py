@@ -70,7 +70,7 @@ def _copied(buffer: Tensor) -> Tensor:
     return copied if copied.shape == buffer.shape else copied.expand(buffer.shape)
 
 
-def _all_modules(context: TrainerContext) -> nn.Module:
+def all_modules(context: TrainerContext) -> nn.Module:
     """The model and the modules beside it, as one module."""
     return nn.ModuleList([context.model, *context.loss_modules])
 
@@ -82,7 +82,7 @@ class StepSnapshot:
     """Snapshot of the state that the passes of a step change, apart from gradients: buffers and random states."""
 
     def __init__(self, context: TrainerContext) -> None:
-        self._buffers = BufferCopies(_all_modules(context), Tensor.clone)
+        self._buffers = BufferCopies(all_modules(context), Tensor.clone)
         self._random = random_states(context.world)
 
     def restore(self) -> None:
@@ -96,7 +96,7 @@ def without_trace(context: TrainerContext) -> Iterator[None]:
     """Context manager for a forward pass that must leave buffers and random states unchanged."""
     random = random_states(context.world)
     try:
-        with buffers_exchanged(_all_modules(context)):
+        with buffers_exchanged(all_modules(context)):
             yield
     finally:
         set_random_states(random)
@@ -111,7 +111,7 @@ class RunSnapshot:
     def __init__(self, context: TrainerContext) -> None:
         self._context = context
         self._weights = [(weight, _on_host(weight)) for weight in context.strategy.local_parameters()]
-        self._buffers = BufferCopies(_all_modules(context), _on_host)
+        self._buffers = BufferCopies(all_modules(context), _on_host)
         self._optimizer = pytree.tree_map(_on_host, context.optimizer.state_dict())
         self._options = [
             {name: value for name, value in group.items() if name != "params"}

@@ -29,7 +29,7 @@ from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.non_finite import PassNote, can_read_losses, can_repeat, cause_alone, cause_with_all_ranks
 from ddp_kit.trainer.replay import Replay
-from ddp_kit.trainer.snapshots import BufferCopies, without_trace
+from ddp_kit.trainer.snapshots import BufferCopies, all_modules, without_trace
 
 # --- The optimizer step -----------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class OptimizerStep:
         # With fp16, the gradient scaler skips steps itself.
         self._skips_non_finite = context.config.non_finite_gradients == "skip" and not context.precision.scales
         may_skip = self._skips_non_finite or context.precision.scales
-        self._keeps_buffers = may_skip and any(True for _ in context.model.buffers())
+        self._keeps_buffers = may_skip and any(True for _ in all_modules(context).buffers())
         # The host waits to know whether a step was skipped, but only if something on the host depends on it.
         ticks = context.scheduler is not None and not (
             isinstance(context.scheduler, EveryEpoch) and context.scheduler.steps == 0
@@ -94,7 +94,7 @@ class OptimizerStep:
         `recorder`: the object that records the losses. `measure_norm`: whether to also record the gradient norm.
         """
         context, precision = self._context, self._context.precision
-        buffers = BufferCopies(context.model) if self._keeps_buffers else None
+        buffers = BufferCopies(all_modules(context)) if self._keeps_buffers else None
         finite = self.compute_gradient(share, batch, recorder, measure_norm=measure_norm)
         if finite and precision.step_optimizer(context.stepped_optimizer, wait=self._waits_for_outcome):
             if buffers is not None and precision.overflowed is not None:

@@ -187,6 +187,17 @@ def test_search_for_a_learning_rate_leaves_the_loss_module_unchanged() -> None:
     assert loss.inner.centre == 0
 
 
+def test_step_that_is_skipped_does_not_change_the_loss_module() -> None:
+    loss = Centred()
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.tensor([[1.0], [float("nan")], [1.0], [1.0]]))
+    config = TrainerConfig(global_batch_size=1, non_finite_gradients="skip", data={"shuffle": False})
+    result = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, config).fit(data)
+    assert result.skipped == 1
+    assert loss.inner.centre == 3
+
+
 @pytest.mark.slow
 def test_states_that_differ_between_ranks_resume_at_the_same_number_and_a_model_inside_stays_sharded(
     tmp_path: Path,

@@ -278,3 +278,16 @@ def test_large_containers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
     model.list.append(4.0)
     state.restore()
     assert len(model.list) == 4
+
+
+def test_modules_beside_the_model_are_restored_and_named() -> None:
+    model, loss = nn.Linear(1, 1), nn.BatchNorm1d(1)
+    state = PassState(model, beside=[loss], weights="each")
+    loss(torch.tensor([[1.0], [3.0]]))
+    assert state.changed() == []
+    state.restore()
+    assert loss.num_batches_tracked == 0
+    with torch.no_grad():
+        loss.weight.fill_(2.0)
+        model.weight.fill_(2.0)
+    assert sorted(state.changed()) == ["BatchNorm1d.weight", "weight"]
