@@ -126,6 +126,11 @@ class StatefulLoaderBatches(LoaderBatches):
         return batches
 
 
+def name_of_stream(dataset: object) -> str:
+    """The name of the class that the user has written: that of a stream, or of a DataLoader that yields batches."""
+    return type(dataset.loader if isinstance(dataset, LoaderBatches) else dataset).__name__
+
+
 def _has_state(loader: Any) -> bool:
     """Whether a DataLoader has a state. That of Accelerate has the methods even if the DataLoader inside lacks them."""
     if not callable(getattr(loader, "load_state_dict", None)):

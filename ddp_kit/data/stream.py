@@ -29,6 +29,7 @@ from ddp_kit.data.collate import (
     tensors_in,
     warn_about_left_out_samples,
 )
+from ddp_kit.data.loader_batches import name_of_stream
 from ddp_kit.data.loading import (
     ByValue,
     chosen_collate,
@@ -116,7 +117,7 @@ def build_stream(
     """
     if config.seed_samples:
         raise DataError(
-            f"data.seed_samples is set, but the samples of a {type(dataset).__name__} have no index to seed from",
+            f"data.seed_samples is set, but the samples of a {name_of_stream(dataset)} have no index to seed from",
             "leave out data.seed_samples and set seeds in __iter__, or use a dataset with __getitem__ and __len__",
         )
     options = loader_options(config, world, seed, template)
@@ -229,7 +230,7 @@ class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]])
                     samples.extend(islice(stream, size))
                 except Exception as error:
                     worker = "" if info is None else f", read by DataLoader worker {info.id}"
-                    name = type(dataset).__name__
+                    name = name_of_stream(dataset)
                     error.add_note(
                         f"while reading item {len(samples)} of batch {number} of {name}{worker} (numbers start at 0)"
                     )
@@ -248,8 +249,7 @@ def _count(batch: Any) -> int:
     if tensor is None or tensor.dim() == 0:
         problem = "contains no tensor" if tensor is None else "begins with a scalar tensor"
         raise DataError(
-            f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {problem}: "
-            f"its number of samples is unknown",
+            f"the data consists of whole batches, but one batch {problem}: its number of samples is unknown",
             "yield batches whose first tensor has the batch dimension first, or set a batch_size",
         )
     return len(tensor)

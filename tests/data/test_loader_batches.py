@@ -183,3 +183,22 @@ def test_set_epoch_of_the_samplers_is_called_in_each_epoch(kind: Any) -> None:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss_fn, TrainerConfig(epochs=3))
     trainer.fit(Scaled(data, batch_size=4, sampler=Noted(data)))
     assert epochs == [0, 1, 2]
+
+
+class Failing(Scaled):
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(super().__iter__(), 2)
+        raise OSError("gone")
+
+
+def test_error_while_iterating_names_the_class_of_the_user() -> None:
+    model = model_of_weights()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, TrainerConfig())
+    with pytest.raises(OSError, match="gone") as caught:
+        trainer.fit(Failing(TensorDataset(X), batch_size=4))
+    assert caught.value.__notes__[0].startswith("while reading item 0 of batch 2 of Failing")
+    config = TrainerConfig(data={"seed_samples": True})
+    with pytest.raises(DataError, match="the samples of a Failing have no index"):
+        Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, config).fit(
+            Failing(TensorDataset(X), batch_size=4)
+        )
