@@ -74,6 +74,8 @@ class World:
         """
         if self.world_size == 1:
             return tensor
+        if plan_request() is not None:  # there is only this process; the memory is that of the rows of all ranks
+            return torch.cat([tensor] * self.world_size)
         shape = ("rows", *tensor.shape[1:]) if tensor.dim() else ()
         form = f"of {tensor.dtype} and shape [{', '.join(map(str, shape))}]"
         sizes = gathered(self, [tensor.size(0) if shape else 0, crc32(form.encode())], host_group(self))
