@@ -35,7 +35,8 @@ _STATUS = re.compile(
     r"(Name|Umask|Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp|Cpus_allowed|Mems_allowed|VmLck|THP_enabled):.*"
 )
 _SIGNALS = re.compile(r"Sig(?:Blk|Ign|Cgt):\s*(\w+)")
-_SHARED = re.compile(r"(\S+) .w.s \S+ \S+ \S+ *(.*)")  # a mapping that can be written to: address, file
+# A mapping that can be written to: address, file. Anchored: otherwise, each line would be tried from each character.
+_SHARED = re.compile(r"^(\S+) .w.s \S+ \S+ \S+ *(.*)", re.MULTILINE)
 # The thread of pyarrow's allocator: jemalloc prepares itself for forks, and works without this thread in them.
 _JEMALLOC = "jemalloc_bg_thd"
 # Functions whose effect cannot be read, and what a call leaves behind. The server has blocked all signals already.
