@@ -151,7 +151,8 @@ def _finalizers() -> set[object]:
 
 def has_opened_a_gpu() -> bool:
     """Whether this process has initialised CUDA, which its forks could not use then, or NVML, which starts a thread."""
-    return sys.modules["torch"].cuda.is_initialized() or any(" /dev/nvidia" in each for each in _descriptors())
+    files = _open_files().values()
+    return sys.modules["torch"].cuda.is_initialized() or any(file.startswith("/dev/nvidia") for file in files)
 
 
 def has_started_a_thread() -> bool:
@@ -163,12 +164,20 @@ def has_started_a_thread() -> bool:
     return len([name for name in names if name != _JEMALLOC]) > 1
 
 
+def _open_files() -> dict[str, str]:
+    """The files of the open descriptors, by the numbers of these. Looked at before each fork."""
+    files = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with suppress(OSError):  # the descriptor of the listing itself
+            files[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+    return files
+
+
 def _descriptors() -> set[str]:
     """The open descriptors, each with its file, its flags and its locks."""
     result = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        with suppress(OSError):  # the descriptor of the listing itself
-            file = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+    for name, file in _open_files().items():
+        with suppress(OSError):  # closed since
             details = Path("/proc/self/fdinfo", name).read_text().splitlines()
             locks = sorted(line for line in details if line.startswith("lock:"))
             flags = fcntl.fcntl(int(name), fcntl.F_GETFL), fcntl.fcntl(int(name), fcntl.F_GETFD)
