@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes where there is none
-	@if $(BIN)/python -c 'import sys; from ddp_kit.launcher.devices.gpus import gpus; sys.exit(not gpus())'; \
+	@if $(BIN)/python -c 'import sys; from ddp_kit.devices.gpus import gpus; sys.exit(not gpus())'; \
 	then $(BIN)/ddpkit launch --gpus all examples/digits.py; \
 	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
 

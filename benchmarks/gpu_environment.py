@@ -19,7 +19,7 @@ COME_WITH_PYTHON = ("torch", "numpy")
 FOR_TESTS = ("hypothesis>=6.110", "pytest>=8.3", "pytest-timeout>=2.3", "torchao>=0.18")
 GLIBC = range(17, 29)
 _SITES = "import site, sys; print(*[path for path in sys.path if path.endswith('-packages')], sep='\\n')"
-_SCRIPTS = {"ddpkit": ("ddp_kit.launcher.cli", "entry"), "torchrun": ("torch.distributed.run", "main")}
+_SCRIPTS = {"ddpkit": ("ddp_kit.cli.main", "entry"), "torchrun": ("torch.distributed.run", "main")}
 
 
 def requirements() -> list[str]:

@@ -47,7 +47,7 @@ _HOME = {
     "WandbLogger": "callbacks",
     "World": "distributed.world",
     "WorldError": "errors",
-    "launch": "function_launch",
+    "launch": "launcher.function",
     "load_model": "checkpoint.load_model",
     "scheduler_steps": "trainer",
 }
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from ddp_kit.errors import LossError as LossError
     from ddp_kit.errors import UsageError as UsageError
     from ddp_kit.errors import WorldError as WorldError
-    from ddp_kit.function_launch import launch as launch
+    from ddp_kit.launcher.function import launch as launch
     from ddp_kit.memory.estimate import MemoryPlan as MemoryPlan
     from ddp_kit.metrics import Loss as Loss
     from ddp_kit.records import FitResult as FitResult

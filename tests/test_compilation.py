@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import EMA, ConfigError, Trainer, TrainerConfig, load_model
-from ddp_kit.compilation import compile_in_place, without_wrappers
+from ddp_kit.model.compilation import compile_in_place, without_wrappers
 from ddp_kit.torch_internals import compilations
 
 # torch 2.13 uses its own deprecated script_method where it imports its compiler

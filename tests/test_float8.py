@@ -11,11 +11,11 @@ from launching import run
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError, MemoryConfig, TrainerConfig
-from ddp_kit.compilation import compile_in_place
-from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.memory.measure import config_to_plan
-from ddp_kit.parallel.activations import Activations
-from ddp_kit.precision import Precision
+from ddp_kit.model.activations import Activations
+from ddp_kit.model.compilation import compile_in_place
+from ddp_kit.model.float8 import convert_linear_layers
+from ddp_kit.model.precision import Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -75,7 +75,7 @@ def test_fp8_without_torchao_names_the_command_that_installs_it(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_torchao_is_imported_only_for_fp8() -> None:
-    code = "from ddp_kit import Trainer; import ddp_kit.float8, sys; print('torchao' in sys.modules)"
+    code = "from ddp_kit import Trainer; import ddp_kit.model.float8, sys; print('torchao' in sys.modules)"
     assert run(sys.executable, "-c", code).stdout == "False\n"
 
 

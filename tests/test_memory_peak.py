@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddp_kit.profile import LineMemory, MemoryPeak, memory_peak
+from ddp_kit.trainer.profile import LineMemory, MemoryPeak, memory_peak
 
 TORCH, OWN, STDLIB = Path("/env/site-packages/torch"), Path("/env/site-packages/ddp_kit"), sysconfig.get_path("stdlib")
 Event = dict[str, Any]

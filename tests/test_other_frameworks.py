@@ -11,10 +11,10 @@ from torch import nn
 
 import ddp_kit
 from ddp_kit import ConfigError, Trainer, TrainerConfig
+from ddp_kit.cli import main as cli
 from ddp_kit.config import other_frameworks
 from ddp_kit.config.other_frameworks import equivalent
 from ddp_kit.config.settings import _setting_names
-from ddp_kit.launcher import cli
 from ddp_kit.launcher.spec import parse
 
 # Arguments of the frameworks, from their releases: Hugging Face, Lightning, Accelerate.

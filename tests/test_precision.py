@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import LossError, Trainer, TrainerConfig
 from ddp_kit.errors import ConfigError
+from ddp_kit.model.precision import Precision
 from ddp_kit.parallel.strategy import scale_gradients
-from ddp_kit.precision import Precision
 from ddp_kit.torch_internals import join_overflow_flags
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from ddp_kit import profile as profile_module
 from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import ConfigError
-from ddp_kit.launcher.trace.memory_file import read_memory
-from ddp_kit.profile import Recorder, save_memory_snapshot
+from ddp_kit.report.memory_file import read_memory
 from ddp_kit.torch_internals import memory_snapshot
+from ddp_kit.trainer import profile as profile_module
+from ddp_kit.trainer.profile import Recorder, save_memory_snapshot
 
 
 def recorder(folder: Path, steps: tuple[int, int] | None = (2, 3), rank: int = 0, **settings: Any) -> Recorder:

@@ -10,9 +10,9 @@ from launching import PROGRAMS, seconds
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_kit import timing
 from ddp_kit.records import StepTimes
-from ddp_kit.timing import (
+from ddp_kit.trainer import timing
+from ddp_kit.trainer.timing import (
     BACKWARD,
     COMMUNICATION,
     DATA,

@@ -28,7 +28,8 @@ from ddp_kit.env import (
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
-from ddp_kit.launcher.warm import handover, imports
+from ddp_kit.launcher.warm import imports
+from ddp_kit.launcher.warm import kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
 
 AT_THE_START = "chosen when the job starts"
@@ -128,7 +129,7 @@ def _imports(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
         text += f"; in each process: {first}"
     if plan.spec.keep_warm is None or sys.platform != "linux":
         return [("imports", text)]
-    return [("imports", text), ("kept", handover.state_of(request.program, request.packages))]
+    return [("imports", text), ("kept", kept_client.state_of(request.program, request.packages))]
 
 
 def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:

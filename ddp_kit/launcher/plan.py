@@ -9,6 +9,9 @@ from string import Template
 from types import MappingProxyType
 from typing import Any
 
+from ddp_kit.devices.choice import Chosen, choose
+from ddp_kit.devices.cpus import Cpus, threads_each
+from ddp_kit.devices.gpus import Gpu, visible
 from ddp_kit.env import (
     GPU_ORDER,
     GPUS_PER_PROCESS,
@@ -44,9 +47,6 @@ from ddp_kit.env import (
 )
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import rendezvous
-from ddp_kit.launcher.devices.choice import Chosen, choose
-from ddp_kit.launcher.devices.cpus import Cpus, threads_each
-from ddp_kit.launcher.devices.gpus import Gpu, visible
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.rendezvous import Rendezvous

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import psutil
 
+from ddp_kit.devices.gpus import gpu_usage_reader
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_DEFAULT, RECORD_NOTE, ROUND_FILE, noted_record_folders
-from ddp_kit.launcher.devices.gpus import gpu_usage_reader
 from ddp_kit.launcher.output import open_log
 
 # --- Current round ----------------------------------------------------------------------------------------------------

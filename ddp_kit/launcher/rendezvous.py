@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 
+from ddp_kit.clusters.engines import recognise
+from ddp_kit.clusters.request import JobPlace
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.engines import recognise
-from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits
 from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.masking import masked

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddp_kit.arguments import Parser
 from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.program import Program
 
 if TYPE_CHECKING:
-    from ddp_kit.launcher.clusters.request import JobPlace
+    from ddp_kit.clusters.request import JobPlace
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.

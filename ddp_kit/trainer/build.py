@@ -22,7 +22,6 @@ from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
 from ddp_kit.checkpoint.state import BestPart, CallbacksPart, ConfigPart, PrecisionPart, RandomPart, StrategyPart
-from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.comparison import SampleComparison
 from ddp_kit.data.feed import DataRank, FeedBuilder
@@ -34,13 +33,12 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.memory.choose import check_fits, check_weights_fit, first_that_fits
 from ddp_kit.memory.measure import PeakMemory, config_to_plan
+from ddp_kit.model.activations import Activations
+from ddp_kit.model.compilation import compile_in_place, without_wrappers
+from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
-from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
-from ddp_kit.precision import Precision
-from ddp_kit.profile import Recorder
-from ddp_kit.timing import DATA, TRANSFER, StepClock, step_clock
 from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.evaluation import Evaluator
 from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, separate_rates, warmed_up
@@ -49,6 +47,7 @@ from ddp_kit.trainer.loss_modules import ModulesPart, modules_beside, move_besid
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.position import Position, RunState, StreamPart
 from ddp_kit.trainer.preemption import Preemption
+from ddp_kit.trainer.profile import Recorder
 from ddp_kit.trainer.run_record import RunRecord, described_model
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from ddp_kit.trainer.setup import (
@@ -62,6 +61,7 @@ from ddp_kit.trainer.setup import (
     use_deterministic_algorithms,
 )
 from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.trainer.timing import DATA, TRANSFER, StepClock, step_clock
 from ddp_kit.trainer.updates import (
     JointOptimizer,
     JointScheduler,

@@ -19,10 +19,10 @@ from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.records import LogRow, Step, StepTimes
-from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.context import LoggedValues, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.non_finite import can_repeat
+from ddp_kit.trainer.timing import COLUMNS, StepClock, by_rank, table_of
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
 # At most one line of advice per interval; none if nothing stands out.

@@ -18,7 +18,7 @@ from ddp_kit.distributed.world import World, random_states, set_random_states
 from ddp_kit.errors import first_line
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
-from ddp_kit.precision import Precision
+from ddp_kit.model.precision import Precision
 from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_fake
 from ddp_kit.trainer.context import TrainerContext

@@ -13,10 +13,10 @@ from ddp_kit.data.feed import EvaluationData
 from ddp_kit.distributed.world import World, gathered_bytes, host_group
 from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
-from ddp_kit.progress import with_bar
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.evaluation import evaluating
 from ddp_kit.trainer.loss_modules import modules_beside
+from ddp_kit.trainer.progress import with_bar
 
 PredictFunction = Callable[[Any, Any], Any]
 

@@ -16,15 +16,15 @@ from ddp_kit.errors import ConfigError, DataError, LossError
 from ddp_kit.log import logger
 from ddp_kit.memory.choose import out_of_memory_hint
 from ddp_kit.metrics import Loss, checked
-from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.records import LearningRateSearch
 from ddp_kit.structures import in_mode
-from ddp_kit.timing import StepClock
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import set_rate
 from ddp_kit.trainer.logging import Interval
+from ddp_kit.trainer.profile import save_memory_snapshot
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
 from ddp_kit.trainer.step import OptimizerStep, StepRecorder
+from ddp_kit.trainer.timing import StepClock
 
 # --- Out-of-memory errors ---------------------------------------------------------------------------------------------
 

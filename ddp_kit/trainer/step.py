@@ -23,13 +23,13 @@ from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
 from ddp_kit.parallel.strategy import clip_gradient_values, scale_gradients
 from ddp_kit.structures import with_copied_containers
-from ddp_kit.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.non_finite import PassNote, can_read_losses, can_repeat, cause_alone, cause_with_all_ranks
 from ddp_kit.trainer.replay import Replay
 from ddp_kit.trainer.snapshots import BufferCopies, all_modules, without_trace
+from ddp_kit.trainer.timing import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, StepClock
 
 # --- The optimizer step -----------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class PipelineStep(OptimizerStep):
     """Runs steps of a pipeline, whose schedule determines the order of forward and backward passes."""
 
     def __init__(self, context: TrainerContext, clock: StepClock) -> None:
-        from ddp_kit.parallel.pipeline.step import PipelinePasses  # slow to import
+        from ddp_kit.trainer.pipeline_step import PipelinePasses  # slow to import
 
         super().__init__(context, clock)
         self._passes = PipelinePasses(context.strategy, self._loss, clock, context.heartbeat)  # type: ignore[arg-type]

@@ -34,15 +34,14 @@ from ddp_kit.memory.choose import PlanPrinted, described, device_memory, planned
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.measure import TrainingPass, measured
 from ddp_kit.parallel import Parallelize
-from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
-from ddp_kit.timing import DATA
 from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_builder
 from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
 from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due
 from ddp_kit.trainer.learning_rates import WarmUp, check_new_length, check_ticks
 from ddp_kit.trainer.position import Loop, save_when_left
 from ddp_kit.trainer.prediction import PredictFunction, predict
+from ddp_kit.trainer.progress import ProgressReport
 from ddp_kit.trainer.run_record import announce, conclude
 from ddp_kit.trainer.searches import (
     OutOfMemory,
@@ -54,6 +53,7 @@ from ddp_kit.trainer.searches import (
 )
 from ddp_kit.trainer.setup import check_main, checked_config
 from ddp_kit.trainer.step import ClosureStep
+from ddp_kit.trainer.timing import DATA
 from ddp_kit.trainer.updates import JointStep, Update
 from ddp_kit.uncaught import show_without_traceback
 

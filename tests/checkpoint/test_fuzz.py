@@ -25,8 +25,8 @@ from ddp_kit import EMA, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.format import MANIFEST, PIECES, STATE, TENSORS, Hasher, checkpoints, name_of
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.cli.export import run as export
 from ddp_kit.errors import CheckpointError, DdpKitError
-from ddp_kit.launcher.commands.export import run as export
 from ddp_kit.pieces import Piece
 
 SECONDS = 10.0

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-import ddp_kit.parallel.activations as module
+import ddp_kit.model.activations as module
 from ddp_kit import MemoryConfig, Trainer, TrainerConfig
-from ddp_kit.parallel.activations import Activations
+from ddp_kit.model.activations import Activations
 
 module.OFFLOADED_BYTES = 256
 SETTINGS: list[dict[str, object]] = [

@@ -14,7 +14,8 @@ import torch
 from launching import PROGRAMS, seconds, started
 from torch import Tensor
 
-from ddp_kit import LaunchError, UsageError, function_launch, launch
+from ddp_kit import LaunchError, UsageError, launch
+from ddp_kit.launcher import function as launching_function
 
 
 @pytest.mark.slow
@@ -59,10 +60,10 @@ def test_launch_within_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_launch_without_a_result_or_an_exception_reports_how_the_rank_ended(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="rank 0 exited before the function returned"):
-        function_launch._outcome(tmp_path, 0)
-    (tmp_path / function_launch.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
+        launching_function._outcome(tmp_path, 0)
+    (tmp_path / launching_function.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
     with pytest.raises(LaunchError, match="exit code 137"):
-        function_launch._outcome(tmp_path, 137)
+        launching_function._outcome(tmp_path, 137)
 
 
 def test_launch_with_a_result_that_cannot_be_pickled_says_so(tmp_path: Path) -> None:
@@ -76,12 +77,12 @@ def test_launch_with_a_result_that_cannot_be_pickled_says_so(tmp_path: Path) -> 
     for number, (function, said) in enumerate([(Lock, "cannot be sent back"), (fails, "TwoArgumentsError: 1 and 2")]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / function_launch.CALL).write_bytes(cloudpickle.dumps((function, ())))
-        (folder / function_launch.PATH).write_text(json.dumps(sys.path))
+        (folder / launching_function.CALL).write_bytes(cloudpickle.dumps((function, ())))
+        (folder / launching_function.PATH).write_text(json.dumps(sys.path))
         with pytest.raises(SystemExit):
-            function_launch.call_in_rank(str(folder))
+            launching_function.call_in_rank(str(folder))
         with pytest.raises(LaunchError, match=said):
-            function_launch._outcome(folder, 1)
+            launching_function._outcome(folder, 1)
 
 
 class OnAGpu(Tensor):
@@ -105,7 +106,7 @@ def test_launch_with_a_captured_gpu_tensor_names_it() -> None:
 
 FORKING = """
 import os, sys
-from ddp_kit.function_launch import _session
+from ddp_kit.launcher.function import _session
 script = _session().script
 script.write_text("")
 if os.fork() == 0:

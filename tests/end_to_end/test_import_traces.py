@@ -21,7 +21,7 @@ import pytest
 from launching import PROGRAMS, launch, run
 
 from ddp_kit.env import IMPORTED_ONCE, VARIABLES_OF_ONE_WORKER
-from ddp_kit.function_launch import packages_of
+from ddp_kit.launcher.function import packages_of
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports
 from ddp_kit.launcher.warm.messages import Import
@@ -516,7 +516,7 @@ def test_calls_of_a_notebook_import_only_known_packages_once() -> None:
     def function() -> object:
         return pytest, numpy
 
-    assert packages_of(function) == {"ddp_kit.function_launch", "numpy"}
+    assert packages_of(function) == {"ddp_kit.launcher.function", "numpy"}
 
 
 CANCELS = """

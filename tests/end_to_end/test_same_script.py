@@ -37,7 +37,7 @@ from labels import unlabelled
 from launching import DDPKIT, seconds, wait_until
 
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm import handover
+from ddp_kit.launcher.warm import kept_client
 from ddp_kit.launcher.warm.client import WarmServer
 
 Facts = dict[str, Any]
@@ -317,7 +317,7 @@ def facts_of_kept(case: Case, command: Sequence[str], cwd: Path, runtime: Path) 
     program = program_of(command[command.index(KEEP[0]) + 1 :])
     with chdir(cwd), pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", str(runtime))
-        address = handover.address_of(program, None)
+        address = kept_client.address_of(program, None)
     assert address is not None
     if case.served and not address.exists():
         Running(case, command, cwd, runtime).facts()
@@ -330,7 +330,7 @@ def facts_of_kept(case: Case, command: Sequence[str], cwd: Path, runtime: Path) 
 
 def ask_kept(address: Path, what: str) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX) as connection:
-        answer = handover.ask(connection, address, what)
+        answer = kept_client.ask(connection, address, what)
     assert answer is not None
     return answer
 

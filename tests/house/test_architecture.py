@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.clusters.engines import ENGINES
+from ddp_kit.clusters.engines import ENGINES
 
 PACKAGE = Path(__file__).parents[2] / "ddp_kit"
 STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught", "masking", "checkpoint.format"}

@@ -15,7 +15,7 @@ import launching
 import pytest
 
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.launcher.devices.gpus import gpus
+from ddp_kit.devices.gpus import gpus
 from ddp_kit.records import LogRow
 
 ROOT = launching.ROOT

@@ -32,4 +32,4 @@ def test_wheel_contains_every_module_the_types_and_the_licence(wheel: zipfile.Zi
 
 def test_wheel_installs_the_command(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "ddpkit = ddp_kit.launcher.cli:entry" in wheel.read(entry_points).decode()
+    assert "ddpkit = ddp_kit.cli.main:entry" in wheel.read(entry_points).decode()

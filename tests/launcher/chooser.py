@@ -12,9 +12,9 @@ import sys
 from functools import partial
 from types import MappingProxyType
 
+from ddp_kit.devices import cpus, gpus, reservations
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import plan, spec
-from ddp_kit.launcher.devices import cpus, gpus, reservations
 
 SETTINGS = {
     "standalone": True,

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from ddp_kit.launcher.cli import entry
+from ddp_kit.cli.main import entry
 
 os.chdir(sys.argv.pop(1))
 entry()

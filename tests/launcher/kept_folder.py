@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from launching import DDPKIT, launch, run, started, wait_until
 
-from ddp_kit.launcher.warm import handover
+from ddp_kit.launcher.warm import kept_client
 
 SCRIPT = """\
 import json
@@ -59,7 +59,7 @@ class Folder:
     def kept(self, address: Path | None = None) -> dict[str, Any]:
         """What the kept process says of itself."""
         with socket.socket(socket.AF_UNIX) as connection:
-            answer = handover.ask(connection, address or self.sockets[0], "description")
+            answer = kept_client.ask(connection, address or self.sockets[0], "description")
         assert answer is not None
         return answer
 

@@ -19,7 +19,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_import_of_the_command_line_imports_neither_torch_nor_nvml() -> None:
-    code = "import sys, ddp_kit.launcher.cli; print([m for m in ('torch', 'pynvml', 'pydantic') if m in sys.modules])"
+    code = "import sys, ddp_kit.cli.main; print([m for m in ('torch', 'pynvml', 'pydantic') if m in sys.modules])"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
@@ -257,7 +257,7 @@ def test_second_signal_during_the_report_exits_with_the_code_of_the_first() -> N
     ],
 )
 def test_misspelt_flag_is_refused_without_an_import_of_torch(flags: list[str], said: str) -> None:
-    code = "import sys; from ddp_kit.launcher import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = "import sys; from ddp_kit.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     done = run(sys.executable, "-c", code, "launch", *flags, *([] if flags[-1] == "--nnodes" else ["train.py"]))
     assert done.stdout == "2 False\n"
     assert said in done.stderr

@@ -8,9 +8,9 @@ import pytest
 from recorded_run import begin, row, write_record
 
 from ddp_kit.config.settings import CheckpointConfig, DataConfig, ProfileConfig, TrainerConfig
-from ddp_kit.launcher.commands.report import run as report
-from ddp_kit.launcher.report.comparison import WITHOUT_EFFECT, Course, course, first_differences
-from ddp_kit.launcher.report.run_history import RunHistory, read_runs
+from ddp_kit.report.command import run as report
+from ddp_kit.report.comparison import WITHOUT_EFFECT, Course, course, first_differences
+from ddp_kit.report.run_history import RunHistory, read_runs
 
 EVERY = 10  # steps between rows
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, run
 
-from ddp_kit.launcher import cli
+from ddp_kit.cli import main as cli
 
 SHELL = """\
 set -u

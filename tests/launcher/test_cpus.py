@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.devices import cpus
-from ddp_kit.launcher.devices.cpus import Cpus
+from ddp_kit.devices import cpus
+from ddp_kit.devices.cpus import Cpus
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:

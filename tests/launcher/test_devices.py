@@ -109,7 +109,7 @@ def test_devices_refuses_arguments_and_has_help(ddpkit: Command) -> None:
 
 
 def test_devices_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
-    code = "import os, sys; from ddp_kit.launcher.commands import devices; devices.text(os.environ)"
+    code = "import os, sys; from ddp_kit.cli import devices; devices.text(os.environ)"
     names = "print([name for name in ('torch', 'pydantic', 'rich') if name in sys.modules])"
     done = run(sys.executable, "-c", f"{code}; {names}", env=machine_of(gpu("a")), cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

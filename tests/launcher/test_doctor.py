@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from launching import clean_environment, free_port, run, seconds, started
 
+from ddp_kit.devices.gpus import Gpu
+from ddp_kit.doctor import checks, machine
+from ddp_kit.doctor import command as doctor
+from ddp_kit.doctor.checks import CheckResult, Status
+from ddp_kit.doctor.machine import Card, Driver, Machine, ProbeResult, Probes
 from ddp_kit.errors import GIB
-from ddp_kit.launcher import doctor
-from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.doctor import checks, machine
-from ddp_kit.launcher.doctor.checks import CheckResult, Status
-from ddp_kit.launcher.doctor.machine import Card, Driver, Machine, ProbeResult, Probes
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -486,7 +486,7 @@ def test_probe_product_tolerates_tf32_rounding_and_no_more(
 ) -> None:
     import torch
 
-    from ddp_kit.launcher.agent import probe
+    from ddp_kit.doctor import probe
 
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor * off**0.5)  # in place of a GPU
     if right:
@@ -599,7 +599,7 @@ def test_doctor_finds_unusable_gpus_and_memory_errors(
 @pytest.mark.slow
 def test_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
     env = broken_torch(tmp_path, "raise ImportError('no')")
-    code = f"import sys; from ddp_kit.launcher.doctor import run; run([], {env}); print('torch' in sys.modules)"
+    code = f"import sys; from ddp_kit.doctor.command import run; run([], {env}); print('torch' in sys.modules)"
     done = run(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nFalse\n")

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from launching import BIN, PROGRAMS, free_port, run
 
+from ddp_kit.cli import main as cli
+from ddp_kit.devices.cpus import Cpus
+from ddp_kit.devices.gpus import Gpu
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import cli, dry_run, plan, spec
-from ddp_kit.launcher.devices.cpus import Cpus
-from ddp_kit.launcher.devices.gpus import Gpu
+from ddp_kit.launcher import dry_run, plan, spec
 from ddp_kit.launcher.warm import client
 from ddp_kit.masking import masked_env
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from ddp_kit.checkpoint import packing, weight_files
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.cli.export import run
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError
-from ddp_kit.launcher.commands.export import run
 from ddp_kit.pieces import Piece
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -204,5 +204,5 @@ def test_export_command_needs_no_torch(ddpkit: Command, tmp_path: Path) -> None:
     done = ddpkit("export", path, "other.safetensors", cwd=tmp_path)
     assert done.returncode == 1
     assert "has 0 bytes instead of" in done.stderr
-    code = "import sys, ddp_kit.launcher.commands.export; sys.exit('torch' in sys.modules)"
+    code = "import sys, ddp_kit.cli.export; sys.exit('torch' in sys.modules)"
     assert launching.run(sys.executable, "-c", code).returncode == 0

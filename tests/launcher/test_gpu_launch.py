@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, PROGRAMS, run, seconds, started, wait_until
 
-from ddp_kit.launcher.devices.gpus import Gpu, gpus
+from ddp_kit.devices.gpus import Gpu, gpus
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

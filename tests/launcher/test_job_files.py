@@ -9,9 +9,9 @@ import pytest
 import yaml
 from launching import BIN, ROOT, free_port, seconds
 
-from ddp_kit.launcher.clusters import kubeflow
-from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, Request
-from ddp_kit.launcher.commands import submit
+from ddp_kit.cli import submit
+from ddp_kit.clusters import kubeflow
+from ddp_kit.clusters.request import AGAIN, COUNTED, Request
 
 LAUNCH = ROOT / "launch"
 _IMAGE = "--image registry.example.com/me/train:1"

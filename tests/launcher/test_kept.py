@@ -21,7 +21,7 @@ from launching import DDPKIT, launch, run, seconds, started, wait_until
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm import handover
+from ddp_kit.launcher.warm import kept_client
 from ddp_kit.launcher.warm.messages import Import
 
 # --- Messages -----------------------------------------------------------------------------------------------
@@ -30,8 +30,8 @@ from ddp_kit.launcher.warm.messages import Import
 def test_message_arrives_with_its_descriptors() -> None:
     one, other = socket.socketpair()
     with one, other, tempfile.TemporaryFile() as file:
-        handover.send(one, {"for": "launch"}, [file.fileno()] * 3)
-        message, descriptors = handover.receive(other, 3)
+        kept_client.send(one, {"for": "launch"}, [file.fileno()] * 3)
+        message, descriptors = kept_client.receive(other, 3)
         assert message == {"for": "launch"}
         assert [os.fstat(number).st_ino for number in descriptors] == [os.fstat(file.fileno()).st_ino] * 3
         assert not any(map(os.get_inheritable, descriptors))
@@ -56,30 +56,30 @@ def test_message_that_is_damaged_is_refused(content: bytes, error: type[Exceptio
         with one:
             one.sendall(content)
         with pytest.raises(error):
-            handover.receive(other)
+            kept_client.receive(other)
 
 
 def test_folder_that_others_can_use_is_not_used(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    folder = handover.folder()
+    folder = kept_client.folder()
     assert folder == short_path / "ddpkit"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o755)
-    assert handover.folder() is None
+    assert kept_client.folder() is None
     folder.rmdir()
     (short_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(short_path / "elsewhere")
-    assert handover.folder() is None
+    assert kept_client.folder() is None
     folder.unlink()
     folder.touch(mode=0o600)
-    assert handover.folder() is None
+    assert kept_client.folder() is None
 
 
 def test_folder_with_a_long_path_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    assert handover.folder() is None
+    assert kept_client.folder() is None
 
 
 def test_folder_without_a_runtime_folder_is_in_the_temporary_one(
@@ -87,7 +87,7 @@ def test_folder_without_a_runtime_folder_is_in_the_temporary_one(
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    assert handover.folder() == short_path / f"ddpkit-{os.getuid()}"
+    assert kept_client.folder() == short_path / f"ddpkit-{os.getuid()}"
 
 
 def test_address_depends_on_the_script_and_on_what_is_imported(
@@ -99,20 +99,20 @@ def test_address_depends_on_the_script_and_on_what_is_imported(
     same = Program(sys.executable, str(short_path / "train.py"), ())
     other = Program(sys.executable, "other.py", ())
     module = Program(sys.executable, "train.py", (), module=True)
-    addresses = {handover.address_of(each, None) for each in (program, other, module)}
-    assert len({*addresses, handover.address_of(program, ()), handover.address_of(program, ("numpy",))}) == 5
-    assert handover.address_of(same, None) == handover.address_of(program, None)
+    addresses = {kept_client.address_of(each, None) for each in (program, other, module)}
+    assert len({*addresses, kept_client.address_of(program, ()), kept_client.address_of(program, ("numpy",))}) == 5
+    assert kept_client.address_of(same, None) == kept_client.address_of(program, None)
     one, two = (Program(sys.executable, f"{name}.py", ()) for name in ("plumless", "buckeroo"))  # with the same CRC-32
-    assert handover.address_of(one, None) != handover.address_of(two, None)
+    assert kept_client.address_of(one, None) != kept_client.address_of(two, None)
 
 
 def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     program = Program(sys.executable, "train.py", ())
-    Path(f"{handover.address_of(program, ())}.lock").mkdir()  # stands for a full disk
+    Path(f"{kept_client.address_of(program, ())}.lock").mkdir()  # stands for a full disk
     messages: list[str] = []
     server: Any = None  # it is not asked for anything
-    handover.keep_process(Import(program, {}, (), ()), 1.0, {}, server, messages.append)
+    kept_client.keep_process(Import(program, {}, (), ()), 1.0, {}, server, messages.append)
     assert messages == [f"no process is kept: {short_path / 'ddpkit'} cannot be written to: Is a directory"]
 
 
@@ -152,9 +152,9 @@ class Row(typing.NamedTuple):
     number: int = 0
 """
 OF_THE_CLIENT = {
-    "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.launcher.cli",
-    "ddp_kit.launcher.parser", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
-    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.handover",
+    "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.cli.main",
+    "ddp_kit.arguments", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
+    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.kept_client",
 }  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_launch_that_is_handed_over_imports_only_what_that_needs(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     script = short_path / "train.py"
     script.touch()
-    address = handover.address_of(Program(sys.executable, str(script), ()), None)
+    address = kept_client.address_of(Program(sys.executable, str(script), ()), None)
     python = [sys.executable, "-X", "importtime"]
     with socket.socket(socket.AF_UNIX) as kept:
         kept.bind(str(address))
@@ -173,11 +173,11 @@ def test_launch_that_is_handed_over_imports_only_what_that_needs(
         with started(*python, DDPKIT, "launch", "--keep-warm", script) as client:
             connection, _ = kept.accept()
             with connection:
-                _, descriptors = handover.receive(connection, 3)
+                _, descriptors = kept_client.receive(connection, 3)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                handover.send(connection, {"launcher": os.getpid()})
-                handover.send(connection, {"code": 7})
+                kept_client.send(connection, {"launcher": os.getpid()})
+                kept_client.send(connection, {"code": 7})
             _, imports = client.communicate(timeout=seconds(30))
             assert client.returncode == 7, imports
     needed = run(*python, "-c", STANDARD_LIBRARY).stderr

@@ -32,14 +32,14 @@ print(len(connection.recv(1 << 16)), flush=True)
 CONNECTS = """\
 import os, sys
 from pathlib import Path
-from ddp_kit.launcher.warm import handover
+from ddp_kit.launcher.warm import kept_client
 import socket
 os.setuid(int(sys.argv[2]))
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     try:
-        handover.send(connection, {"for": sys.argv[3], "argv": []}, [0, 1, 2])
-        print(handover.receive(connection))
+        kept_client.send(connection, {"for": sys.argv[3], "argv": []}, [0, 1, 2])
+        print(kept_client.receive(connection))
     except (EOFError, OSError):
         print("no answer")
 """
@@ -146,7 +146,7 @@ def test_kept_process_of_another_version_is_replaced(folder: Folder) -> None:
     init = copy / "ddp_kit" / "__init__.py"
     assert f'"{ddp_kit.__version__}"' in init.read_text()
     init.write_text(init.read_text().replace(f'"{ddp_kit.__version__}"', '"0.0.9"'))
-    code = "import sys; from ddp_kit.launcher.cli import entry; entry(sys.argv[1:])"
+    code = "import sys; from ddp_kit.cli.main import entry; entry(sys.argv[1:])"
     words = [sys.executable, "-c", code, "launch", "--nproc-per-node", "2", str(folder.script)]
     env = clean_environment(folder.env) | {"PYTHONPATH": str(copy)}
     done = subprocess.run(words, cwd=folder.path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)

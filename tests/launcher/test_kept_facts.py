@@ -264,14 +264,14 @@ CLAIMS = """\
 import json, os, socket, sys
 from pathlib import Path
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm import handover
+from ddp_kit.launcher.warm import kept_client
 program = Program(sys.executable, sys.argv[2], ())
 request = {
     "argv": [sys.argv[2]], "env": dict(os.environ), "folder": os.getcwd(), "umask": 0, "ignored": [], "blocked": [],
     "import": {"program": program, "env": {}, "differing": (), "packages": None}, "facts": json.loads(sys.argv[3]),
 }
 with socket.socket(socket.AF_UNIX) as connection:
-    print(json.dumps(handover.ask(connection, Path(sys.argv[1]), "launch", request)))
+    print(json.dumps(kept_client.ask(connection, Path(sys.argv[1]), "launch", request)))
 """
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.commands.report import run as report
-from ddp_kit.launcher.report.findings import profiles_of
-from ddp_kit.launcher.report.run_history import read_runs
-from ddp_kit.launcher.trace.memory_file import LineMemory, MemorySummary, read_memory
+from ddp_kit.report.command import run as report
+from ddp_kit.report.findings import profiles_of
+from ddp_kit.report.memory_file import LineMemory, MemorySummary, read_memory
+from ddp_kit.report.run_history import read_runs
 
 from recorded_run import begin, write_record  # isort: skip
 

@@ -11,9 +11,9 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ddp_kit.devices import cpus
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, plan, spec
-from ddp_kit.launcher.devices import cpus
 
 C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 NONSENSE = [

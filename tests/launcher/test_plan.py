@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_kit.devices.cpus import Cpus
+from ddp_kit.devices.gpus import Gpu, GpuProcess, Process
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import plan, spec
-from ddp_kit.launcher.devices.cpus import Cpus
-from ddp_kit.launcher.devices.gpus import Gpu, GpuProcess, Process
 from ddp_kit.launcher.job import RankAssignment
 
 GIB = 1024**3

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_kit.cli import plan
+from ddp_kit.cli.plan import run, size_of
+from ddp_kit.devices.gpus import Gpu
 from ddp_kit.env import plan_request
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.commands import plan
-from ddp_kit.launcher.commands.plan import run, size_of
-from ddp_kit.launcher.devices.gpus import Gpu
 
 
 @pytest.mark.parametrize(

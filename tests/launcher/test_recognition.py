@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from ddp_kit.clusters.slurm import first_host
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import rendezvous
-from ddp_kit.launcher.clusters.slurm import first_host
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import parse
 

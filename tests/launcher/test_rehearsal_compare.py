@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddp_kit.launcher.rehearsal import compare
-from ddp_kit.launcher.rehearsal.lines import Line, attempt_file, read_attempts, write_line
+from ddp_kit.rehearsal import compare
+from ddp_kit.rehearsal.lines import Line, attempt_file, read_attempts, write_line
 
 RATES = (0.1,) * 3 + (0.05,) * 3 + (0.025,) * 4
 

@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.package import PackageExporter
 
-from ddp_kit.launcher.rehearsal.lines import ELSEWHERE_FILE, Instructions
-from ddp_kit.launcher.rehearsal.watch import install
+from ddp_kit.rehearsal.lines import ELSEWHERE_FILE, Instructions
+from ddp_kit.rehearsal.watch import install
 
 TENSORS = {"weight": torch.ones(2)}
 NET = nn.Linear(2, 2)

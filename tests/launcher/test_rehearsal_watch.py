@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_kit.launcher.rehearsal.lines import Instructions, Line, read_attempts
-from ddp_kit.launcher.rehearsal.watch import Watch, checksum, checksum_of_batch
+from ddp_kit.rehearsal.lines import Instructions, Line, read_attempts
+from ddp_kit.rehearsal.watch import Watch, checksum, checksum_of_batch
 
 
 @pytest.fixture

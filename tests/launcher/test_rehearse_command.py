@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.commands.rehearse import run
+from ddp_kit.rehearsal.command import run
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,16 @@ from launching import run
 from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 from ddp_kit import __version__
+from ddp_kit.cli.main import main
 from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.cli import main
-from ddp_kit.launcher.commands.report import run as report
-from ddp_kit.launcher.report.charts import charts_of_run, comparing_charts
-from ddp_kit.launcher.report.comparison import differences, first_differences
-from ddp_kit.launcher.report.findings import findings, state
-from ddp_kit.launcher.report.page import page
-from ddp_kit.launcher.report.run_history import RunHistory, read_runs
-from ddp_kit.profile import Recorder
+from ddp_kit.report.charts import charts_of_run, comparing_charts
+from ddp_kit.report.command import run as report
+from ddp_kit.report.comparison import differences, first_differences
+from ddp_kit.report.findings import findings, state
+from ddp_kit.report.page import page
+from ddp_kit.report.run_history import RunHistory, read_runs
+from ddp_kit.trainer.profile import Recorder
 
 GIB = 1 << 30
 PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer", "other")
@@ -429,9 +429,7 @@ def test_report_reads_the_traces_of_a_run(tmp_path: Path) -> None:
 
 
 def test_report_imports_no_torch() -> None:
-    code = (
-        "import sys, ddp_kit.launcher.commands.report; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    )
+    code = "import sys, ddp_kit.report.command; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert run(sys.executable, "-c", code).returncode == 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
-from ddp_kit.launcher.commands.report import run as report
+from ddp_kit.report.command import run as report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [

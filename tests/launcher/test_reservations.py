@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, ROOT, clean_environment, run, seconds, started
 
+from ddp_kit.devices import reservations
+from ddp_kit.devices.cpus import Cpus
+from ddp_kit.devices.gpus import Gpu
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
-from ddp_kit.launcher.devices import reservations
-from ddp_kit.launcher.devices.cpus import Cpus
-from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.plan import Plan, WorkerResources, make
 
 CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from launching import run, seconds, started
 
+from ddp_kit.cli import submit
+from ddp_kit.cli.submit import seconds_of
+from ddp_kit.clusters.engine import Engine
+from ddp_kit.clusters.request import Request
+from ddp_kit.clusters.slurm import clock
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.engine import Engine
-from ddp_kit.launcher.clusters.request import Request
-from ddp_kit.launcher.clusters.slurm import clock
-from ddp_kit.launcher.commands import submit
-from ddp_kit.launcher.commands.submit import seconds_of
 
 _HOST = "echo up; read code < go; exit $code"
-_SESSION = "import sys; from ddp_kit.launcher.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"
+_SESSION = "import sys; from ddp_kit.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +219,7 @@ def test_ssh_reads_hosts_from_a_file(tmp_path: Path) -> None:
 def test_submit_dry_run_imports_no_torch(tmp_path: Path) -> None:
     """And so it is printed at once."""
     code = (
-        "import sys; from ddp_kit.launcher.cli import main; "
+        "import sys; from ddp_kit.cli.main import main; "
         "main(['submit', '--on', 'slurm', '--nodes', '2', '--dry-run', 'train.py']); "
         "sys.exit(bool({'torch', 'pydantic', 'numpy'} & set(sys.modules)))"
     )

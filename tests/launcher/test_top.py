@@ -15,10 +15,10 @@ import pytest
 from launching import DDPKIT, PROGRAMS, seconds, started, wait_until
 from rich.console import Console
 
+from ddp_kit.devices.gpus import GpuUsage
 from ddp_kit.env import RECORD_NOTE
-from ddp_kit.launcher.commands.top import render
-from ddp_kit.launcher.devices.gpus import GpuUsage
-from ddp_kit.launcher.readings import (
+from ddp_kit.launcher.record import RoundFile, RoundRecord, WorkerRecord
+from ddp_kit.watching.readings import (
     HostReadings,
     JobReading,
     RankReading,
@@ -28,7 +28,7 @@ from ddp_kit.launcher.readings import (
     readings,
     straggler,
 )
-from ddp_kit.launcher.record import RoundFile, RoundRecord, WorkerRecord
+from ddp_kit.watching.top import render
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_top_reads_a_running_job_and_names_a_slow_rank(
 
 # The command on a machine where no other test has a job.
 ALONE = """
-from ddp_kit.launcher import cli
-from ddp_kit.launcher.commands import top
+from ddp_kit.cli import main
+from ddp_kit.watching import top
 top.readings = lambda: ()
-cli.entry()
+main.entry()
 """
 
 

@@ -10,12 +10,13 @@ import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
+from ddp_kit.cli import main as cli
+from ddp_kit.devices.cpus import Cpus
 from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import cli, plan, spec
+from ddp_kit.launcher import plan, spec
 from ddp_kit.launcher.agent import torchrun as our_torchrun
 from ddp_kit.launcher.agent.torchrun import streams
-from ddp_kit.launcher.devices.cpus import Cpus
 
 
 def planned(*words: str, env: dict[str, str] | None = None) -> plan.Plan:

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.trace.analysis import MatrixProduct, Synchronisation, TraceSummary, lines, read_trace
-from ddp_kit.launcher.trace.recording import CodeLocation, common, gaps, merged
-from ddp_kit.profile import Recorder
+from ddp_kit.report.trace_analysis import MatrixProduct, Synchronisation, TraceSummary, lines, read_trace
+from ddp_kit.report.trace_recording import CodeLocation, common, gaps, merged
+from ddp_kit.trainer.profile import Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +369,7 @@ def test_trace_names_kernels_with_the_operator_that_launched_them(tmp_path: Path
 def test_trace_counts_gpu_synchronisations_once_per_operator(tmp_path: Path) -> None:
     trace = Trace()
     for step in (0, 1000):
-        trace.host("python_function", "ddp_kit/profile.py(50): before_step", step - 5, step + 5)
+        trace.host("python_function", "ddp_kit/trainer/profile.py(50): before_step", step - 5, step + 5)
         trace.host("user_annotation", f"ProfilerStep#{4 + step // 1000}", step, step + 900)
         trace.host("python_function", "train.py(42): loss_fn", step + 10, step + 300)
         trace.host("python_function", "torch/nn/functional.py(9): helper", step + 20, step + 290)
@@ -380,7 +380,7 @@ def test_trace_counts_gpu_synchronisations_once_per_operator(tmp_path: Path) -> 
         trace.host("cuda_runtime", "cudaStreamSynchronize", step + 70, step + 120)
         trace.host("cuda_runtime", "cudaStreamSynchronize", step + 130, step + 150)
     trace.kernel("gemm", 1500, 1800, launched=1400)
-    trace.host("python_function", "ddp_kit/profile.py(60): close", 1750, 2500)
+    trace.host("python_function", "ddp_kit/trainer/profile.py(60): close", 1750, 2500)
     trace.host("python_function", "torch/profiler/profiler.py(300): stop", 1760, 2400)
     trace.host("cuda_runtime", "cudaDeviceSynchronize", 1800, 1850)  # the profiler's own
     summary = trace.read(tmp_path)

@@ -16,9 +16,9 @@ import pytest
 from launching import PROGRAMS, clean_environment, launch, seconds, wait_until
 from launching import started as running
 
+from ddp_kit.launcher.processes import Child, is_stopped
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import client, scan
-from ddp_kit.launcher.warm.cleanup import Child, is_stopped
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
     Channel,

@@ -13,8 +13,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_kit import ConfigError, MemoryConfig
-from ddp_kit.parallel import activations
-from ddp_kit.parallel.activations import Activations, SavedTensors, compressed, decompressed
+from ddp_kit.model import activations
+from ddp_kit.model.activations import Activations, SavedTensors, compressed, decompressed
 
 EXACT: list[dict[str, Any]] = [
     {"activation_checkpointing": "blocks"},

@@ -1,8 +1,8 @@
 """Print which GPUs, threads and CPU cores a launch with half of the GPUs gets on a machine with 64 cores."""
 
+from ddp_kit.devices import gpus as devices
+from ddp_kit.devices.cpus import Cpus
 from ddp_kit.launcher import plan, spec
-from ddp_kit.launcher.devices import gpus as devices
-from ddp_kit.launcher.devices.cpus import Cpus
 
 asked = spec.parse(["--gpus", str(len(devices.gpus()) // 2), "train.py"], {})
 made = plan.make(asked, devices.gpus(), {}, "id", Cpus({cpu: cpu for cpu in range(64)}), {})

@@ -11,8 +11,8 @@ from say import say
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit import timing
 from ddp_kit.distributed.world import join
+from ddp_kit.trainer import timing
 
 
 class Loud(timing.StepClock):

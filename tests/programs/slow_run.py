@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddp_kit import Trainer, TrainerConfig, timing
-from ddp_kit.trainer import build
+from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.trainer import build, timing
 
 CAUSE, end = sys.argv[1], Path(sys.argv[2])
 # All sleep for much longer than they compute, however busy the cores are: so the cause alone stands out.

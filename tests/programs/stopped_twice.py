@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from ddp_kit.launcher import cli
+from ddp_kit.cli import main as cli
 
 
 class Interrupts:

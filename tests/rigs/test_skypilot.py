@@ -9,7 +9,7 @@ from hosts import Host, user_environment
 from launching import seconds
 from managed_job import ManagedJob
 
-from ddp_kit.launcher.commands.submit import run as submit_job
+from ddp_kit.cli.submit import run as submit_job
 
 pytestmark = pytest.mark.slow
 

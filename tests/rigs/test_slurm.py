@@ -23,7 +23,7 @@ from hosts import ALONE
 from labels import unlabelled
 from launching import BIN, PROGRAMS, ROOT, free_port, seconds
 
-from ddp_kit.launcher.commands import submit
+from ddp_kit.cli import submit
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 REPORT = PROGRAMS / "slurm_report.py"

@@ -162,7 +162,7 @@ def test_ssh_hosts_that_do_not_answer_or_lack_ddpkit_are_named(cluster: Cluster)
     cluster.serve(lost)
     _wait(lambda: "listening" in cluster.daemons[lost.name].output)
     words = ["submit", "--on", "ssh", "--hosts", "h2,h3", "train.py", "saved"]
-    moved = "import sys; from ddp_kit.launcher.cli import main; sys.executable = '/nowhere/python'; "
+    moved = "import sys; from ddp_kit.cli.main import main; sys.executable = '/nowhere/python'; "
     moved += f"sys.exit(main({words}))"
     job = cluster.client.start("env", "-C", cluster.folder, sys.executable, "-c", moved, env=cluster.env)
     assert job.wait(SECONDS) == 127, job.output

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Loss, Trainer, TrainerConfig, Update
 from ddp_kit.distributed.world import World
-from ddp_kit.precision import Precision
+from ddp_kit.model.precision import Precision
 from ddp_kit.records import FitResult
 from ddp_kit.torch_internals import compilations, is_fake
 from ddp_kit.trainer import model_flops

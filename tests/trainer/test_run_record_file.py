@@ -23,9 +23,9 @@ from ddp_kit.data.sampler import ExactDistributedSampler, checksum
 from ddp_kit.distributed import consistency
 from ddp_kit.env import ERROR_FILE, RECORD_NOTE
 from ddp_kit.launcher.record import RecordKeeper
-from ddp_kit.launcher.report.comparison import first_differences
-from ddp_kit.launcher.report.findings import state
-from ddp_kit.launcher.report.run_history import read_runs
+from ddp_kit.report.comparison import first_differences
+from ddp_kit.report.findings import state
+from ddp_kit.report.run_history import read_runs
 from ddp_kit.trainer import run_record
 from ddp_kit.trainer.run_record import described_optimizer
 

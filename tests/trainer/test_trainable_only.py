@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from ddp_kit import EMA, Callback, CheckpointError, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.load_model import fingerprint
-from ddp_kit.launcher.commands.export import run as export
+from ddp_kit.cli.export import run as export
 from ddp_kit.pieces import Piece
 
 WIDTH = 128

@@ -17,10 +17,10 @@ from ddp_kit import EMA, Loss, Trainer, TrainerConfig
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
 from ddp_kit.metrics import Mean
-from ddp_kit.timing import StepClock
 from ddp_kit.trainer import step
 from ddp_kit.trainer.logging import Interval, LogPoints
 from ddp_kit.trainer.non_finite import can_read_losses
+from ddp_kit.trainer.timing import StepClock
 
 
 def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

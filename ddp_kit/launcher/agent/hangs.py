@@ -14,8 +14,8 @@ from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher.agent.stacks import Stack, read_stacks, wait_channel
 from ddp_kit.launcher.output import open_log
+from ddp_kit.launcher.processes import is_stopped, state
 from ddp_kit.launcher.verdict import Failure, rank_list
-from ddp_kit.launcher.warm.cleanup import is_stopped, state
 from ddp_kit.masking import masked
 
 # --- Hang rule --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ddp_kit.clusters.request import JobPlace
 from ddp_kit.errors import LaunchError
-from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits, Order, RankAssignment
 from ddp_kit.launcher.rendezvous import holder
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_kit.env import STACKS_SIGNAL
 from ddp_kit.heartbeat import Phase
-from ddp_kit.launcher.warm.cleanup import is_stopped
+from ddp_kit.launcher.processes import is_stopped
 
 _LIBC = ctypes.CDLL(None)
 _TIMEOUT_SECONDS = 3.0

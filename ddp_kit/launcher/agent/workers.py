@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ddp_kit.devices.cpus import oom_kills
 from ddp_kit.env import (
     GRACE_FILE,
     NOTE_AT_START,
@@ -31,13 +32,12 @@ from ddp_kit.launcher.agent import torchrun
 from ddp_kit.launcher.agent.hangs import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.stacks import can_be_inspected, has_handler
-from ddp_kit.launcher.devices.cpus import oom_kills
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.processes import state
 from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord
 from ddp_kit.launcher.verdict import Failure, Outcome
-from ddp_kit.launcher.warm.cleanup import state
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.masking import masked, masked_words
 from ddp_kit.uncaught import read_error_file

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS, PACKAGE_FOLDER, child_code
+from ddp_kit.launcher.processes import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm.cleanup import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,

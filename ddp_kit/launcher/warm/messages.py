@@ -37,7 +37,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Keep:
-    """Launcher to server, before `Import`: fork the kept process for the next launches of the script (see kept.py)."""
+    """Launcher to server, before `Import`: fork the kept process for the next launches of the script (see kept_process.py)."""
 
     address: str
     """The path of its socket."""

@@ -20,9 +20,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
-from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm import imports, traces, worker
-from ddp_kit.launcher.warm.cleanup import (
+from ddp_kit.launcher.processes import (
     Child,
     adopt_orphans,
     children,
@@ -33,6 +31,8 @@ from ddp_kit.launcher.warm.cleanup import (
     signal_children,
     wait_for,
 )
+from ddp_kit.launcher.program import Program
+from ddp_kit.launcher.warm import imports, traces, worker
 from ddp_kit.launcher.warm.looks import Variables, variables_read
 from ddp_kit.launcher.warm.messages import (
     Channel,
@@ -167,7 +167,7 @@ def main(
         program, main_module = server.serve()
         inherited.restore()
         if isinstance(program, Keep):
-            return partial(import_module("ddp_kit.launcher.warm.kept").main, program, variables)
+            return partial(import_module("ddp_kit.launcher.warm.kept_process").main, program, variables)
         del server, channel, inherited, parent_signals  # so that the script starts without objects of the server
         try:
             worker.run_as_main(program, main_module)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ddp_kit.env import IMPORTED_ONCE, set_environment
-from ddp_kit.launcher.warm.cleanup import has_children
+from ddp_kit.launcher.processes import has_children
 
 _LIBC = ctypes.CDLL(None)
 _PRCTL = (2, 37)  # PR_GET_PDEATHSIG and PR_GET_CHILD_SUBREAPER: lost in a fork, and the server has set both

@@ -275,8 +275,8 @@ def set_title(program: Program) -> None:
 # In a forked process, as `python -u script.py` would.
 
 
-# Files of the frames that call the script: the `python -c` code of client.py or handover.py, and these modules.
-_BELOW_THE_SCRIPT = ("<string>", *(str(Path(__file__).with_name(name)) for name in ("kept.py", "server.py")), __file__)
+# Files of the frames that call the script: the `python -c` code of client.py or kept_client.py, and these modules.
+_BELOW_THE_SCRIPT = ("<string>", *(str(Path(__file__).with_name(name)) for name in ("kept_process.py", "server.py")), __file__)
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
@@ -290,7 +290,7 @@ def run_as_main(program: Program, main: ModuleType) -> None:
     before = _read_by_torch()
     rehearsal = rehearsal_folder()
     if rehearsal is not None:
-        import_module("ddp_kit.launcher.rehearsal.watch").install(rehearsal)
+        import_module("ddp_kit.rehearsal.watch").install(rehearsal)
     try:
         vars(main).update(__builtins__=builtins, __annotations__={})
         # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.

@@ -1,0 +1,1 @@
+"""`ddpkit doctor` and `ddpkit env`: whether this machine can train, and what it has."""

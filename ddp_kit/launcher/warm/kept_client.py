@@ -1,0 +1,313 @@
+"""Hand a launch over to the kept process (see kept_process.py). Imports nothing but the standard library, to start at once."""
+
+import array
+import json
+import os
+import signal
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ddp_kit.env import RUNTIME_FOLDER
+from ddp_kit.launcher.program import Program
+from ddp_kit.launcher.warm.facts import facts_of, own_facts
+
+if TYPE_CHECKING:
+    from ddp_kit.launcher.warm.client import WarmServer
+    from ddp_kit.launcher.warm.messages import Import
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+_LENGTH = struct.Struct("!I")
+_LARGEST = 1 << 24
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send a message, with open descriptors."""
+    text = json.dumps(message).encode()
+    socket.send_fds(connection, [_LENGTH.pack(len(text))], list(descriptors))
+    connection.sendall(text)
+
+
+def receive(connection: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message and its descriptors.
+
+    Raises `EOFError` at the end of the connection, `ValueError` for something else than a message, and `OSError`.
+    """
+    received: list[int] = []
+    space = socket.CMSG_SPACE(4 * descriptors) if descriptors else 0
+    # Not `socket.recv_fds`, which ignores its flags: programs that are started meanwhile would inherit the descriptors.
+    head, rights, _, _ = connection.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received += array.array("i", content[: len(content) // 4 * 4])
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    left, text = _LENGTH.unpack(head)[0], b""
+    if left > _LARGEST or len(received) != descriptors:
+        for descriptor in received:
+            os.close(descriptor)
+        raise ValueError("not a message of ddpkit")
+    while len(text) < left:
+        part = connection.recv(left - len(text))
+        if not part:
+            raise EOFError
+        text += part
+    message = json.loads(text)
+    if not isinstance(message, dict):
+        raise ValueError("not a message of ddpkit")
+    return message, received
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """The process id and the user id of the process at the other end."""
+    pid_uid_gid = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", pid_uid_gid)
+    return pid, user
+
+
+# --- The client -------------------------------------------------------------------------------------------------------
+
+
+FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+)
+"""The signals that the client passes on to the launcher."""
+ROOM = " " * 4096  # for the command lines of later launchers and their workers, see `WarmServer`
+_LONGEST_FOLDER = 70  # the path of a socket has at most 107 bytes
+_DIGEST = 2**80 - 65  # a prime: each byte of a text counts in its remainder
+_ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
+_START_SECONDS = 60.0  # for the imports of a kept process that another launch has just started
+
+
+def folder() -> Path | None:
+    """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
+    path = _place()
+    if len(os.fsencode(path)) > _LONGEST_FOLDER:
+        return None
+    with suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        state = path.lstat()
+        if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077:
+            return path
+    return None
+
+
+def _place() -> Path:
+    base = os.environ.get(RUNTIME_FOLDER, "")
+    if base.startswith("/") and os.access(base, os.W_OK):
+        return Path(base, "ddpkit")
+    from tempfile import gettempdir  # slow to import
+
+    return Path(gettempdir(), f"ddpkit-{os.getuid()}")
+
+
+def hand_over(
+    argv: Sequence[str], program: Program, packages: tuple[str, ...] | None, print_message: Callable[[str], None]
+) -> int | None:
+    """Let a kept process run `ddpkit launch`, and return the exit code; None if this process has to run it.
+
+    `argv`: the arguments of `ddpkit launch`. `program`, `packages`: its script, and the packages to import (`Import`).
+    """
+    address = address_of(program, packages)
+    if address is None or any(word.startswith(("/dev/fd/", "/proc/self/fd/")) for word in argv):
+        return None  # in the second case, the launcher would need a descriptor of this process
+    _wait_while_starting(address)
+    request = {
+        "argv": [*argv],
+        "umask": _umask(),
+        "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        **_conditions(program, packages),
+    }
+    with socket.socket(socket.AF_UNIX) as connection:
+        answer = ask(connection, address, "launch", request)
+        if answer is None:
+            return None
+        if "launcher" in answer:
+            return _attend(connection, answer["launcher"])
+    print_message(f"the kept process cannot be used and is replaced: {answer['refused']}")
+    return None
+
+
+def _wait_while_starting(address: Path) -> None:
+    """Wait for a kept process that is making its imports: it has begun before this process would begin with its own."""
+    if address.exists():
+        return
+    import fcntl
+    import time
+
+    with suppress(OSError):
+        lock = os.open(f"{address}.lock", os.O_RDONLY | os.O_CLOEXEC)
+        deadline = time.monotonic() + _START_SECONDS
+        while not address.exists() and time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # the kept process has locked the file, from its start to its end
+                time.sleep(0.01)
+            else:
+                break
+        os.close(lock)
+
+
+def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
+    """Whether a launch would use a kept process, as text."""
+    address = address_of(program, packages)
+    answer = None
+    if address is not None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = ask(connection, address, "question", _conditions(program, packages))
+    if answer is None:
+        return "none yet"
+    return f"pid {answer['pid']}, " + (f"which would be replaced: {answer['refused']}" if answer["refused"] else "used")
+
+
+def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str, Any]:
+    """The part of a request that says whether a kept process can serve it."""
+    return {
+        "folder": os.getcwd(),  # noqa: PTH109
+        "env": dict(os.environ),
+        "import": {"program": program, "env": {}, "differing": (), "packages": packages},
+        "facts": own_facts(),
+    }
+
+
+def command_here() -> dict[str, Any]:
+    """The environment and the facts of this process, with which later launches are compared."""
+    return {"env": dict(os.environ), "facts": {**facts_of(os.getpid()), **own_facts()}}
+
+
+def ask(
+    connection: socket.socket, address: Path, what: str, request: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any] | None:
+    """Send a request to a kept process, with stdin, stdout and stderr, and return its answer; None: there is none.
+
+    `what`: "launch", "question" (would it be served?), "description" or "stop".
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        connection.settimeout(_ANSWER_SECONDS)
+        connection.connect(str(address))
+        if peer(connection)[1] != os.geteuid():
+            return None
+        send(connection, {"for": what, **request}, [number if _is_open(number) else null for number in range(3)])
+        answer, _ = receive(connection)
+        connection.settimeout(None)
+    except (OSError, EOFError, ValueError):
+        return None
+    finally:
+        os.close(null)
+    return answer
+
+
+def kept_processes(what: str = "description") -> list[dict[str, Any]]:
+    """The descriptions of the kept processes of this user. `what`: "description", or "stop" to end them."""
+    place, found = folder(), []
+    for address in sorted(place.glob("*.kept")) if place is not None else ():
+        with socket.socket(socket.AF_UNIX) as connection:
+            answer = ask(connection, address, what)
+        if answer is not None:
+            found.append(answer)
+        else:  # it was killed
+            address.unlink(missing_ok=True)
+    return found
+
+
+def kept_processes_text() -> str:
+    """How many processes are kept, for other commands; empty if none is."""
+    number = len(kept_processes())
+    return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
+
+
+def keep_process(
+    request: "Import | None",
+    seconds: float,
+    command: Mapping[str, Any],
+    server: "WarmServer",
+    print_message: Callable[[str], None],
+) -> None:
+    """Let the warm server fork a kept process for the next launches, which ends at once if the script has one already.
+
+    `request`: what it imports. `seconds`: how long it waits for the next launch. `command`: see `command_here`.
+    """
+    from dataclasses import asdict  # slow to import, and not needed to hand over a launch
+
+    from ddp_kit.launcher.warm.messages import Keep
+
+    if request is None:
+        return
+    address = address_of(request.program, request.packages)
+    if address is None:
+        print_message(
+            f"no process is kept: {_place()} is not a folder that only you can access, or its path is too long; set "
+            f"{RUNTIME_FOLDER} to another folder"
+        )
+        return
+    try:
+        os.close(os.open(f"{address}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        print_message(f"no process is kept: {address.parent} cannot be written to: {error.strerror}")
+        return
+    server.keep(Keep(str(address), seconds, asdict(request), command["env"], command["facts"]))
+
+
+def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | None:
+    """The socket of a script's kept process; None if there is no folder for it."""
+    place = folder()
+    name = program.name if program.module else str(Path(program.name).resolve())
+    content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
+    digest = int.from_bytes(content.encode(), "big") % _DIGEST  # hashlib is slow to import
+    return None if place is None else place / f"{digest:020x}.kept"
+
+
+def _attend(connection: socket.socket, launcher: int) -> int:
+    """Forward signals to the launcher until it ends, and return its exit code."""
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(launcher, number)
+
+    def suspend(number: int, _frame: FrameType | None) -> None:
+        forward(signal.SIGSTOP, None)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # the shell sees which signal it was; returns after SIGCONT
+        signal.signal(number, suspend)
+        forward(signal.SIGCONT, None)
+
+    for number in FORWARDED:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, suspend)
+    try:
+        ended, _ = receive(connection)
+        return int(ended["code"])
+    except (EOFError, OSError, ValueError):
+        return 128 + signal.SIGKILL  # the launcher was killed; its warm server ends the job
+
+
+def _umask() -> int:
+    before = os.umask(0o077)
+    os.umask(before)
+    return before
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

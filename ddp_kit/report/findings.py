@@ -1,0 +1,306 @@
+"""The findings of a report as text: findings about the profiles of a run, and about the run itself."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from ddp_kit.errors import UsageError, size_text
+from ddp_kit.report.memory_file import MemorySummary, read_memory
+from ddp_kit.report.run_history import Attempt, Line, RunHistory
+from ddp_kit.report.trace_analysis import Operation, TraceSummary, lines, read_trace
+
+# --- Profiles ---------------------------------------------------------------------------------------------------------
+# Traces, and the largest allocations on GPUs.
+
+_MOST_LINES_IN_WORDS = 3
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One profile file: its findings as text, and the data for its table in the report."""
+
+    title: str
+    lines: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+    """The most expensive operations, if the profile is a trace."""
+    memory: MemorySummary | None = None
+
+
+def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
+    """One `Profile` per file. If a file cannot be read, its profile contains only the error message."""
+    return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
+
+
+def _profile(path: Path) -> Profile:
+    try:
+        summary = read_trace(path)
+    except UsageError as error:
+        return Profile(f"Profile {path.name}", (str(error),))
+    return Profile(
+        _title("Profile", summary, path), tuple(lines(summary)) or ("Nothing stands out.",), summary.operations
+    )
+
+
+def _memory_profile(path: Path) -> Profile:
+    try:
+        summary = read_memory(path)
+    except UsageError as error:
+        return Profile(f"Memory {path.name}", (str(error),))
+    return Profile(_title("Memory", summary, path), tuple(_memory_lines(summary)), memory=summary)
+
+
+def _title(what: str, summary: TraceSummary | MemorySummary, path: Path) -> str:
+    rank = "" if summary.rank is None else f" of rank {summary.rank}"
+    steps = "" if summary.steps is None else f", steps {summary.steps[0]} to {summary.steps[1]}"
+    return f"{what}{rank}{steps} ({path.name})"
+
+
+def _memory_lines(summary: MemorySummary) -> Iterator[str]:
+    yield (
+        f"peak memory: {size_text(summary.bytes, 2)}, including {size_text(summary.earlier, 2)} allocated before "
+        f"step {summary.steps[0]}, such as weights and optimizer state"
+    )
+    for line in summary.lines[:_MOST_LINES_IN_WORDS]:
+        yield f"{line.place}: {size_text(line.bytes, 2)} in {line.count:,} {_plural('tensor', line.count)}"
+    if not summary.complete:
+        yield "there were too many allocations to record all of them: record fewer steps"
+
+
+# --- Findings about a run ---------------------------------------------------------------------------------------------
+# How the run ended, the advice given during the run, and problems that only the record of the whole run shows.
+
+
+_ENOUGH_ROWS = 8
+"""Minimum number of rows from which a trend is judged."""
+_RISEN = 1.05
+"""Multiple of the lowest evaluation loss, above which a later loss counts as risen."""
+_SLOWER = 0.8
+"""Fraction of the earlier throughput, below which a later throughput counts as slower."""
+_OFF_PLAN = 0.10
+_IDLE_GPU = 0.5
+_COMPILED_AGAIN = 3
+"""Minimum number of late compilations to report; a smaller last batch and the first evaluation cause one each."""
+_FULL_HOST = 0.95
+_WORTH_SAYING = 0.05
+"""Seconds lost to failed attempts from which they are reported."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding, and whether it is a problem."""
+
+    text: str
+    is_problem: bool
+
+
+def findings(run: RunHistory) -> list[Finding]:
+    """Findings about a run, the most important first."""
+    return [
+        *_endings(run),
+        *_advice(run),
+        *_loss(run),
+        *_compilation(run),
+        *_throughput(run),
+        *_memory(run),
+        *_machine(run),
+        *_record(run),
+    ]
+
+
+def state(run: RunHistory) -> str:
+    """Progress or outcome of a run in a few words."""
+    total = run.last.begin.get("total_steps")
+    of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
+    steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
+    if run.is_live:
+        return f"running, {steps}"
+    if not run.last.ends:
+        stopped = "stopped" if run.last.stop else "no end recorded"
+        return f"{'finished' if run.last.done else stopped}, {steps}"
+    if all(end["exit_code"] == 0 for end in run.last.ends):
+        return f"finished, {steps}"
+    return f"exit code {run.last.ends[0]['exit_code']}, {steps}"
+
+
+def duration(seconds: float) -> str:
+    """A duration as text, such as 3 h 12 min, 4 min 10 s or 2.4 s."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def _endings(run: RunHistory) -> Iterator[Finding]:
+    for attempt in run.attempts:
+        for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
+            yield Finding(f"{_which(run, attempt)}: {text}", is_problem=attempt.failed)
+    lost, repeats = 0.0, False
+    for before, after, (_, end) in zip(run.attempts, run.attempts[1:], run.periods, strict=False):
+        if before.failed:
+            saved = _time_of_step(before, after.begin["step"], run)
+            lost += max(0.0, end - saved)
+            repeats |= saved < min(end["time"] for end in before.ends)
+    if lost >= _WORTH_SAYING:
+        yield Finding(
+            f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True
+        )
+    last = run.last
+    if not last.ends and last.done is None and last.stop is None and not run.is_live:
+        yield Finding(
+            "The last attempt has no recorded end: it is still running, was killed, or was started without the "
+            f"launcher; last step: {run.steps:,}",
+            is_problem=False,
+        )
+
+
+def _which(run: RunHistory, attempt: Attempt) -> str:
+    return f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
+
+
+def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:
+    """Time until which an attempt did work up to a step: its end, if that was its last step, or an estimate.
+
+    The estimate is between the attempt's last row up to this step, and its end if the step of the end is known.
+    """
+    if latest := [end["time"] for end in attempt.ends if end.get("step") == step]:
+        return float(max(latest))
+    rows = [row for row in run.rows if row["attempt"] == attempt.name and row["step"] <= step]
+    before = max((attempt.begin, *rows), key=lambda line: line["step"])
+    ends = [end for end in attempt.ends if (end.get("step") or 0) >= step]
+    after = min(ends, key=lambda line: line["step"]) if step and ends else before
+    share = (step - before["step"]) / max(after["step"] - before["step"], 1)
+    return float(before["time"] + min(share, 1.0) * max(after["time"] - before["time"], 0.0))
+
+
+def _advice(run: RunHistory) -> Iterator[Finding]:
+    """The Trainer's advice from the latest attempt in which it gave any."""
+    for attempt in reversed(run.attempts):
+        if attempt.advice:
+            for line in attempt.advice:
+                yield Finding(f"{line['text']} (at step {line.get('step', 0):,})", is_problem=True)
+            return
+
+
+def _loss(run: RunHistory) -> Iterator[Finding]:
+    lost = [row["step"] for row in run.rows if row.get("loss") is None]
+    if lost:
+        yield Finding(
+            f"The loss was not finite at {len(lost)} log {_plural('point', len(lost))}, first at step {lost[0]:,}: "
+            "lower the learning rate, or set max_grad_norm",
+            is_problem=True,
+        )
+    evaluated = [(line["eval_loss"], line["step"]) for line in run.evaluations if _is_number(line.get("eval_loss"))]
+    if len(evaluated) > 2:
+        lowest, step = min(evaluated)
+        last = evaluated[-1][0]
+        if lowest > 0 and last > _RISEN * lowest:
+            yield Finding(
+                f"The evaluation loss was lowest at step {step:,} ({lowest:.4g}) and has risen to {last:.4g}: "
+                'the model may be overfitting; checkpoint={"best_metric": "loss"} keeps the best checkpoint',
+                is_problem=True,
+            )
+
+
+def _compilation(run: RunHistory) -> Iterator[Finding]:
+    counts = [
+        (row["compilations"], row["step"])
+        for row in run.rows
+        if row.get("attempt") == run.last.name and isinstance(row.get("compilations"), int)
+    ]
+    if len(counts) < _ENOUGH_ROWS:
+        return
+    early = counts[len(counts) // 4][0]
+    count, _ = counts[-1]
+    if count - early >= _COMPILED_AGAIN:
+        step = next(step for number, step in counts if number == count)
+        yield Finding(
+            f"torch.compile compiled {count - early} graphs after the first quarter of the run ({count} in total), "
+            f"the last one by step {step:,}: if batch shapes vary, pad the batches to a few sizes",
+            is_problem=True,
+        )
+
+
+def _throughput(run: RunHistory) -> Iterator[Finding]:
+    rates = [
+        row["samples_per_second"]
+        for row in run.rows
+        if row.get("attempt") == run.last.name and _is_number(row.get("samples_per_second"))
+    ][1:]  # the first interval includes the warm-up
+    if len(rates) < 2 * _ENOUGH_ROWS:
+        return
+    quarter = len(rates) // 4
+    early, late = median(rates[:quarter]), median(rates[-quarter:])
+    if late < _SLOWER * early:
+        yield Finding(
+            f"Throughput fell from {early:,.0f} to {late:,.0f} samples/s during the last attempt: the report "
+            "shows each rank's time and the machine's load",
+            is_problem=True,
+        )
+
+
+def _memory(run: RunHistory) -> Iterator[Finding]:
+    peaks = [max(row["rank_memory"]) for row in run.rows if row.get("rank_memory")]
+    planned = run.last.begin.get("planned_memory")
+    if peaks and _is_number(planned) and planned:
+        share = max(peaks) / planned - 1
+        if abs(share) > _OFF_PLAN:
+            yield Finding(
+                f"A rank used {size_text(max(peaks))} of GPU memory; estimated: {size_text(planned)} ({share:+.0%})",
+                is_problem=share > 0,
+            )
+
+
+def _machine(run: RunHistory) -> Iterator[Finding]:
+    for node, samples in run.samples.items():
+        where = f"node {node}" if len(run.samples) > 1 else "the machine"
+        used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
+        ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
+        shared = len(used) > ranks // nodes  # with other jobs, which may cause the load
+        busy = fmean(load for loads in used for load in loads) if used else 1.0
+        if busy < _IDLE_GPU and not shared:
+            yield Finding(
+                f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where the time of a step "
+                "goes",
+                is_problem=True,
+            )
+        shares = [
+            line["memory"] / line["memory_total"]
+            for line in samples
+            if _is_number(line.get("memory")) and _is_number(line.get("memory_total")) and line["memory_total"]
+        ]
+        if shares and max(shares) > _FULL_HOST:
+            yield Finding(
+                f"The host memory of {where} was {max(shares):.0%} full; when it runs out, the kernel kills a process: "
+                "use fewer DataLoader workers, or smaller samples",
+                is_problem=True,
+            )
+
+
+def _loads(samples: Sequence[Line]) -> list[list[float]]:
+    count = max((len(line.get("gpus", ())) for line in samples), default=0)
+    return [
+        [
+            line["gpus"][index]["load"]
+            for line in samples
+            if index < len(line.get("gpus", ())) and _is_number(line["gpus"][index].get("load"))
+        ]
+        for index in range(count)
+    ]
+
+
+def _record(run: RunHistory) -> Iterator[Finding]:
+    if run.unreadable:
+        lines = _plural("line", run.unreadable)
+        yield Finding(f"{run.unreadable} {lines} of the record cannot be read and are ignored", is_problem=True)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"

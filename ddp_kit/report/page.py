@@ -1,0 +1,311 @@
+"""Build the report as one HTML page."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from itertools import accumulate
+from typing import Any
+
+from ddp_kit import __version__
+from ddp_kit.report.charts import Chart, charts_of_run, comparing_charts
+from ddp_kit.report.comparison import differences, first_differences, settings
+from ddp_kit.report.findings import Finding, Profile, duration, findings, state
+from ddp_kit.report.memory_file import MemorySummary
+from ddp_kit.report.run_history import Attempt, RunHistory
+
+# The page is self-contained: it loads nothing from the network.
+
+MARK = '<meta name="generator" content="ddpkit report'
+"""Tag by which `ddpkit report` recognises its own files."""
+_MIB = 1 << 20
+_UPLOT = "uplot-1.6.32.min"
+_OPEN_RUNS = 2
+"""Maximum number of runs whose own sections are open at first."""
+_CLOCK_POINTS = 100
+"""Number of points by which the page converts steps to minutes."""
+_LONGEST_NAME = 100
+"""Maximum number of characters shown of a kernel's name; names of C++ templates can fill a screen."""
+
+
+def page(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]]) -> str:
+    """The HTML text of the report. `profiles`: the profiles of each run, by run name."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    charts: list[Chart] = []
+    body = "".join(_body(runs, profiles, charts))
+    data = {"runs": [_run_data(run) for run in runs], "charts": [_chart_data(chart) for chart in charts]}
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+{MARK} {escape(__version__)}">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)} - ddpkit report</title>
+<style>{_asset(f"{_UPLOT}.css")}{_asset("page.css")}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+</header>
+<main>
+{body}</main>
+<footer><p class="quiet">ddpkit {escape(__version__)}, {_utc(runs[0].read_at)}. Charts by uPlot (MIT licence, Leon
+Sorokin).</p></footer>
+<script type="application/json" id="data">{_json(data)}</script>
+<script>{_asset(f"{_UPLOT}.js")}</script>
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _body(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]], charts: list[Chart]) -> Iterator[str]:
+    several = len(runs) > 1
+    yield _overview(runs)
+    if not several:
+        yield f"<section><h2>Findings</h2>\n{_findings(findings(runs[0]))}</section>\n"
+    yield f"<section><h2>Training</h2>\n<noscript><p>The charts need JavaScript.</p></noscript>\n{_controls(runs)}"
+    yield f"{_figures(comparing_charts(runs), charts)}</section>\n"
+    if several:
+        yield f"<section><h2>Findings</h2>\n{_all_findings(runs)}</section>\n"
+        if len(runs) == 2:
+            lines = "".join(f"<li>{escape(line)}</li>\n" for line in first_differences(*runs))
+            yield f"<section><h2>Where they first differ</h2>\n<ul>{lines}</ul></section>\n"
+        yield f"<section><h2>What differs</h2>\n{_differences(runs)}</section>\n"
+    for number, run in enumerate(runs):
+        title = f"<h2>{escape(run.name) if several else 'Ranks and machine'}</h2>"
+        is_open = " open" * (len(runs) <= _OPEN_RUNS)
+        yield f'<section id="run-{number}">'
+        yield f"<details{is_open}><summary>{title}</summary>\n{_findings(findings(run))}" if several else f"{title}\n"
+        yield _figures(charts_of_run(runs, number), charts, number)
+        for profile in profiles.get(run.name, ()):
+            yield _profile(profile)
+        yield _attempts(run)
+        yield _settings(run)
+        yield f"{'</details>' * several}</section>\n"
+
+
+def _overview(runs: Sequence[RunHistory]) -> str:
+    if len(runs) == 1:
+        begin = runs[0].last.begin
+        where = f"{begin.get('ranks', '?')} ranks on {begin.get('host', '?')}, {' '.join(begin.get('devices', ()))}"
+        about = f"{where}; {_text(begin.get('model'))}"
+        return f"<p>{_state(runs[0])}</p>\n<p class=quiet>{escape(about)}</p>\n"
+    rows = []
+    for number, run in enumerate(runs):
+        last = run.rows[-1] if run.rows else {}
+        box = f'<label><input type=checkbox class=control data-run="{number}" checked> {escape(run.name)}</label>'
+        evaluated = next((line["eval_loss"] for line in reversed(run.evaluations) if "eval_loss" in line), None)
+        cells = (
+            _figure(last.get("loss")), _figure(evaluated), _figure(last.get("samples_per_second")),
+            _text(run.last.begin.get("ranks")), str(len(run.attempts)),
+        )  # fmt: skip
+        rows.append(f'<tr data-run="{number}"><th scope=row>{box}</th><td>{_state(run)}</td>{_cells(cells)}</tr>\n')
+    columns = ("run", "state", "loss", "evaluation loss", "samples/s", "ranks", "attempts")
+    return f"<div class=runs>{_table('Runs', rows, columns)}</div>\n"
+
+
+def _state(run: RunHistory) -> str:
+    return f"<span{' class=live' * run.is_live}>{escape(state(run))}</span>"
+
+
+def _controls(runs: Sequence[RunHistory]) -> str:
+    """Form that selects the x axis of the charts, the smoothing of the curves and, if there are several, the runs."""
+    if not any(run.rows for run in runs):
+        return ""
+    ways = {"step": "step", "minutes": "running time"} | ({"samples": "samples"} if all(map(_batch, runs)) else {})
+    options = "".join(f"<option value={value}>{text}</option>" for value, text in ways.items())
+    filtering = "<label>filter runs <input type=search id=filter></label>\n" if len(runs) > 1 else ""
+    return (
+        f"<form class=control>{filtering}<label>x axis <select id=axis>{options}</select></label>\n"
+        "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></form>\n"
+    )
+
+
+def _batch(run: RunHistory) -> int | None:
+    """Samples per optimizer step; None if the configuration has no valid number."""
+    size = run.last.begin.get("config", {}).get("global_batch_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _findings(items: Sequence[Finding]) -> str:
+    lines = "".join(
+        f"<li{' class=problem' if finding.is_problem else ''}>{escape(finding.text)}</li>\n" for finding in items
+    )
+    return f"<ul>{lines or '<li>Nothing stands out.</li>'}</ul>\n"
+
+
+def _all_findings(runs: Sequence[RunHistory]) -> str:
+    """HTML table of the problems of each run. A problem that all runs have, with other numbers, is shown once."""
+    problems = [{_kind(finding): finding for finding in findings(run) if finding.is_problem} for run in runs]
+    shared = [kind for kind in problems[0] if len(runs) > 2 and all(kind in kinds for kinds in problems)]
+    rows = [f"<tr><th scope=row>all runs</th><td>{_findings([problems[0][kind] for kind in shared])}</td></tr>\n"]
+    rows = rows if shared else []
+    for number, (run, problems_of_run) in enumerate(zip(runs, problems, strict=True)):
+        further = [finding for kind, finding in problems_of_run.items() if kind not in shared]
+        if further:
+            head = f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>'
+            rows.append(f"{head}<td>{_findings(further)}</td></tr>\n")
+    return _table("Findings", rows, ("run", "findings")) if rows else "<p>Nothing stands out in any run.</p>\n"
+
+
+def _kind(finding: Finding) -> str:
+    return re.sub(r"\d[\d,.]*", "0", finding.text)
+
+
+def _differences(runs: Sequence[RunHistory]) -> str:
+    table = differences(runs)
+    if not table:
+        return "<p>Nothing.</p>\n"
+    rows = []
+    for number, run in enumerate(runs):
+        cells = _cells(values[number] for _, values in table)
+        rows.append(f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>{cells}</tr>\n')
+    return _table("Differences", rows, ("run", *(name.removeprefix("config.") for name, _ in table)))
+
+
+def _figures(shown: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
+    """HTML for the charts in `shown`. They are also appended to `charts`, the list of all charts on the page."""
+    figures = []
+    for chart in shown:
+        unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
+        box = "<label class=control><input type=checkbox data-logarithmic> logarithmic</label>"
+        name, of_run = (chart.name, "") if run is None else (f"{chart.name}-{run}", f' data-run="{run}"')
+        figures.append(
+            f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
+            f"{box if chart.name == 'loss' else ''}</figcaption>"
+            f'<div class=plot role=img aria-label="{escape(f"{chart.title}. {chart.summary}")}"'
+            f' data-chart="{len(charts)}"{of_run}></div></figure>\n'
+        )
+        charts.append(chart)
+    return (
+        f"<div class=charts>{''.join(figures)}</div>\n" if figures else "<p>No log point has been recorded yet.</p>\n"
+    )
+
+
+def _profile(profile: Profile) -> str:
+    items = "".join(f"<li>{escape(line)}</li>\n" for line in profile.lines)
+    rows = []
+    for operation in profile.operations:
+        milliseconds, share = f"{operation.seconds * 1e3:,.4g}", f"{operation.share:.1%}"
+        cells = _cells((operation.operator or "", f"{operation.calls:,}", milliseconds, share))
+        rows.append(f"<tr><th scope=row>{escape(operation.name[:_LONGEST_NAME])}</th>{cells}</tr>\n")
+    columns = ("most expensive operations", "launched by", "calls", "ms", "share")
+    table = _table("Operations", rows, columns) if rows else ""
+    memory = _allocations(profile.memory) if profile.memory is not None else ""
+    return f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n{table}{memory}"
+
+
+def _allocations(memory: MemorySummary) -> str:
+    """HTML table of the memory allocated at the peak, by line of code."""
+    parts = [(line.place, f"{line.count:,}", line.bytes) for line in memory.lines]
+    parts += [("other lines", "", memory.other)] if memory.other else []
+    parts.append(("allocated before the recording", "", memory.earlier))
+    rows = [
+        f"<tr><th scope=row>{escape(name[:_LONGEST_NAME])}</th>"
+        f"{_cells((count, f'{size / _MIB:,.4g}', f'{size / max(memory.bytes, 1):.1%}'))}</tr>\n"
+        for name, count, size in parts
+    ]
+    return _table("Memory at the peak", rows, ("allocated by", "tensors", "MiB", "share"))
+
+
+def _attempts(run: RunHistory) -> str:
+    rows = []
+    for number, attempt in enumerate(run.attempts, 1):
+        began = _utc(attempt.begin["time"])
+        codes = sorted({str(end["exit_code"]) for end in attempt.ends})
+        cells = (began, f"{attempt.begin['step']:,}", ", ".join(codes) or "none recorded")
+        verdict = f"<td>{escape(_verdict(attempt))}{_stacks(attempt)}</td>"
+        rows.append(f"<tr><th scope=row>{number}</th>{_cells(cells)}{verdict}</tr>\n")
+    table = _table("Attempts", rows, ("attempt", "began", "from step", "exit code", "verdict"))
+    return f"<h3>Attempts</h3>\n{table}"
+
+
+def _verdict(attempt: Attempt) -> str:
+    return " ".join(dict.fromkeys(_text(end.get("text")) for end in attempt.ends)) or _duration_of(attempt)
+
+
+def _duration_of(attempt: Attempt) -> str:
+    """Text about how long `fit` took; empty if it has not ended."""
+    seconds = attempt.done.get("seconds") if attempt.done else None
+    return f"fit ended after {duration(seconds)}" if isinstance(seconds, int | float) else ""
+
+
+def _stacks(attempt: Attempt) -> str:
+    stacks = {rank: text for end in attempt.ends for rank, text in (end.get("stacks") or {}).items()}
+    parts = (
+        f"<p>rank {escape(str(rank))}</p><pre tabindex=0>{escape(_text(text))}</pre>" for rank, text in stacks.items()
+    )
+    return f"<details><summary>Stacks of {len(stacks)} ranks</summary>{''.join(parts)}</details>" if stacks else ""
+
+
+def _settings(run: RunHistory) -> str:
+    rows = [f"<tr><th scope=row>{escape(name)}</th>{_cells((value,))}</tr>\n" for name, value in settings(run).items()]
+    table = _table("Configuration", rows, ("setting", "value"))
+    return (
+        f"<details><summary>Configuration, versions and environment of the last attempt</summary>\n{table}</details>\n"
+    )
+
+
+def _table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """An HTML table that can be scrolled on its own if it is wider than the page."""
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
+    return (
+        f'<div class=wide tabindex=0 role=group aria-label="{label}"><table><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{''.join(rows)}</tbody></table></div>\n"
+    )
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _utc(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _figure(value: object) -> str:
+    if not isinstance(value, int | float):
+        return ""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _run_data(run: RunHistory) -> dict[str, Any]:
+    """The run's name, the steps from which it resumed, and what converts a step to minutes and to samples."""
+    rows = [run.attempts[0].begin, *run.rows[:: max(len(run.rows) // _CLOCK_POINTS, 1)], *run.rows[-1:]]
+    clock = {row["step"]: round(run.running_seconds(row) / 60, 3) for row in sorted(rows, key=lambda row: row["step"])}
+    restarts = [attempt.begin["step"] for attempt in run.attempts[1:] if attempt.begin["step"]]
+    minutes = list(accumulate(clock.values(), max))
+    return {"name": run.name, "restarts": restarts, "steps": list(clock), "minutes": minutes, "batch": _batch(run)}
+
+
+def _chart_data(chart: Chart) -> dict[str, Any]:
+    groups = [
+        {
+            "run": group.run,
+            "x": group.x,
+            "curves": [
+                {name: value for name, value in asdict(curve).items() if value is not None} for curve in group.curves
+            ],
+        }
+        for group in chart.groups
+    ]
+    return {"unit": chart.unit, "x": chart.x, "stacked": chart.stacked, "groups": groups}
+
+
+def _json(data: object) -> str:
+    """Convert data to JSON, escaped so that it cannot close the script element around it."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,300 @@
+"""`ddpkit top`: show what the jobs on this machine are doing, without interrupting them."""
+
+import argparse
+import json
+import os
+import select
+import shlex
+import sys
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import SegmentLines
+from rich.table import Table
+from rich.text import Text
+
+from ddp_kit.arguments import Parser
+from ddp_kit.clusters.request import hosts_of
+from ddp_kit.devices.gpus import GpuUsage
+from ddp_kit.errors import GIB, LaunchError, UsageError, printable
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.heartbeat import Phase
+from ddp_kit.watching.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
+
+_EPILOG = """\
+columns:
+  phase     what the rank is doing: data, transfer, forward or backward pass, optimizer, ...
+  s/step    seconds per optimizer step, a moving average
+  data      the share of time spent waiting for data, as of the last log point
+  ranks     the share of time spent waiting for other ranks and the network, as of the last log point
+  MFU       model FLOPs utilisation of the job, as of the last log point; needs TrainerConfig(mfu=True)
+  waits for the rank that this rank mostly waits for, among the ranks shown
+  age       seconds since the heartbeat last changed
+
+Below a job's title are its progress, the loss of the last log point, and the time left at the present speed; then the
+latest advice from its Trainer: what is slow, and what to do about it. If all ranks stand still, a line says where.
+
+keys: q or Ctrl-C to quit, arrow keys to scroll
+
+examples:
+  ddpkit top                  show all jobs of this user on this machine, updated once a second
+  ddpkit top --once --json    print the current state for other programs
+  ddpkit top --hosts gpu1,gpu2
+                              show the jobs on these hosts, with all ranks of a job in one table
+"""
+
+
+def parser() -> Parser:
+    """Create the argument parser of `ddpkit top`."""
+    flags = Parser(
+        prog="ddpkit top",
+        description="Show what each rank of your jobs on this machine is doing. The command only reads the ranks' "
+        "heartbeat files, so it does not slow the jobs down.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--once", action="store_true", help="print the current state once and exit")
+    flags.add_argument("--json", action="store_true", help="print JSON; requires --once")
+    flags.add_argument(
+        "--hosts",
+        metavar="A,B|FILE",
+        help="show the jobs on these hosts, read over ssh: host names, or a file with one name per line",
+    )
+    flags.add_argument(
+        "--interval", type=float, metavar="SECONDS", help="seconds between updates (default: 1, or 5 with --hosts)"
+    )
+    return flags
+
+
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+    """Show the jobs once, or update the display until the user quits. Returns the exit code."""
+    args = parser().parse_args(argv)
+    if args.json and not args.once:
+        raise UsageError("--json needs --once", "run `ddpkit top --once --json`")
+    hosts = hosts_of(args.hosts)
+    interval: float = (5.0 if hosts else 1.0) if args.interval is None else args.interval
+    if not 0.1 <= interval <= 3600:
+        raise UsageError(f"--interval {interval:g} is not a number of seconds from 0.1 to 3600", "for example: 2")
+    if not hosts and not os.path.isdir("/proc/self/fd"):  # noqa: PTH112
+        raise UsageError("ddpkit top finds jobs in /proc, which this system does not have", "use it on Linux")
+
+    def read() -> HostReadings:
+        return readings_of(hosts) if hosts else HostReadings(readings())
+
+    if args.json:
+        hosts_read = read()
+        if hosts_read.problems:
+            raise LaunchError("; ".join(hosts_read.problems), "for details, run `ssh HOST ddpkit top --once`")
+        print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
+    elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        console = Console(soft_wrap=True, markup=False, emoji=False)
+        console.print(render(read(), console.width))
+    else:
+        _watch(interval, read)
+    return ExitCode.OK
+
+
+def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
+    console, above = Console(markup=False, emoji=False), 0
+    with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
+        pressed = ""
+        while pressed not in ("q", "Q", "\x03"):
+            above = max(0, above + {"\x1b[B": 1, "\x1b[A": -1, "j": 1, "k": -1}.get(pressed, 0))
+            lines = console.render_lines(render(read(), console.width), pad=False)
+            above = min(above, max(0, len(lines) - console.height + 1))
+            live.update(SegmentLines(lines[above:], new_lines=True), refresh=True)
+            pressed = key(interval)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Context manager that yields a function to read single keys from the terminal.
+
+    The function waits up to a given number of seconds, and returns the key, or an empty string if none was pressed.
+    """
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        now = termios.tcgetattr(descriptor)
+        now[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)  # Ctrl-C is read as a key, not sent as a signal
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, now)
+
+        def key(seconds: float) -> str:
+            ready, _, _ = select.select([descriptor], [], [], seconds)
+            if not ready:
+                return ""
+            return os.read(descriptor, 8).decode(errors="replace") or "q"  # an empty read: the terminal was closed
+
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+_HANG_SECONDS = 30.0
+_HANG_STEPS = 10
+"""No progress for this multiple of the time per step, and for 30 s, counts as a possible hang."""
+_USER_CODE = {phase.description for phase in Phase if phase.in_user_code} | {Phase.CHECKPOINT.description}
+
+
+# --- Rendering --------------------------------------------------------------------------------------------------------
+
+
+def render(hosts: HostReadings, width: int) -> RenderableType:
+    """Render the jobs as tables, with as many columns as fit into `width` characters."""
+    problems = [Text(printable(line), style="bold") for line in hosts.problems]
+    if not hosts.jobs:
+        return Group(*problems, Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one"))
+    return Group(*problems, *(part for job in hosts.jobs for part in _parts(job, width)))
+
+
+def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
+    yield _title(job, width)
+    if progress := _progress(job, width):
+        yield Text(progress, no_wrap=True, overflow="ellipsis")
+    if hang := _hang(job):
+        yield Text(hang, style="bold red")
+    if advice := next((rank.advice for rank in job.ranks if rank.advice), ""):
+        yield Text(printable(f"advice: {advice}"), style="yellow")
+    yield _table(job, width)
+    yield Text("")
+
+
+def _title(job: JobReading, width: int) -> Text:
+    """The script with its arguments, followed by as many facts about the job as fit into `width` characters."""
+    read = len({rank.host for rank in job.ranks})
+    nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
+    if read > 1:
+        nodes = f" on {job.nodes} nodes" if read == job.nodes else f" on {read} of {job.nodes} nodes"
+    parts = [f"{job.world_size} {'rank' if job.world_size == 1 else 'ranks'}{nodes}", f"for {_duration(job.seconds)}"]
+    if job.restarts:
+        parts.append(f"{job.restarts} {'restart' if job.restarts == 1 else 'restarts'}")
+    parts.append(f"launcher {job.launcher}")
+    name = printable(PurePath(job.script).name)
+    command = printable(" ".join((name, *map(shlex.quote, job.arguments))))
+    most = max(len(name), width - len(parts[0]) - 2)
+    command = command if len(command) <= most else f"{command[: most - 1].rstrip()}…" if most > len(name) + 2 else name
+    while len(parts) > 1 and len(f"{command}  {', '.join(parts)}") > width:
+        parts.pop()
+    return Text.assemble((command, "bold"), f"  {', '.join(parts)}", no_wrap=True, overflow="ellipsis")
+
+
+def _progress(job: JobReading, width: int) -> str:
+    """Steps done, loss, time left and folder of a run, as far as they are known and fit into `width` characters."""
+    ranks = [rank for rank in job.ranks if rank.step is not None and rank.phase != "ended"]
+    parts = []
+    if ranks:
+        step, total = min(rank.step or 0 for rank in ranks), ranks[0].total
+        if total is not None:
+            parts.append(f"step {step:,} of {total:,} ({step / max(total, 1):.0%})")
+        if (loss := ranks[0].loss) is not None:
+            parts.append(f"loss {loss:.4g}")
+        if total is not None and (pace := max(rank.seconds_per_step or 0.0 for rank in ranks)):
+            parts.append(f"{_duration(max(0, total - step) * pace)} left")
+    if job.folder:
+        parts.append(printable(f"in {job.folder}"))
+    while len(parts) > 1 and len(", ".join(parts)) > width:
+        parts.pop()
+    return ", ".join(parts)
+
+
+def _hang(job: JobReading) -> str:
+    """Text about a job in which no rank moves, or in which a rank has ended; an empty string if it looks healthy."""
+    ended = [rank for rank in job.ranks if rank.phase == "ended"]
+    ranks = [rank for rank in job.ranks if rank.phase != "ended"]
+    if not ranks or any(rank.step is None or rank.age is None for rank in ranks):
+        return ""
+    if any(rank.phase in _USER_CODE for rank in ranks):
+        return ""  # the script's own code may take any time
+    still = min(rank.age or 0.0 for rank in ranks)
+    if still < max(_HANG_SECONDS, _HANG_STEPS * max(rank.seconds_per_step or 0.0 for rank in ranks)):
+        return ""
+    behind = next((rank for rank in ranks if rank.rank in {other.waits_for for other in ranks}), None)
+    if ended:
+        who = f"rank {ended[0].rank} has ended, and the other ranks may be waiting for it"
+    elif behind is not None:
+        who = f"the other ranks wait for rank {behind.rank}, which is in {behind.phase} after step {behind.step:,}"
+    else:
+        phases = " and ".join(dict.fromkeys(rank.phase for rank in ranks))
+        who = f"{'it is' if len(ranks) == 1 else 'all ranks are'} in {phases} after step {ranks[0].step or 0:,}"
+    pid, host = (behind or ranks[0]).pid, (behind or ranks[0]).host
+    where = f" on {printable(host)}" if len({rank.host for rank in job.ranks}) > 1 else ""
+    return f"no progress for {_duration(still)}: {who}; `py-spy dump --pid {pid}`{where} shows its stack"
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    """Minimum width in characters: enough for most values, so that the columns rarely move between updates."""
+    value: Callable[[RankReading], str]
+    priority: int
+    """On a narrow terminal, columns with higher numbers are omitted first."""
+    justify: Literal["left", "right"] = "right"
+
+
+def _text(value: float | None, form: str, missing: str = "") -> str:
+    return missing if value is None else form.format(value)
+
+
+def _of_gpus(value: Callable[[GpuUsage], str]) -> Callable[[RankReading], str]:
+    """The values of all GPUs of a rank."""
+    return lambda rank: ",".join(map(value, rank.gpus))
+
+
+def _gpu_memory(gpu: GpuUsage) -> str:
+    if gpu.memory_used is None or not gpu.memory_total:
+        return "?"
+    return f"{gpu.memory_used / GIB:.1f} of {gpu.memory_total / GIB:.0f} GiB"
+
+
+_COLUMNS = (
+    _Column("rank", 4, lambda rank: str(rank.rank), 0),
+    _Column("host", 8, lambda rank: rank.host, 5, "left"),
+    _Column("pid", 7, lambda rank: str(rank.pid), 5),
+    _Column("phase", 13, lambda rank: rank.phase.removeprefix("the "), 0, "left"),
+    _Column("step", 6, lambda rank: _text(rank.step, "{}", "-"), 0),
+    _Column("s/step", 6, lambda rank: _text(rank.seconds_per_step, "{:.3g}"), 2),
+    _Column("data", 4, lambda rank: _text(rank.data, "{:.0%}"), 3),
+    _Column("ranks", 5, lambda rank: _text(rank.communication, "{:.0%}"), 3),
+    _Column("MFU", 4, lambda rank: _text(rank.mfu, "{:.0%}"), 3),
+    _Column("waits for", 9, lambda rank: _text(rank.waits_for, "rank {}"), 1, "left"),
+    _Column("age", 7, lambda rank: _text(rank.age, "{:,.1f} s"), 4),
+    _Column("memory", 9, lambda rank: "" if rank.memory is None else f"{rank.memory / GIB:.2f} GiB", 6),
+    _Column("GPU", 4, _of_gpus(lambda gpu: str(gpu.index)), 4),
+    _Column("load", 5, _of_gpus(lambda gpu: _text(gpu.load, "{:.0f} %", "?")), 4),
+    _Column("GPU memory", 16, _of_gpus(_gpu_memory), 6, "left"),
+    _Column("power", 6, _of_gpus(lambda gpu: _text(gpu.power, "{:.0f} W", "?")), 7),
+    _Column("temp", 5, _of_gpus(lambda gpu: _text(gpu.temperature, "{:.0f} °C", "?")), 7),
+)
+_GPU_COLUMNS = {"GPU", "load", "GPU memory", "power", "temp"}
+
+
+def _table(job: JobReading, width: int) -> Table:
+    omitted = set() if any(rank.gpus for rank in job.ranks) else {*_GPU_COLUMNS}
+    omitted |= set() if any(rank.mfu is not None for rank in job.ranks) else {"MFU"}
+    omitted |= {"host"} if len({rank.host for rank in job.ranks}) == 1 else set()
+    columns = [column for column in _COLUMNS if column.title not in omitted]
+    cells = {column: [printable(column.value(rank)) for rank in job.ranks] for column in columns}
+    widths = {column: max(column.width, *map(len, cells[column])) for column in columns}
+    while len(columns) > 1 and sum(widths[column] + 2 for column in columns) - 2 > width:
+        columns.remove(max(reversed(columns), key=lambda column: column.priority))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify=column.justify, no_wrap=True, min_width=widths[column])
+    waited_for = {rank.waits_for for rank in job.ranks}
+    for number, rank in enumerate(job.ranks):
+        style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
+        table.add_row(*(Text(cells[column][number]) for column in columns), style=style)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
