@@ -46,6 +46,7 @@ docs: $(STAMP)   ## the generated pages, and the documentation site in build/sit
 	$(BIN)/python docs/tools/settings.py
 	$(BIN)/python docs/tools/recipes.py
 	$(BIN)/python docs/tools/api.py
+	$(BIN)/python docs/tools/layers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 placement: $(STAMP) ## every placement against one process, in float64: the table of docs/placement.md

@@ -28,8 +28,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from ddp_kit.launcher.agent.inbox import Commands, Inbox, StartWorkers, listen
+from ddp_kit.launcher.agent.inbox import Inbox, StartWorkers
 from ddp_kit.launcher.agent.nodes import MultiNodeLink
+from ddp_kit.launcher.agent.sockets import listen
+from ddp_kit.launcher.agent.waiting import Commands
 from ddp_kit.launcher.job import Limits, Node, Report, State, Stop
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.verdict import Failure

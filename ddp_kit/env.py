@@ -7,10 +7,11 @@ torchrun run unchanged, and a `Trainer` also works under torchrun or plain `pyth
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_kit.errors import WorldError
 
@@ -74,6 +75,8 @@ PLAN_RANKS_PER_NODE = "DDPKIT_PLAN_RANKS_PER_NODE"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
 # Set by `ddpkit rehearse` so that the workers record their steps: the folder of the run.
 REHEARSAL = "DDPKIT_REHEARSAL"
+# Set by `ddpkit rehearse`: the function that each worker calls before the script, as `module:name`.
+WATCHED_BY = "DDPKIT_WATCHED_BY"
 # Variables that keep a rehearsal out of the records of trackers, on the network and on disk. {folder}: that of the run.
 OFFLINE = {
     "WANDB_MODE": "offline", "WANDB_DIR": "{folder}", "MLFLOW_TRACKING_URI": "file:{folder}/mlruns",
@@ -217,6 +220,17 @@ def restarts() -> int:
 def emulates_fp8() -> bool:
     """Whether float8 products are emulated in float32, for tests on devices without float8 support."""
     return os.environ.get(EMULATE_FP8) == "1"
+
+
+def qualified_name(function: Callable[..., object]) -> str:
+    """The name of a function as `module:name`."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def function_named(name: str) -> Any:
+    """The function with this `qualified_name`."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
 
 
 def child_code(imports: str, then: str) -> str:

@@ -1,17 +1,13 @@
 """Nested containers of tensors, a model's mode, its repeated blocks, and their division into consecutive stages."""
 
-from collections import Counter, UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
-from itertools import accumulate
-from math import inf
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-
-from ddp_kit.errors import ConfigError, size_text
 
 # --- Nested containers ------------------------------------------------------------------------------------------------
 
@@ -108,108 +104,7 @@ def set_mode(module: nn.Module, *, training: bool) -> None:
         module.eval()
 
 
-# --- Repeated blocks --------------------------------------------------------------------------------------------------
-
-
-def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module of the model's repeated blocks, in registration order; empty if there are none.
-
-    A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. If
-    blocks are nested, only the outermost ones count; a ModuleList or Sequential that contains blocks is not a block.
-    """
-    repeated: dict[str, nn.Module] = {}
-    for prefix, parent in model.named_modules():
-        if isinstance(parent, nn.ModuleList | nn.Sequential):
-            kinds = Counter(type(child) for child in parent)
-            for number, child in parent.named_children():
-                if kinds[type(child)] > 1 and any(child.children()):
-                    repeated[f"{prefix}.{number}" if prefix else number] = child
-    blocks = {
-        name: block
-        for name, block in repeated.items()
-        if not isinstance(block, nn.ModuleList | nn.Sequential)
-        or not any(inner.startswith(f"{name}.") for inner in repeated)
-    }
-    return {name: block for name, block in blocks.items() if not any(name.startswith(f"{other}.") for other in blocks)}
-
-
 def sparse_weights(model: nn.Module) -> set[Tensor]:
     """The weights of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, whose gradients are sparse."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {module.weight for module in model.modules() if isinstance(module, embeddings) and module.sparse}
-
-
-def work_of(module: nn.Module, *, recurse: bool = True) -> float:
-    """An estimate of a module's computation: the number of multiplications per position (token) of the input.
-
-    Each weight counts as one multiplication, except the weights of embeddings, which are only looked up. `recurse`:
-    whether submodules are included.
-    """
-    modules = module.modules() if recurse else [module]
-    multiplying = (layer for layer in modules if not isinstance(layer, nn.Embedding | nn.EmbeddingBag))
-    return float(sum(weight.numel() for layer in multiplying for weight in layer.parameters(recurse=False)))
-
-
-# --- Split of a chain of blocks ---------------------------------------------------------------------------------------
-# Divides blocks into consecutive stages, one per device, with an exact algorithm.
-
-
-def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequence[float]) -> tuple[range, ...]:
-    """Divide a chain of blocks into consecutive stages, one per device, so that the largest stage cost is minimal.
-
-    `costs`: the cost of each block, not negative, in any unit. `sizes`: bytes of each block. `capacities`: bytes that
-    each device can hold, in the order of the stages; `math.inf` for no limit. Ties are broken by the smallest sum of
-    squared stage costs. Returns the blocks of each stage; no stage is empty.
-    Uses dynamic programming over stages and blocks, in O(n^2 k) time for n blocks and k devices.
-    Raises `ConfigError` if there are fewer blocks than devices, or if no split fits.
-    """
-    if not 0 < len(capacities) <= len(costs):
-        raise ConfigError(
-            f"{len(costs)} blocks cannot be divided among {len(capacities)} devices",
-            f"use at least 1 and at most {len(costs)} devices",
-        )
-    cost_to, size_to = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes)]
-
-    def stage_cost(stage: int, begin: int, end: int) -> float:
-        fits = size_to[end] - size_to[begin] <= capacities[stage]
-        return cost_to[end] - cost_to[begin] if fits else inf
-
-    largest, _ = _best(len(costs), len(capacities), stage_cost, max)
-    if largest == inf:
-        raise ConfigError(
-            f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, and the largest block needs "
-            f"{size_text(max(sizes), 2)}: no split into consecutive stages fits on devices with "
-            f"{', '.join(size_text(capacity, 2) for capacity in capacities)}",
-            "use more devices or a smaller model",
-        )
-
-    def squared(stage: int, begin: int, end: int) -> float:
-        cost = stage_cost(stage, begin, end)
-        return cost * cost if cost <= largest else inf
-
-    _, ends = _best(len(costs), len(capacities), squared, lambda before, cost: before + cost)
-    return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
-
-
-def _best(
-    blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    """Find the division with the smallest combined cost; returns this cost, and the end of each stage.
-
-    `cost`: a function that returns the cost of a stage from the index, begin and end of the stage. `combine`: a
-    function that combines the cost of the earlier stages with the cost of the next stage.
-    """
-    best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
-    begins: list[list[int]] = [[0] * (blocks + 1)]
-    for stage in range(1, stages):
-        next_best, begin_of = [inf] * (blocks + 1), [0] * (blocks + 1)
-        for end in range(stage + 1, blocks + 1):
-            for begin in range(stage, end):
-                if best[begin] < inf and (value := combine(best[begin], cost(stage, begin, end))) < next_best[end]:
-                    next_best[end], begin_of[end] = value, begin
-        best = next_best
-        begins.append(begin_of)
-    ends = [blocks]
-    for begin_of in reversed(begins[1:]):
-        ends.append(begin_of[ends[-1]])
-    return best[blocks], ends[::-1]

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as ReadsFakeValue
 
-from ddp_kit.torch_internals import FakeTensors
+from ddp_kit.memory.fake import FakeTensors
 
 __all__ = ["GIB", "ReadsFakeValue", "computing", "on_gpu", "visible_gpus", "with_visible_gpus"]
 

@@ -5,6 +5,7 @@ with started(DDPKIT, "launch", script) as launcher: ...   # any command, while i
 """
 
 import atexit
+import importlib.util
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -127,3 +129,13 @@ def wait_until(condition: Callable[[], object], what: str | Callable[[], object]
             missing = f"not {what}" if isinstance(what, str) else what()
             raise AssertionError(f"after {seconds(within):.0f} s: {missing}")
         time.sleep(0.02)
+
+
+def tool(name: str) -> ModuleType:
+    """The program of docs/tools with this name, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "tools" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ddp_kit.structures import repeated_blocks
+from ddp_kit.model.blocks import repeated_blocks
 
 
 class Block(nn.Module):

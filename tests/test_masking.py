@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from launching import started
 
-from ddp_kit.launcher.agent.inbox import holder
+from ddp_kit.launcher.rendezvous import holder
 from ddp_kit.masking import MASK, masked, masked_env, masked_words
 
 SECRET_NAMES = [

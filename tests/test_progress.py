@@ -12,8 +12,7 @@ from torch import nn
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 from ddp_kit.env import ERROR_FILE
-from ddp_kit.heartbeat import ADVICE_WORDS, Phase, read_heartbeat
-from ddp_kit.trainer.progress import HeartbeatWriter
+from ddp_kit.heartbeat import ADVICE_WORDS, HeartbeatWriter, Phase, read_heartbeat
 
 
 @pytest.fixture

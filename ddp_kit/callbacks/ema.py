@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback, creation_error
 from ddp_kit.errors import ConfigError
-from ddp_kit.pieces import Piece, whole_shape
+from ddp_kit.state_values import Piece, whole_shape
 from ddp_kit.torch_internals import compiled_module, copy_all, interpolate_all
 
 

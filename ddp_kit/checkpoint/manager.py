@@ -36,7 +36,7 @@ from ddp_kit.env import is_restarted, job_id
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 # --- Exclusive use of the checkpoint folder ---------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ddp_kit.checkpoint.format import PIECES, TENSORS, header
 from ddp_kit.checkpoint.writer import Region
 from ddp_kit.errors import CheckpointError
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 # --- File layout ------------------------------------------------------------------------------------------------------
 # The safetensors files of a writer are in one buffer, one after another.

@@ -18,7 +18,7 @@ from ddp_kit.checkpoint.format import ITEM_BYTES, StoredCheckpoint, checked_shap
 from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, METADATA
 from ddp_kit.checkpoint.weight_files import Destination, Key, TensorFiles, Whole, keys_in
 from ddp_kit.errors import CheckpointError
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 # --- Unpacking --------------------------------------------------------------------------------------------------------
 # The inverse of `packing.pack`: restores nested state from state.json and the tensor files, which are not trusted.

@@ -39,8 +39,7 @@ from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Strategy
-from ddp_kit.pieces import Piece
-from ddp_kit.state_values import plain, real_number, whole_number
+from ddp_kit.state_values import Piece, plain, real_number, whole_number
 from ddp_kit.torch_internals import pytree
 
 # --- Load errors ------------------------------------------------------------------------------------------------------

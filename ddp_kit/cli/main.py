@@ -4,7 +4,6 @@ Importing this module imports neither torch nor NVML.
 """
 
 import argparse
-import importlib
 import io
 import os
 import re
@@ -180,7 +179,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
         launch_spec = rendezvous.complete_from_cluster(launch_spec, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, launch_spec, machine, os.environ, run_id, cpus.here(), defaults=defaults)
-        with reservations.reserved(make, hold=not launch_spec.dry_run) as job_plan:
+        with reservations.reserved(make, lambda made: made.held_gpus) as job_plan:
             for line in job_plan.notices:
                 _print_message(line)
             if launch_spec.dry_run:
@@ -192,7 +191,7 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
                 from ddp_kit.launcher.warm import imports
 
                 request = job_plan.imports(os.environ, imports.unfit(os.environ))
-                kept_client.keep_process(request, launch_spec.keep_warm, command, warm, _print_message)
+                kept_client.keep_process(request, launch_spec.keep_warm, command, warm, entry, _print_message)
             result = agent.run(job_plan, warm, _print_message)
     finally:
         if warm is not None:
@@ -327,7 +326,8 @@ def import_agent() -> None:
     """Import the agent, which imports torch. Warnings of torch's C++ code are hidden, but not those in the workers."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
-    importlib.import_module("ddp_kit.launcher.agent")
+    import ddp_kit.launcher.agent  # noqa: F401
+
     for name in added:
         del os.environ[name]
 

@@ -10,16 +10,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from ddp_kit.devices.gpus import Gpu, Process, process_info
 from ddp_kit.errors import UsageError, advice_for
-from ddp_kit.launcher.plan import Plan
 
+T = TypeVar("T")
 _GPU = "ddpkit-gpu"
 _HOLDER = "ddpkit-gpu-holder"
 _CHOOSING = "ddpkit-choosing"
@@ -28,12 +29,12 @@ _RETRY_SECONDS = 0.005
 
 
 @contextmanager
-def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
-    """Yield a launch plan, and hold the GPUs of the plan until the end of the `with` block.
+def reserved(make: Callable[[Mapping[str, str]], T], gpus_of: Callable[[T], Iterable[Gpu]]) -> Iterator[T]:
+    """Yield the plan of a launch, and hold its GPUs until the end of the `with` block.
 
     `make`: a function that creates the plan from a mapping: GPU UUID -> the other launch that holds the GPU.
-    `hold`: whether to hold the GPUs; False if the plan is only printed. Only one launch at a time chooses GPUs, so that
-    two launches that want the same GPUs do not each get some of them.
+    `gpus_of`: a function that returns the GPUs to hold. Only one launch at a time chooses GPUs, so that two launches
+    that want the same GPUs do not each get some of them.
     """
     if sys.platform != "linux":
         yield make({})
@@ -45,7 +46,7 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
             parents = {parent.pid for parent in psutil.Process().parents()}
             others = {uuid: str(holder) for uuid, holder in launches.items() if holder.pid not in parents}
             plan = make(others)
-            for gpu in dict.fromkeys(gpu for worker in plan.workers if hold for gpu in worker.gpus):
+            for gpu in dict.fromkeys(gpus_of(plan)):
                 if gpu.uuid not in launches:
                     _hold(gpu, ours)
         yield plan

@@ -30,9 +30,9 @@ from ddp_kit import log
 from ddp_kit.distributed.control import STORE_ERRORS, Control
 from ddp_kit.distributed.world import World, join
 from ddp_kit.errors import WorldError
+from ddp_kit.heartbeat import HeartbeatWriter
 from ddp_kit.log import logger
 from ddp_kit.torch_internals import collectives_of_default_group, default_store
-from ddp_kit.trainer.progress import HeartbeatWriter
 
 TIMEOUT_SECONDS = 600.0
 """The barrier timeout. It is as long as the timeout of collectives, because a missing rank may be busy."""

@@ -104,7 +104,7 @@ def _card(gpu: Gpu) -> Card:
 
 
 _LOOPBACK = "127.0.0.1"
-_PROBE = Path(__file__).parents[1] / "agent" / "probe.py"
+_PROBE = Path(__file__).with_name("probe.py")
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from ddp_kit.env import (
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
-from ddp_kit.launcher.warm import imports
-from ddp_kit.launcher.warm import kept_client
+from ddp_kit.launcher.warm import imports, kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
 
 AT_THE_START = "chosen when the job starts"

@@ -57,8 +57,7 @@ call_in_rank(sys.argv[2])
 # `ddpkit launch`, until this process ends.
 _COMMAND = child_code(
     "import signal; from ddp_kit.cli.main import entry; from ddp_kit.launcher.processes import die_with_parent",
-    "if sys.platform == 'linux': die_with_parent(int(sys.argv[2]), signal.SIGTERM)\n"
-    "entry(['launch', *sys.argv[3:]])",
+    "if sys.platform == 'linux': die_with_parent(int(sys.argv[2]), signal.SIGTERM)\nentry(['launch', *sys.argv[3:]])",
 )
 
 

@@ -130,6 +130,11 @@ class Plan:
         return self.spec.torchrun
 
     @property
+    def held_gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs to hold until the job ends; none if the plan is only printed."""
+        return () if self.spec.dry_run else tuple(gpu for worker in self.workers for gpu in worker.gpus)
+
+    @property
     def script(self) -> str:
         """The script, module or program to run."""
         return self.spec.script

@@ -1,1 +1,7 @@
-"""What is done to a model before it is distributed: precision, float8, compilation, activation checkpointing."""
+"""What is done to a model before it is distributed.
+
+blocks.py        its repeated blocks, which the other files and parallel/ treat one by one
+precision.py     autocast, loss scaling and conversion; float8.py: products in float8
+compilation.py   torch.compile
+activations.py   activation checkpointing and offloading
+"""

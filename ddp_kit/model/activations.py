@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from ddp_kit.config.settings import MemoryConfig
 from ddp_kit.distributed.world import random_states, random_states_kept, set_random_states
 from ddp_kit.errors import ConfigError
-from ddp_kit.structures import repeated_blocks
+from ddp_kit.model.blocks import repeated_blocks
 from ddp_kit.torch_internals import version_of
 
 Forward = Callable[..., Any]

@@ -3,7 +3,7 @@
 from torch import nn
 
 from ddp_kit.errors import ConfigError
-from ddp_kit.structures import repeated_blocks
+from ddp_kit.model.blocks import repeated_blocks
 from ddp_kit.torch_internals import compile_like, compile_module, compiled_module
 
 

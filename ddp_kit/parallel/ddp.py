@@ -5,6 +5,7 @@ DDP usually prepares the reduction of gradients in the forward of its wrapper, w
 parts of it. The backward pass of any other loss accumulates gradients on this rank, without a reduction.
 """
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -21,7 +22,6 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.shards import check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast
 from ddp_kit.structures import sparse_weights
-from ddp_kit.torch_internals import DdpReducer
 
 Reduction = torch.futures.Future[Tensor]
 
@@ -183,3 +183,100 @@ class DdpStrategy(Strategy):
             self._reducer.reduce_zeros(order)
             self.model.zero_grad()
             self._reducer.finish_iteration()
+
+
+# --- DDP --------------------------------------------------------------------------------------------------------------
+# DDP is used without calling its wrapper: see parallel/ddp.py.
+
+
+class DdpReducer:
+    """Reduces gradients with a DDP wrapper without calling the wrapper's `forward`.
+
+    `sparse`: the parameters whose gradients are sparse.
+    """
+
+    def __init__(self, wrapper: Any, sparse: Collection[Tensor]) -> None:
+        self._wrapper = wrapper
+        self._parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
+        self._sparse = sparse
+        # The setting is not passed as an argument, because torch 2.13 renamed the argument and deprecated the old name.
+        name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
+        setattr(wrapper, name, False)
+        if self._parameters[0].is_cuda and hasattr(wrapper, "_set_ddp_runtime_logging_sample_rate"):
+            # Turn off DDP's runtime statistics, for which DDP waits for the device in every 100th step.
+            wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+
+    def reduced(self, loss: Tensor) -> Tensor:
+        """The same loss, but with a backward pass that also reduces the gradients."""
+        self._wrapper._pre_forward()
+        reducing: Tensor = self._wrapper._post_forward(loss)
+        return reducing
+
+    def reduce_zeros(self, order: Sequence[int] | None = None) -> None:
+        """Contribute zeros to the reduction, on a rank without samples.
+
+        DDP needs every rank to take part in every reduction. Repeating a batch with zero weight instead would cost a
+        pass and change BatchNorm's statistics, and a rank with an empty data stream has no batch to repeat. The
+        gradients on this rank are undefined, not zeros, so a parameter that no rank used ends up without a gradient.
+
+        `order`: the order in which the parameters are reduced; None: any order.
+        """
+        parameters = self._parameters
+        if order is not None:
+            parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
+        loss = torch.zeros((), device=self._parameters[0].device)  # parameters may be on several devices
+        for parameter in parameters:
+            if parameter in self._sparse:  # DDP needs a sparse gradient then
+                first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                zero = nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
+            else:
+                zero = _UndefinedGradient.apply(parameter)  # type: ignore[no-untyped-call]
+            loss = loss + zero.to(loss.device)
+        self.reduced(loss).backward()  # type: ignore[no-untyped-call]
+
+    def restart(self) -> None:
+        """Forget an incomplete reduction, such as one whose backward pass failed."""
+        self._wrapper.reducer._reset_state()
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """The context in which torch.compile splits graphs at DDP's buckets."""
+        context: AbstractContextManager[object] = self._wrapper._inside_ddp_forward()
+        return context
+
+    def finish_iteration(self) -> list[Tensor]:
+        """Rebuild DDP's buckets in the order of the first reduction, as DDP does at the start of its next forward pass.
+
+        Must be called while gradients are None, because buckets may be rebuilt. Takes a microsecond.
+
+        Returns the parameters whose reduction is incomplete, because the last backward pass did not reach them.
+        """
+        try:
+            rebuilt = self._wrapper.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            numbers = " ".join(re.findall(r"did not receive grad for rank \d+:([ \d]+)", str(error)))
+            return [self._parameters[int(number)] for number in numbers.split()] or self._parameters
+        if rebuilt:
+            self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
+            self._wrapper.logger.set_runtime_stats_and_log()  # with the new order; DDP does it in the next forward pass
+        return []
+
+    def settled_order(self) -> list[int] | None:
+        """The numbers of the parameters in the order in which they are reduced; None before the buckets are rebuilt."""
+        if not getattr(self._wrapper, "_has_rebuilt_buckets", False):
+            return None
+        buckets = self._wrapper._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+        return [int(index) for index in buckets.replace(",", " ").split()]
+
+
+class _UndefinedGradient(torch.autograd.Function):
+    """A zero whose backward pass reaches a parameter, and leaves the parameter's gradient undefined."""
+
+    @staticmethod
+    def forward(_ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> None:
+        return None

@@ -23,9 +23,9 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, some, suggestion
 from ddp_kit.log import logger
+from ddp_kit.model.blocks import repeated_blocks, split_chain, work_of
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SingleRank, Strategy
-from ddp_kit.structures import repeated_blocks, split_chain, work_of
 from ddp_kit.torch_internals import pytree
 
 _RANGE = re.compile(r"(\d+)-(\d+)")

@@ -23,6 +23,7 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
+from ddp_kit.model.blocks import repeated_blocks
 from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_no_hooks
 from ddp_kit.parallel.strategy import (
     NO_OPTIONS,
@@ -43,8 +44,8 @@ from ddp_kit.parallel.tensor import (
     tensor_plan,
 )
 from ddp_kit.parallel.writes import WriteCheck
-from ddp_kit.pieces import Piece
-from ddp_kit.structures import repeated_blocks, with_copied_containers
+from ddp_kit.state_values import Piece
+from ddp_kit.structures import with_copied_containers
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.parallel.optimizer_trial import check_elementwise
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 from ddp_kit.torch_internals import has_gradient_hooks, storage_id
 
 

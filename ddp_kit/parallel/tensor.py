@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import ConfigError, some, suggestion
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------
 

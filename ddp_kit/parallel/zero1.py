@@ -22,7 +22,7 @@ from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy
 from ddp_kit.parallel.writes import WriteCheck
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 from ddp_kit.torch_internals import gather_ranges, version_of
 
 _HINT = "change the parameters of the optimizer, as with optimizer.eval(), on all ranks and at the same step"

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 
 from ddp_kit.arguments import Parser
-from ddp_kit.env import KEEP_WARM, OFFLINE, PACKAGE_FOLDER, REHEARSAL, child_code
+from ddp_kit.env import KEEP_WARM, OFFLINE, PACKAGE_FOLDER, REHEARSAL, WATCHED_BY, child_code
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
@@ -37,6 +37,7 @@ from ddp_kit.rehearsal.lines import (
 
 _RUN = "{run}"
 _LAUNCH = child_code("from ddp_kit.cli.main import entry", "entry(['launch', *sys.argv[2:]])")
+_WATCH = "ddp_kit.rehearsal.watch:install"  # not imported here, because it imports torch
 _FEWEST_STEPS = 4
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHOWN_LINES = 12
@@ -411,7 +412,7 @@ class _Run:
         script, *arguments = command.words
         self._words = [script, *(word.replace(_RUN, self.name) for word in arguments)]
         self._env = {**command.env, **{name: value.format(folder=self.folder) for name, value in OFFLINE.items()}}
-        self._env |= {REHEARSAL: str(self.folder), KEEP_WARM: "off"}
+        self._env |= {REHEARSAL: str(self.folder), WATCHED_BY: _WATCH, KEEP_WARM: "off"}
         (self.folder / "tmp").mkdir(parents=True)
         self.own_paths = {path for word in self._words[1:] for path in _paths(word, self.name)}
         """The files and folders whose name contains that of the run."""

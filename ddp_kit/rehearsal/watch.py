@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ddp_kit.env import from_env, restarts
+from ddp_kit.env import from_env, rehearsal_folder, restarts
 from ddp_kit.rehearsal.guard import FileGuard, resolved
 from ddp_kit.rehearsal.lines import (
     DISTURBED_FILE,
@@ -63,8 +63,10 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _Container = dict[str, Tensor] | list[Tensor]
 
 
-def install(folder: Path) -> None:
-    """Watch this process from now on. `folder`: the folder of the run."""
+def install() -> None:
+    """Watch this process from now on."""
+    folder = rehearsal_folder()
+    assert folder is not None
     watch = Watch(folder, Instructions.read(folder))
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

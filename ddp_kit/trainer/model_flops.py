@@ -2,14 +2,20 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import unpacked
@@ -17,10 +23,10 @@ from ddp_kit.data.feed import Share
 from ddp_kit.distributed.world import World, random_states, set_random_states
 from ddp_kit.errors import first_line
 from ddp_kit.log import logger
+from ddp_kit.memory.fake import FakeTensors, is_fake
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.model.precision import Precision
 from ddp_kit.structures import each_leaf
-from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_fake
 from ddp_kit.trainer.context import TrainerContext
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------
@@ -292,3 +298,114 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 def device_name(world: World) -> str:
     """The name that torch gives to this rank's device."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+
+
+# --- FLOPs and live memory --------------------------------------------------------------------------------------------
+
+
+class NotCountedError(Exception):
+    """Raised for an operation whose FLOPs are not known; the message names the operation."""
+
+
+# Operations on weights that contain no matrix product, besides views and element-wise operations. Their FLOPs do not
+# count.
+_NO_PRODUCTS = {
+    "embedding", "_embedding_bag", "embedding_renorm", "index", "index_select", "index_put", "gather", "scatter", "cat",
+    "stack", "clone", "copy", "fill", "zero", "_to_copy", "_unsafe_view", "slice_scatter", "select_scatter", "repeat",
+    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_weight_norm_interface", "_weight_norm_interface_backward",
+    "_prelu_kernel", "_prelu_kernel_backward", "native_dropout", "bernoulli",
+    "sum", "mean", "prod", "cumsum", "linalg_vector_norm", "amax", "amin", "argmax",
+    "any", "all", "std", "var", "var_mean", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
+    "constant_pad_nd", "tril", "triu", "flip", "roll", "zeros_like", "ones_like", "empty_like", "full_like",
+    "new_zeros", "new_empty", "new_full",
+}  # fmt: skip
+
+
+@cache
+def _has_no_products(operation: Any) -> bool:
+    """Whether an operation is known to be cheap, that is, to contain no matrix product.
+
+    It is enough that torch marks one variant of the operation as a view or as element-wise, because torch does not mark
+    all variants, such as in-place ones.
+    """
+    name = operation.__name__.rstrip("_")
+    variants = getattr(torch.ops.aten, name, operation)
+    return name in _NO_PRODUCTS or any(
+        variant.is_view or torch.Tag.pointwise in variant.tags
+        for variant in (getattr(variants, overload, None) for overload in variants.overloads())
+        if variant is not None
+    )
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    *settings: Any,
+    out_val: object = None,  # noqa: ARG001
+) -> int:
+    """FLOPs of a convolution's backward pass: as many as in the forward pass for each requested gradient.
+
+    torch's own formula wrongly multiplies the FLOPs of the weight's gradient by the number of groups.
+    """
+    *_, transposed, _output_padding, _groups, requested = settings
+    positions = (inputs if transposed else gradient).shape[2:]
+    return 2 * inputs.shape[0] * prod(positions) * weight.numel() * int(sum(requested[:2]))
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs of matrix products and convolutions in this context, by the formulas of torch.utils.flop_counter.
+
+    Operations that recompute activations during the backward pass do not count. Raises `NotCountedError` at the first
+    operation that has no formula and may need one: a custom operation, or an operation that takes a matrix in `weights`
+    (parameters and buffers) and is not known to be cheap; copies, lookups and element-wise operations are cheap.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # imported here, because few runs need it
+
+        self._formulas = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward}
+        self._weights = WeakIdKeyDictionary()
+        for weight in weights:
+            self._weights[weight.untyped_storage()] = True
+        self.flops: Counter[torch.dtype] = Counter()
+        """The number of FLOPs, by the dtype of the first factor."""
+        self.goes_backward = False
+        """Whether the backward pass has begun, as set by the caller. Only recomputation then enables gradients."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = self._formulas.get(getattr(func, "overloadpacket", None))
+        if formula is None:
+            return self._without_formula(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not (self.goes_backward and torch.is_grad_enabled()):
+            flops = formula(*args, **kwargs, out_val=result)
+            # The backward pass of a fused attention kernel recomputes one of its five products.
+            recomputes = func.overloadpacket.__name__.endswith("attention_backward")
+            self.flops[args[0].dtype] += flops * 4 // 5 if recomputes else flops
+        return result
+
+    def _without_formula(self, func: Any, args: Any, kwargs: Any) -> Any:
+        space = getattr(func, "namespace", "")
+        if space == "prim":  # a query, such as a tensor's device; an exception would end the process
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
+        weights = [tensor for tensor in strided if tensor.untyped_storage() in self._weights]
+        if tensors and space not in ("aten", "prims"):
+            raise NotCountedError(str(func))
+        with self:
+            result = func.decompose(*args, **kwargs)  # in inference mode, composite operations arrive undecomposed
+        if result is not NotImplemented:
+            return result
+        if any(weight.ndim > 1 for weight in weights) and not _has_no_products(func.overloadpacket):
+            raise NotCountedError(str(func))
+        result = func(*args, **kwargs)
+        if weights and len(weights) == len(tensors):
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                    self._weights[leaf.untyped_storage()] = True
+        return result

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleLoopedBFS
 
-from ddp_kit.heartbeat import Phase
+from ddp_kit.heartbeat import HeartbeatWriter, Phase
 from ddp_kit.parallel.pipeline.buffers import changed_buffers
 from ddp_kit.parallel.pipeline.model import Activation, StageBoundary, leaves_of
 from ddp_kit.parallel.pipeline.stage import StageFailedError, move
 from ddp_kit.parallel.pipeline.strategy import PipelineStrategy
-from ddp_kit.trainer.progress import HeartbeatWriter
 from ddp_kit.trainer.timing import BACKWARD, FORWARD, StepClock
 
 

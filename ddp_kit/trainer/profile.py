@@ -24,7 +24,7 @@ from ddp_kit.torch_internals import memory_snapshot, profiler_runs, record_alloc
 _FORMAT = 1
 _MOST_ALLOCATIONS = 1_000_000
 """Maximum number of recorded events; older ones are dropped. Each event takes up to a few KiB of host memory."""
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 class Recorder:

@@ -2,8 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from time import monotonic_ns
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -12,8 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Column
 from rich.text import Text
 
-from ddp_kit.errors import LossError
-from ddp_kit.heartbeat import ADVICE_WORDS, HeartbeatField, Phase, heartbeat_memory, loss_bits
 from ddp_kit.log import logger
 
 T = TypeVar("T")
@@ -110,104 +106,6 @@ def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None)
             bar.update(other, visible=True)
         if bar not in _running:
             bar.stop()
-
-
-# Plain integers: a step looks them up faster than the members of the enum.
-_STEP, _PHASE, _BEATS, _STEPS, _BEGAN, _CHANGED_AT, _STEP_NANOSECONDS = (
-    int(HeartbeatField[name]) for name in ("STEP", "PHASE", "BEATS", "STEPS", "BEGAN", "CHANGED_AT", "STEP_NANOSECONDS")
-)
-_SIZE = len(HeartbeatField) + ADVICE_WORDS
-_AVERAGED = 8
-"""Each new step has weight 1 / `_AVERAGED` in the moving average of the time per step."""
-
-
-class HeartbeatWriter:
-    """Writes this process's heartbeat to memory that the launcher may read at any time. Needs no system calls."""
-
-    def __init__(self) -> None:
-        memory = heartbeat_memory()
-        self._memory = memoryview(bytearray(8 * _SIZE)).cast("q") if memory is None else memory
-        self._beats = self._memory[_BEATS]
-        self._stepped_at = 0  # nanoseconds; 0: no step is done yet
-
-    @property
-    def where(self) -> str:
-        """The current phase and step, in words."""
-        return f"{Phase(self._memory[_PHASE]).description}, after step {max(0, self._memory[_STEP] - 1)}"
-
-    def enter(self, phase: Phase) -> None:
-        """Set the phase that begins."""
-        memory = self._memory
-        memory[_PHASE] = phase
-        memory[_BEATS] = self._beats = self._beats + 1
-        memory[_CHANGED_AT] = monotonic_ns()
-
-    def set_step(self, step: int) -> None:
-        """Set the number of the last completed optimizer step, such as the step of a loaded checkpoint."""
-        self._memory[_STEP] = step + 1
-
-    def step(self, step: int) -> None:
-        """Record a completed optimizer step."""
-        memory, now = self._memory, monotonic_ns()
-        memory[_STEP] = step + 1
-        memory[_STEPS] += 1
-        if self._stepped_at:
-            taken = now - self._stepped_at
-            average = memory[_STEP_NANOSECONDS] or taken
-            memory[_STEP_NANOSECONDS] = average + (taken - average) // _AVERAGED
-        self._stepped_at = now
-
-    def log_point(self, loss: float, data: float, communication: float, mfu: float = 0.0) -> None:
-        """Set the values of a log point.
-
-        `data`, `communication`: the shares of time spent waiting for data and for other ranks. `mfu`: 0 if unknown.
-        """
-        self._memory[HeartbeatField.LOSS] = loss_bits(loss)
-        self._memory[HeartbeatField.DATA_SHARE] = round(1000 * data)
-        self._memory[HeartbeatField.COMMUNICATION_SHARE] = round(1000 * communication)
-        self._memory[HeartbeatField.MFU] = round(1000 * mfu)
-
-    def advise(self, line: str) -> None:
-        """Set the last line of advice; a line that is too long is truncated."""
-        content = line.encode()[: 8 * ADVICE_WORDS].ljust(8 * ADVICE_WORDS, b"\0")
-        self._memory[len(HeartbeatField) : _SIZE] = memoryview(content).cast("q")
-
-    @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Set the phase inside the context, and restore the previous phase afterwards.
-
-        If an exception leaves the outermost context, the phase becomes `Phase.FAILED`.
-        """
-        before = Phase(self._memory[_PHASE])
-        outermost = before in (Phase.OUTSIDE, Phase.FAILED)
-        after = Phase.OUTSIDE if outermost else before
-        self.enter(phase)
-        try:
-            yield
-        except Exception:
-            after = Phase.FAILED if outermost else before
-            raise
-        finally:
-            self.enter(after)
-
-    @contextmanager
-    def follow(self, step: int, total: int | None = None) -> Iterator[None]:
-        """Context manager for training. Records `step` as the step from which training starts.
-
-        `total`: the step after which training ends, if known.
-        If a `LossError` names the step in which it occurred, the previous step is recorded as the last completed one.
-        """
-        self.set_step(step)
-        self._memory[HeartbeatField.TOTAL] = total or 0
-        self._stepped_at = 0
-        if not self._memory[_BEGAN]:
-            self._memory[_BEGAN] = step + 1
-        try:
-            yield
-        except LossError as error:
-            if error.step is not None:
-                self.set_step(error.step - 1)
-            raise
 
 
 def _bar() -> Progress:

@@ -39,18 +39,12 @@ from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_buil
 from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
 from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due
 from ddp_kit.trainer.learning_rates import WarmUp, check_new_length, check_ticks
+from ddp_kit.trainer.out_of_memory import OutOfMemory, largest_micro_batch, release_cached_memory, with_hint
 from ddp_kit.trainer.position import Loop, save_when_left
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.progress import ProgressReport
+from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.run_record import announce, conclude
-from ddp_kit.trainer.searches import (
-    OutOfMemory,
-    find,
-    largest_micro_batch,
-    rates_between,
-    release_cached_memory,
-    with_hint,
-)
 from ddp_kit.trainer.setup import check_main, checked_config
 from ddp_kit.trainer.step import ClosureStep
 from ddp_kit.trainer.timing import DATA

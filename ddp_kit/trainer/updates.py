@@ -17,7 +17,7 @@ from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.trainer.context import LoggedValues, LossFunction, SchedulerInterval, TrainerContext
-from ddp_kit.trainer.searches import RecoverableStep
+from ddp_kit.trainer.out_of_memory import RecoverableStep
 from ddp_kit.trainer.setup import checked_loss
 from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecorder
 from ddp_kit.trainer.timing import StepClock

@@ -1,1 +1,1 @@
-"""`ddpkit top`: a table of the jobs and ranks that are running on this machine."""
+"""`ddpkit top`: the jobs that are running. top.py shows the table, readings.py reads it from the files of the jobs."""

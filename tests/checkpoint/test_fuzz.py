@@ -27,7 +27,7 @@ from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.cli.export import run as export
 from ddp_kit.errors import CheckpointError, DdpKitError
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 SECONDS = 10.0
 ROOM = 512 << 20

@@ -18,7 +18,7 @@ from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 Value = torch.Tensor | Piece
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8]

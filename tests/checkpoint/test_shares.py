@@ -26,7 +26,7 @@ from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writer import LOCK, Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.errors import CheckpointError
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 Same = Callable[[Any, Any], bool]
 TIED = torch.randn(300)

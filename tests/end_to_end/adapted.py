@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 WIDTH = 96
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

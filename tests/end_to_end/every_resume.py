@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from ddp_kit import ConfigError, DataError, Trainer, TrainerConfig
 from ddp_kit.env import from_env
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 STOP, STEPS = 5, 9  # of 3 or 4 steps per epoch
 SAMPLES = 30

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import Callback, ConfigError, Gradients, Trainer, TrainerConfig
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 STEPS, FROZEN_STEPS, LIMIT = 4, 2, 0.3
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}

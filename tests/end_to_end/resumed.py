@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
 
 from ddp_kit import EMA, Callback, Trainer, TrainerConfig
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

@@ -15,7 +15,7 @@ from launching import PROGRAMS, seconds, started
 from torch import Tensor
 
 from ddp_kit import LaunchError, UsageError, launch
-from ddp_kit.launcher import function as launching_function
+from ddp_kit.launcher import function as module
 
 
 @pytest.mark.slow
@@ -60,10 +60,10 @@ def test_launch_within_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_launch_without_a_result_or_an_exception_reports_how_the_rank_ended(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="rank 0 exited before the function returned"):
-        launching_function._outcome(tmp_path, 0)
-    (tmp_path / launching_function.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
+        module._outcome(tmp_path, 0)
+    (tmp_path / module.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
     with pytest.raises(LaunchError, match="exit code 137"):
-        launching_function._outcome(tmp_path, 137)
+        module._outcome(tmp_path, 137)
 
 
 def test_launch_with_a_result_that_cannot_be_pickled_says_so(tmp_path: Path) -> None:
@@ -77,12 +77,12 @@ def test_launch_with_a_result_that_cannot_be_pickled_says_so(tmp_path: Path) -> 
     for number, (function, said) in enumerate([(Lock, "cannot be sent back"), (fails, "TwoArgumentsError: 1 and 2")]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / launching_function.CALL).write_bytes(cloudpickle.dumps((function, ())))
-        (folder / launching_function.PATH).write_text(json.dumps(sys.path))
+        (folder / module.CALL).write_bytes(cloudpickle.dumps((function, ())))
+        (folder / module.PATH).write_text(json.dumps(sys.path))
         with pytest.raises(SystemExit):
-            launching_function.call_in_rank(str(folder))
+            module.call_in_rank(str(folder))
         with pytest.raises(LaunchError, match=said):
-            launching_function._outcome(folder, 1)
+            module._outcome(folder, 1)
 
 
 class OnAGpu(Tensor):

@@ -9,38 +9,21 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from launching import tool
 
 from ddp_kit.clusters.engines import ENGINES
 
 PACKAGE = Path(__file__).parents[2] / "ddp_kit"
 STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught", "masking", "checkpoint.format"}
 
-FLOOR = {
-    "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "masking": 0, "config": 0,
-    "checkpoint.format": 0, "checkpoint.weight_files": 0,
-    "torch_internals": 1, "log": 1, "records": 1, "structures": 1, "pieces": 1, "state_values": 1, "function_launch": 1,
-    "progress": 2, "float8": 2, "timing": 2,
-    "distributed": 3,
-    "data": 4, "precision": 4, "parallel": 4, "compilation": 4, "metrics": 4, "callbacks": 4,
-    "profile": 4,
-    "checkpoint": 5, "memory": 5,
-    "trainer": 6,
-}  # fmt: skip
-LAUNCHER_LAYER = {  # of a folder or module of launcher/
-    "parser": 0, "program": 0, "diagnosis": 0, "verdict": 0, "clusters.request": 0, "trace": 0,
-    "rehearsal": 0,
-    "job": 1, "output": 1, "devices": 1, "clusters": 1, "warm.messages": 1,
-    "spec": 2,
-    "rendezvous": 3,
-    "plan": 4,
-    "devices.reservations": 5, "record": 5, "warm": 5,
-    "agent": 6, "dry_run": 6,
-    "doctor": 7, "report": 7, "readings": 7,
-    "commands": 8,
-    "cli": 9,
-    "warm.kept": 10,
-}  # fmt: skip
-OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
+layers = tool("layers")
+LAYER = {
+    name: number for side in (layers.WORKER, layers.LAUNCHER) for number, row in enumerate(side, 1) for name in row
+}
+LAYER |= dict.fromkeys(layers.GROUND, 0)
+OF_LAUNCHER = {name for row in layers.LAUNCHER for name in row}
+WITHOUT_LAYER = {"__init__", "__main__", "launcher.__init__"}
+LAUNCHER_FOLDERS = ("cli", "clusters", "devices", "doctor", "launcher", "rehearsal", "report", "watching")
 
 
 def modules() -> list[Path]:
@@ -62,8 +45,10 @@ def name_of(path: Path) -> str:
 
 
 def room(name: str) -> str:
-    """The folder of a module, or the module itself if it is in none, or on another floor than its folder."""
-    return name if name in FLOOR else name.split(".")[0]
+    """The room in the list of layers that a module belongs to: a folder, or a module that is listed by itself."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in LAYER), name)
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -86,7 +71,7 @@ def folder(name: str) -> set[str]:
 
 def own_imports(path: Path) -> set[str]:
     """The package's modules that a module imports, such as `errors` or `launcher.plan`."""
-    known = {name_of(module) for module in modules()}
+    known = {name_of(module).removesuffix(".__init__") for module in modules()}
     found = set()
     for full in imports(path):
         name = full.removeprefix("ddp_kit.")
@@ -95,23 +80,25 @@ def own_imports(path: Path) -> set[str]:
     return {name for name in found if name}
 
 
+def of_launcher() -> list[Path]:
+    return [path for path in modules() if name_of(path).split(".")[0] in LAUNCHER_FOLDERS]
+
+
 def test_every_module_has_a_layer() -> None:
-    upstairs = {
-        room(name_of(path)) for path in modules() if not name_of(path).startswith("launcher")
-    } - OUTSIDE_THE_FLOORS
-    assert upstairs == set(FLOOR)
+    assert {room(name_of(path)) for path in modules()} - WITHOUT_LAYER == set(LAYER)
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if not name_of(path).startswith("launcher")], ids=name_of)
-def test_module_imports_only_lower_layers(path: Path) -> None:
+def test_layers_are_in_the_document() -> None:
+    assert layers.with_table(layers.DOCUMENT.read_text()) == layers.DOCUMENT.read_text(), "run `make docs`"
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if name_of(path) not in WITHOUT_LAYER], ids=name_of)
+def test_module_imports_only_lower_layers_of_its_own_side(path: Path) -> None:
     own = room(name_of(path))
-    if own in OUTSIDE_THE_FLOORS:
-        return
-    for other in map(room, own_imports(path)):
-        assert other in FLOOR, f"{own} imports {other}"
-        # The ground floor builds on itself: errors, then env, then heartbeat, uncaught and config.
-        below = FLOOR[other] < FLOOR[own] or FLOOR[other] == FLOOR[own] == 0
-        assert below or other == own, f"{own} imports {other}"
+    for other in {room(each) for each in own_imports(path)} - {own, "__init__"}:
+        assert LAYER[other] < LAYER[own] or LAYER[other] == LAYER[own] == 0, f"{own} imports {other}"
+        same_side = LAYER[other] == 0 or (other in OF_LAUNCHER) == (own in OF_LAUNCHER)
+        assert same_side, f"{own} imports {other}"
 
 
 @pytest.mark.parametrize("name", sorted(STANDARD_LIBRARY_ONLY))
@@ -120,39 +107,11 @@ def test_layer_0_imports_little_but_the_standard_library(name: str) -> None:
     assert not roots & {"torch", "loguru", "rich", "pynvml", "pydantic", "yaml", "numpy"}
 
 
-def test_launcher_imports_only_layer_0_and_itself() -> None:
-    for path in (PACKAGE / "launcher").rglob("*.py"):
-        for other in own_imports(path):
-            assert room(other) == "launcher" or FLOOR.get(room(other)) == 0 or other == "", (
-                f"{path.name} imports {other}"
-            )
-
-
-def launcher_layer(name: str) -> str:
-    """The folder or module of `LAUNCHER_LAYER` that a module of the launcher, such as `launcher.job`, belongs to."""
-    inside = name.removeprefix("launcher.")
-    return inside if inside in LAUNCHER_LAYER else inside.split(".")[0]
-
-
-def test_every_module_of_the_launcher_has_a_layer() -> None:
-    names = {launcher_layer(name) for name in folder("launcher")} - OUTSIDE_THE_FLOORS
-    assert names == set(LAUNCHER_LAYER)
-
-
-@pytest.mark.parametrize("name", sorted(folder("launcher") - {"launcher.__init__"}))
-def test_launcher_module_imports_only_lower_layers(name: str) -> None:
-    own = launcher_layer(name)
-    for imported in own_imports((PACKAGE / name.replace(".", "/")).with_suffix(".py")):
-        other = launcher_layer(imported)
-        if imported.startswith("launcher.") and other != own:
-            assert LAUNCHER_LAYER[other] < LAUNCHER_LAYER[own], f"{own} imports {other}"
-
-
 def test_engine_names_stay_in_clusters() -> None:
     """The rest of the launcher knows engines as `Engine`. `ssh` is also a program, and some variables are in env.py."""
     words = {*ENGINES, "sbatch", "srun", "kubectl", "k8s", "mpirun", "mpi", "azureml", "pytorchjob"} - {"ssh"}
     pattern = re.compile(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", re.IGNORECASE)
-    for path in (PACKAGE / "launcher").rglob("*.py"):
+    for path in of_launcher():
         if path.parent.name == "clusters":
             continue
         documentation = {node.value for node in nodes_of(path) if isinstance(node, ast.Expr)}
@@ -186,7 +145,11 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
     # One to join the flags of an overflow, which fused optimizers need as one scalar. Three to refuse what sharding
     # would lose: hooks on the gradients of parameters, and memory that setting `data` has replaced in a DTensor.
-    "torch_internals": 33,
+    "torch_internals": 31,
+    "memory.fake": 3,
+    "parallel.ddp": 1,
+    "trainer.model_flops": 2,
+    "rehearsal.watch": 11,  # in a rehearsal only: it replaces functions that have no hooks
     "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun
 }
@@ -209,14 +172,15 @@ def private_uses(path: Path) -> list[str]:
     return found + [full for full in imports(path) if full.startswith("torch.") and "._" in full]
 
 
-def test_private_members_of_torch_are_used_only_in_torch_internals() -> None:
+def test_private_members_of_torch_are_used_in_few_modules() -> None:
     for path in modules():
         if name_of(path).startswith("launcher") or "checkpoint" in path.relative_to(PACKAGE).parts:
             continue
         found = private_uses(path)
-        outside = [use for use in found if use.startswith(("torch.", "dist.")) or "_pytree" in use]
-        assert not outside or name_of(path) == "torch_internals", f"{path.name}: {outside}"
-    assert len(private_uses(PACKAGE / "torch_internals.py")) <= PRIVATE_USES["torch_internals"]
+        of_torch = [use for use in found if use.startswith(("torch.", "dist.")) or "_pytree" in use]
+        assert not of_torch or len(found) <= PRIVATE_USES.get(name_of(path), 0), (
+            f"{name_of(path)}: {len(found)} {found}"
+        )
 
 
 def test_agent_uses_private_members_of_torch_in_one_module() -> None:
@@ -246,21 +210,14 @@ def test_agent_classes_do_not_inherit_from_torch() -> None:
                 assert not theirs & {ast.unparse(base) for base in node.bases}, f"{path.name}: {node.name}"
 
 
-def test_no_module_outside_the_launcher_imports_it() -> None:
+def test_launcher_and_commands_import_torch_in_few_modules() -> None:
+    with_torch = {name_of(path) for path in of_launcher() if _uses(path, "torch")}
+    assert with_torch - folder("launcher.agent") == {"doctor.probe", "rehearsal.watch"}
+
+
+def test_modules_with_torch_are_not_imported_by_commands() -> None:
     for path in modules():
-        if not name_of(path).startswith("launcher") and name_of(path) != "__main__":
-            assert not any(other.startswith("launcher") for other in own_imports(path)), path.name
-
-
-def test_launcher_imports_torch_only_in_the_agent_and_in_the_watch_of_a_rehearsal() -> None:
-    with_torch = {path for path in (PACKAGE / "launcher").rglob("*.py") if _uses(path, "torch")}
-    assert {path.parent.name for path in with_torch} == {"agent", "rehearsal"}
-    assert {name_of(path) for path in with_torch if path.parent.name == "rehearsal"} == {"launcher.rehearsal.watch"}
-
-
-def test_watch_of_a_rehearsal_is_imported_by_name_only_in_its_workers() -> None:
-    for path in modules():
-        assert "launcher.rehearsal.watch" not in own_imports(path), f"{path.name} would import torch"
+        assert not own_imports(path) & {"doctor.probe", "rehearsal.watch"}, f"{path.name} would import torch"
 
 
 def _uses(path: Path, root: str) -> bool:
@@ -274,7 +231,7 @@ def test_environment_is_accessed_in_few_modules() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
-    starting = {"function_launch", "launcher.cli", "launcher.clusters.ray_driver"}
+    starting = {"launcher.function", "cli.main", "clusters.ray_driver"}
     assert touching <= {"env", "heartbeat", *starting, *folder("launcher.agent"), *folder("launcher.warm")}
 
 

@@ -1,16 +1,14 @@
 """The reference pages say what the code says: names, settings, exit codes, variables, messages."""
 
 import ast
-import importlib.util
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
-from types import ModuleType
 
 import pytest
-from launching import ROOT
+from launching import ROOT, tool
 
 import ddp_kit
 from ddp_kit import env
@@ -18,15 +16,6 @@ from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import diagnosis
 
 DOCS = ROOT / "docs"
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / "tools" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_api_reference_is_what_its_program_writes() -> None:
@@ -52,7 +41,7 @@ def test_api_reference_with_a_public_name_without_a_section_is_an_error(monkeypa
 def test_api_reference_of_a_docstring_with_an_unknown_argument_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(ROOT / "ddp_kit", tmp_path / "ddp_kit", ignore=shutil.ignore_patterns("__pycache__", "launcher"))
+    shutil.copytree(ROOT / "ddp_kit", tmp_path / "ddp_kit", ignore=shutil.ignore_patterns("__pycache__"))
     trainer = tmp_path / "ddp_kit" / "trainer" / "trainer.py"
     trainer.write_text(
         trainer.read_text().replace("            predict_fn: A function", "            predict: A function")

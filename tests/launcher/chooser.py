@@ -54,7 +54,7 @@ asked = spec.LaunchSpec(
 make = partial(plan.make, asked, gpus.gpus(), os.environ, "id", cpus.here())
 sys.stdin.read()
 try:
-    with reservations.reserved(make) as settled:
+    with reservations.reserved(make, lambda made: made.held_gpus) as settled:
         os.write(1, f"{os.getpid()} has {settled.env['CUDA_VISIBLE_DEVICES']}\n".encode())
         for words in sys.argv[2:]:
             subprocess.Popen([sys.executable, __file__, words], stdin=subprocess.DEVNULL)

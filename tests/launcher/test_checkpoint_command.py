@@ -10,7 +10,7 @@ import torch
 
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.cli.export import run
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

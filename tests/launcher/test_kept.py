@@ -112,7 +112,7 @@ def test_folder_that_cannot_be_written_to_is_named(short_path: Path, monkeypatch
     Path(f"{kept_client.address_of(program, ())}.lock").mkdir()  # stands for a full disk
     messages: list[str] = []
     server: Any = None  # it is not asked for anything
-    kept_client.keep_process(Import(program, {}, (), ()), 1.0, {}, server, messages.append)
+    kept_client.keep_process(Import(program, {}, (), ()), 1.0, {}, server, print, messages.append)
     assert messages == [f"no process is kept: {short_path / 'ddpkit'} cannot be written to: Is a directory"]
 
 
@@ -152,7 +152,7 @@ class Row(typing.NamedTuple):
     number: int = 0
 """
 OF_THE_CLIENT = {
-    "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.cli.main",
+    "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.cli", "ddp_kit.cli.main",
     "ddp_kit.arguments", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
     "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.kept_client",
 }  # fmt: skip

@@ -181,7 +181,8 @@ def _ended_in_child(folder: Path, way: Callable[[Path], Any], path: Path, began:
     if not child:
         code = 2
         try:
-            install(folder / "run")
+            os.environ["DDPKIT_REHEARSAL"] = str(folder / "run")
+            install()
             way(path)
             code = 1
         finally:

@@ -155,14 +155,14 @@ def uuid_of(plan: Plan) -> str:
 
 
 def test_reservation_lasts_until_the_end_of_the_block(plan: Plan) -> None:
-    with reservations.reserved(lambda held: plan) as settled:
+    with reservations.reserved(lambda held: plan, lambda made: made.held_gpus) as settled:
         assert settled is plan
         assert reservations.holders()[uuid_of(plan)].pid == os.getpid()
     assert uuid_of(plan) not in reservations.holders()
 
 
 def test_reservation_of_a_plan_that_is_only_shown_holds_nothing(plan: Plan) -> None:
-    with reservations.reserved(lambda held: plan, hold=False):
+    with reservations.reserved(lambda held: plan, lambda _: ()):
         assert uuid_of(plan) not in reservations.holders()
 
 
@@ -170,9 +170,9 @@ def test_reservation_of_a_plan_that_is_refused_holds_nothing(plan: Plan) -> None
     def refuse(held: object) -> Plan:
         raise UsageError("no", "no")
 
-    with pytest.raises(UsageError), reservations.reserved(refuse):
+    with pytest.raises(UsageError), reservations.reserved(refuse, lambda made: made.held_gpus):
         pass
-    with reservations.reserved(lambda held: plan):
+    with reservations.reserved(lambda held: plan, lambda made: made.held_gpus):
         pass
 
 
@@ -180,7 +180,7 @@ def test_reservation_of_a_gpu_taken_at_the_same_moment_is_refused(plan: Plan) ->
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(f"\0{reservations._GPU}/{uuid_of(plan)}")
         taken = pytest.raises(UsageError, match="GPU 0 cannot be reserved: Address already in use")
-        with taken, reservations.reserved(lambda held: plan):
+        with taken, reservations.reserved(lambda held: plan, lambda made: made.held_gpus):
             pass
 
 
@@ -189,7 +189,7 @@ def test_reservation_does_not_wait_forever_for_a_launch_that_hangs(plan: Plan, m
     monkeypatch.setattr(reservations, "_CHOOSING", f"ddpkit-choosing-{uuid.uuid4()}")  # other tests' launches continue
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hanging:
         hanging.bind(f"\0{reservations._CHOOSING}")
-        with reservations.reserved(lambda held: plan):
+        with reservations.reserved(lambda held: plan, lambda made: made.held_gpus):
             assert uuid_of(plan) in reservations.holders()
 
 

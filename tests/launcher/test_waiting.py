@@ -11,7 +11,7 @@ import pytest
 from launching import DDPKIT, free_port, seconds, started
 
 from ddp_kit.launcher import spec
-from ddp_kit.launcher.agent.inbox import Commands, Reminder, waiting_for_nodes
+from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_nodes
 from ddp_kit.launcher.job import Limits
 
 

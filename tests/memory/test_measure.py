@@ -16,8 +16,8 @@ from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory import choose, measure
 from ddp_kit.memory.choose import PlanPrinted
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
+from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
 from ddp_kit.memory.measure import PeakMemory, TrainingPass
-from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake
 
 WIDTH = 32
 

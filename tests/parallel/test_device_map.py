@@ -24,9 +24,9 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel import device_map, strategy_for
+from ddp_kit.parallel.ddp import DdpReducer
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
 from ddp_kit.parallel.strategy import scale_gradients
-from ddp_kit.torch_internals import DdpReducer
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))
 SPLIT = {"": 0, "blocks.2-3": 1}

@@ -15,7 +15,7 @@ from ddp_kit.distributed.world import World
 from ddp_kit.parallel.optimizer_trial import check_elementwise
 from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_no_hooks
 from ddp_kit.parallel.strategy import SingleRank
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 
 def parameters() -> list[nn.Parameter]:

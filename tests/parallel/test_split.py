@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_kit import ConfigError
-from ddp_kit.structures import split_chain
+from ddp_kit.model.blocks import split_chain
 
 blocks = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=9)
 

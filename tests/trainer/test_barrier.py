@@ -13,8 +13,7 @@ from torch.distributed import HashStore
 from ddp_kit import WorldError
 from ddp_kit.distributed import barrier
 from ddp_kit.distributed.world import World
-from ddp_kit.heartbeat import Phase
-from ddp_kit.trainer.progress import HeartbeatWriter
+from ddp_kit.heartbeat import HeartbeatWriter, Phase
 
 
 class Ranks:

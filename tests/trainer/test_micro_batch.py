@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import ConfigError, LossError, MemoryConfig, Trainer, TrainerConfig
 from ddp_kit.memory import choose
-from ddp_kit.trainer.searches import with_hint
+from ddp_kit.trainer.out_of_memory import with_hint
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

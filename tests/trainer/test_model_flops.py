@@ -17,9 +17,10 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Loss, Trainer, TrainerConfig, Update
 from ddp_kit.distributed.world import World
+from ddp_kit.memory.fake import is_fake
 from ddp_kit.model.precision import Precision
 from ddp_kit.records import FitResult
-from ddp_kit.torch_internals import compilations, is_fake
+from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import model_flops
 from ddp_kit.trainer.model_flops import ModelFlops, PeakRates
 from ddp_kit.trainer.step import OptimizerStep

@@ -13,7 +13,7 @@ from ddp_kit import EMA, Callback, CheckpointError, Trainer, TrainerConfig, load
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.load_model import fingerprint
 from ddp_kit.cli.export import run as export
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 
 WIDTH = 128
 TRAINED = {"adapter.down.weight", "adapter.up.weight", "norm.weight", "norm.bias"}

@@ -4,13 +4,12 @@ This is the only launcher folder that imports torch.
 
     run.py       runs a plan: connects to the job, runs the agent, returns the outcome; or runs torch's own agent
     loop.py      the agent: receives orders from the job, sends reports to it
-    inbox.py     the event queue of the loop, listening sockets, and the messages of a node that is waiting
+    inbox.py     the event queue of the loop; sockets.py, waiting.py: what a node listens on, and prints while it waits
     workers.py   the worker processes of one round
     hangs.py     detects workers that hang; stacks.py reads their stacks
     nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several nodes
 
     torchrun.py  what is taken from torchrun, and uses of torch APIs that are not public or differ between versions
-    probe.py     the program that `ddpkit doctor` runs to test torch; not imported here
 """
 
 from ddp_kit.launcher.agent.run import check, nproc_per_node, run

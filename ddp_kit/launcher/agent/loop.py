@@ -21,16 +21,9 @@ from torch.distributed.elastic.timer import FileTimerServer
 
 from ddp_kit.env import FILE_TIMER, FILE_TIMER_PATH, NOTE_MARK
 from ddp_kit.heartbeat import read_heartbeat
-from ddp_kit.launcher.agent.inbox import (
-    Disconnected,
-    Inbox,
-    StartWorkers,
-    StopSignal,
-    WorkerSignal,
-    allow_connections,
-    own_loopback,
-)
+from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartWorkers, StopSignal, WorkerSignal
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
+from ddp_kit.launcher.agent.sockets import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop, combined_steps
 from ddp_kit.launcher.plan import Plan

@@ -15,19 +15,11 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from ddp_kit.errors import LaunchError
-from ddp_kit.launcher.agent.inbox import (
+from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartWorkers, StoppedError
+from ddp_kit.launcher.agent.sockets import allow_connections, is_local, is_loopback, listen, own_loopback, unresolved
+from ddp_kit.launcher.agent.waiting import (
     Commands,
-    Disconnected,
-    Inbox,
     Reminder,
-    StartWorkers,
-    StoppedError,
-    allow_connections,
-    is_local,
-    is_loopback,
-    listen,
-    own_loopback,
-    unresolved,
     waiting_for_answer,
     waiting_for_host,
     waiting_for_name,

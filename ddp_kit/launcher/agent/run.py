@@ -27,9 +27,11 @@ from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError, advice_for
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import torchrun
-from ddp_kit.launcher.agent.inbox import Commands, Inbox, StoppedError, is_local
+from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.loop import Agent, RunResult
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
+from ddp_kit.launcher.agent.sockets import is_local
+from ddp_kit.launcher.agent.waiting import Commands
 from ddp_kit.launcher.job import Node
 from ddp_kit.launcher.output import open_log, private_files
 from ddp_kit.launcher.plan import Logs, Plan

@@ -35,7 +35,9 @@ _CODE = child_code(
     "from ddp_kit.launcher.warm import server",
     "hidden = tuple(filter(None, sys.argv[5].split(',')))\n"
     "kept = server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'warm', hidden, sys.argv[6])\n"
-    "if kept is not None: kept()",
+    "if kept is not None:\n"
+    "    from ddp_kit.launcher.warm import kept_process\n"
+    "    kept_process.main(*kept)",
 )
 _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for unfinished saves and for helpers
 # How often to check whether a signal has stopped the server. The launcher acts only if the server is stopped at two

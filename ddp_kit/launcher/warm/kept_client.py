@@ -1,4 +1,4 @@
-"""Hand a launch over to the kept process (see kept_process.py). Imports nothing but the standard library, to start at once."""
+"""Hand a launch over to the kept process (kept_process.py). To start at once, imports only the standard library."""
 
 import array
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ddp_kit.env import RUNTIME_FOLDER
+from ddp_kit.env import RUNTIME_FOLDER, qualified_name
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.facts import facts_of, own_facts
 
@@ -237,11 +237,13 @@ def keep_process(
     seconds: float,
     command: Mapping[str, Any],
     server: "WarmServer",
+    entry: Callable[..., object],
     print_message: Callable[[str], None],
 ) -> None:
     """Let the warm server fork a kept process for the next launches, which ends at once if the script has one already.
 
     `request`: what it imports. `seconds`: how long it waits for the next launch. `command`: see `command_here`.
+    `entry`: the function that runs `ddpkit launch`.
     """
     from dataclasses import asdict  # slow to import, and not needed to hand over a launch
 
@@ -261,7 +263,7 @@ def keep_process(
     except OSError as error:
         print_message(f"no process is kept: {address.parent} cannot be written to: {error.strerror}")
         return
-    server.keep(Keep(str(address), seconds, asdict(request), command["env"], command["facts"]))
+    server.keep(Keep(str(address), seconds, asdict(request), command["env"], command["facts"], qualified_name(entry)))
 
 
 def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | None:

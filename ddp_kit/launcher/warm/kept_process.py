@@ -23,7 +23,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,11 +37,11 @@ from ddp_kit.env import (
     START_TIME_VARIABLES,
     VISIBLE_GPUS,
     allocator_defaults,
+    function_named,
     set_environment,
 )
 from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.warm import imports, server, worker
-from ddp_kit.launcher.warm import kept_client
+from ddp_kit.launcher.warm import imports, kept_client, server, worker
 from ddp_kit.launcher.warm.facts import difference, facts_of
 from ddp_kit.launcher.warm.looks import Looks, Variables, looks_of, variables_read
 from ddp_kit.launcher.warm.messages import Import, Keep, message_of
@@ -136,7 +136,9 @@ class _Kept:
                 return None, False
             reason = self._reason_to_refuse(request, kept_client.peer(connection)[0])
             if request["for"] == "launch" and not reason:
-                signal.pthread_sigmask(signal.SIG_BLOCK, kept_client.FORWARDED)  # in the launcher, until it handles them
+                signal.pthread_sigmask(
+                    signal.SIG_BLOCK, kept_client.FORWARDED
+                )  # in the launcher, until it handles them
                 pid = os.fork()
             if pid == 0:
                 self._listening.close()
@@ -286,7 +288,7 @@ def main(first: Keep, variables: Variables) -> None:
         server.main(theirs.detach(), launcher, True, hidden, "", imported)
         return
     theirs.close()
-    _launch(asked, pid, ours, connection)
+    _launch(function_named(first.entry), asked, pid, ours, connection)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
@@ -334,9 +336,14 @@ def _set_ignored(numbers: Collection[int]) -> None:
             signal.signal(number, default)
 
 
-def _launch(asked: Mapping[str, Any], server_pid: int, channel: socket.socket, connection: socket.socket) -> NoReturn:
-    """Run `ddpkit launch`, and send its exit code to the client. `channel`: to the warm server."""
-    from ddp_kit.cli.main import entry
+def _launch(
+    entry: Callable[..., NoReturn],
+    asked: Mapping[str, Any],
+    server_pid: int,
+    channel: socket.socket,
+    connection: socket.socket,
+) -> NoReturn:
+    """Run `ddpkit launch` (`entry`), and send its exit code to the client. `channel`: to the warm server."""
     from ddp_kit.launcher.warm.client import ForkedProcess, WarmServer
 
     connection.settimeout(None)

@@ -37,7 +37,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Keep:
-    """Launcher to server, before `Import`: fork the kept process for the next launches of the script (see kept_process.py)."""
+    """Launcher to server, before `Import`: fork the kept process (kept_process.py) for the next launches."""
 
     address: str
     """The path of its socket."""
@@ -49,6 +49,8 @@ class Keep:
     """The environment of the command that was typed."""
     facts: Mapping[str, Any]
     """The facts of its process (see facts.py)."""
+    entry: str
+    """The function that runs `ddpkit launch` in the forked launcher, as `module:name`."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -134,12 +133,12 @@ def main(
     hidden: tuple[str, ...],
     folder: str,
     imported: imports.Imported | None = None,
-) -> Callable[[], None] | None:
+) -> tuple[Keep, Variables] | None:
     """Handle the launcher's requests until the launcher ends. In a forked worker, run the worker's script instead.
 
     Nothing but `gc.unfreeze` runs after the script, so that a worker exits as any Python interpreter does. In the
-    kept process, return the function that serves the next launches; the caller calls it when this function's objects
-    are gone.
+    kept process, return the arguments of `kept_process.main`, which the caller calls when this function's objects are
+    gone.
 
     `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
     variables that are set only for this server. `folder`: the launcher's temporary folder, if an earlier server has
@@ -167,7 +166,7 @@ def main(
         program, main_module = server.serve()
         inherited.restore()
         if isinstance(program, Keep):
-            return partial(import_module("ddp_kit.launcher.warm.kept_process").main, program, variables)
+            return program, variables
         del server, channel, inherited, parent_signals  # so that the script starts without objects of the server
         try:
             worker.run_as_main(program, main_module)

@@ -35,7 +35,8 @@ from ddp_kit.env import (
     READ_BY_TORCH,
     STACKS_SIGNAL,
     THREADS,
-    rehearsal_folder,
+    WATCHED_BY,
+    function_named,
     set_environment,
 )
 from ddp_kit.errors import DdpKitError
@@ -276,7 +277,11 @@ def set_title(program: Program) -> None:
 
 
 # Files of the frames that call the script: the `python -c` code of client.py or kept_client.py, and these modules.
-_BELOW_THE_SCRIPT = ("<string>", *(str(Path(__file__).with_name(name)) for name in ("kept_process.py", "server.py")), __file__)
+_BELOW_THE_SCRIPT = (
+    "<string>",
+    *(str(Path(__file__).with_name(name)) for name in ("kept_process.py", "server.py")),
+    __file__,
+)
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
@@ -288,9 +293,8 @@ def run_as_main(program: Program, main: ModuleType) -> None:
     """
     sys.orig_argv[:] = program.command_line
     before = _read_by_torch()
-    rehearsal = rehearsal_folder()
-    if rehearsal is not None:
-        import_module("ddp_kit.rehearsal.watch").install(rehearsal)
+    if WATCHED_BY in os.environ:
+        function_named(os.environ[WATCHED_BY])()
     try:
         vars(main).update(__builtins__=builtins, __annotations__={})
         # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some, suggestion
-from ddp_kit.structures import repeated_blocks, split_chain, work_of
+from ddp_kit.model.blocks import repeated_blocks, split_chain, work_of
 
 # --- Division into stages ---------------------------------------------------------------------------------------------
 

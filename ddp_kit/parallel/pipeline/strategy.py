@@ -45,7 +45,7 @@ from ddp_kit.parallel.tensor import (
     split_layers,
     tensor_plan,
 )
-from ddp_kit.pieces import Piece
+from ddp_kit.state_values import Piece
 from ddp_kit.torch_internals import is_extra_state, memory_of
 
 T = TypeVar("T")
