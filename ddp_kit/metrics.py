@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_kit.errors import LossError, kind_of
+from ddp_kit.errors import LossError
+from ddp_kit.texts import kind_of
 
 # --- Weighted means ---------------------------------------------------------------------------------------------------
 # Exact over all ranks: accumulated as (sum, weight) and reduced once.

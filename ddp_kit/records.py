@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.errors import size_text
+from ddp_kit.texts import size_text
 
 _MIN_SHOWN_WAIT = 0.05
 """The minimum share of a step's time at which waiting for other ranks is shown."""

@@ -45,20 +45,3 @@ def test_advice_for_an_os_error_depends_on_its_number(code: int | None, advice: 
 @pytest.mark.parametrize(("typed", "found"), [("precison", "precision"), ("xyz", None)])
 def test_nearest_returns_the_nearest_name(typed: str, found: str | None) -> None:
     assert errors.nearest(typed, ["precision", "epochs"]) == found
-
-
-@pytest.mark.parametrize(
-    ("sizes", "texts"),
-    [
-        ((3 << 30, 1 << 30), ("3.0 GiB", "1.0 GiB")),
-        ((1 << 30, 1 << 30), ("1.0 GiB", "1.0 GiB")),
-        (((1 << 30) + (1 << 25), 1 << 30), ("1.03 GiB", "1.00 GiB")),
-        (((1 << 30) + (1 << 12), 1 << 30), ("1.000004 GiB", "1.000000 GiB")),
-        (((1 << 30) + 1, 1 << 30), ("1,073,741,825 bytes", "1,073,741,824 bytes")),
-        ((7, 8), ("7 bytes", "8 bytes")),
-    ],
-)
-def test_distinct_sizes_have_as_many_decimals_as_show_the_difference(
-    sizes: tuple[int, int], texts: tuple[str, str]
-) -> None:
-    assert errors.distinct_sizes(*sizes) == texts

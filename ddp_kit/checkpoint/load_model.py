@@ -25,11 +25,12 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.checkpoint.reader import cannot_load, load_entries
 from ddp_kit.checkpoint.weight_files import FROZEN, has_average, stored_weights
 from ddp_kit.config.settings import absolute
-from ddp_kit.errors import CheckpointError, ConfigError, some
+from ddp_kit.errors import CheckpointError, ConfigError
 from ddp_kit.log import logger
 from ddp_kit.memory.fake import is_fake
 from ddp_kit.records import LoadedWeights
 from ddp_kit.state_values import Piece
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------

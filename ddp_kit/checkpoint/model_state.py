@@ -22,10 +22,11 @@ from ddp_kit.checkpoint.state import (
 )
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World, gathered
-from ddp_kit.errors import CheckpointError, some
+from ddp_kit.errors import CheckpointError
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.state_values import Piece, check_same_kind, copied, options_of, plain, same_value, whole_shape
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------

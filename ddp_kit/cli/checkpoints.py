@@ -24,8 +24,9 @@ from ddp_kit.checkpoint.format import (
     read_state,
     verified,
 )
-from ddp_kit.errors import CheckpointError, UsageError, size_text
+from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.texts import size_text
 
 _EPILOG = f"""\
 exit codes:

@@ -7,8 +7,8 @@ from ddp_kit.arguments import Parser
 from ddp_kit.devices.gpus import MEANING, Gpu, GpuProcess, Process, gpus, links, visible
 from ddp_kit.devices.reservations import holders
 from ddp_kit.env import VISIBLE_GPUS
-from ddp_kit.errors import size_text
 from ddp_kit.launcher.warm.kept_client import kept_processes_text
+from ddp_kit.texts import size_text
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
 

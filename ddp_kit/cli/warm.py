@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddp_kit.arguments import Parser
-from ddp_kit.errors import size_text
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.warm.kept_client import kept_processes
+from ddp_kit.texts import size_text
 
 _EPILOG = """\
 examples:

@@ -32,7 +32,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ddp_kit import __version__
 from ddp_kit.config import combinations
 from ddp_kit.env import rank_for_messages, rehearsal_folder
-from ddp_kit.errors import ConfigError, kind_of, nearest
+from ddp_kit.errors import ConfigError, nearest
+from ddp_kit.texts import kind_of
 from ddp_kit.uncaught import show_without_traceback
 
 if TYPE_CHECKING:

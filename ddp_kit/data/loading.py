@@ -21,8 +21,9 @@ from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import Collate, identity_collate, stop_iteration_error
 from ddp_kit.data.source import DatasetEpoch
 from ddp_kit.distributed.world import World, mixed_seed, random_states_kept, seed_generators
-from ddp_kit.errors import ConfigError, some
+from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
+from ddp_kit.texts import some
 
 # --- Fetching samples -------------------------------------------------------------------------------------------------
 

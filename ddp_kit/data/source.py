@@ -14,7 +14,8 @@ from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.loader_batches import iterates_itself
 from ddp_kit.data.sampler import samplers_in
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
-from ddp_kit.errors import ConfigError, DataError, kind_of
+from ddp_kit.errors import ConfigError, DataError
+from ddp_kit.texts import kind_of
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 

@@ -10,8 +10,8 @@ import psutil
 import pynvml
 
 from ddp_kit.env import VISIBLE_GPUS
-from ddp_kit.errors import GIB
 from ddp_kit.masking import masked
+from ddp_kit.texts import GIB
 
 # --- NVML queries -----------------------------------------------------------------------------------------------------
 # Every query may fail.

@@ -17,9 +17,9 @@ from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.devices import cpus
 from ddp_kit.doctor.machine import Machine, Version
 from ddp_kit.env import VISIBLE_GPUS
-from ddp_kit.errors import GIB, size_text
 from ddp_kit.launcher.rendezvous import holder
 from ddp_kit.masking import masked
+from ddp_kit.texts import GIB, size_text
 
 # --- Check results ----------------------------------------------------------------------------------------------------
 

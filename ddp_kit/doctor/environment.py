@@ -18,9 +18,10 @@ from ddp_kit.clusters import engines
 from ddp_kit.devices.cpus import cpu_quota, memory_limit
 from ddp_kit.doctor import machine
 from ddp_kit.env import reported_variables
-from ddp_kit.errors import DdpKitError, size_text
+from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.masking import masked_env
+from ddp_kit.texts import size_text
 
 _FURTHER_PACKAGES = (
     "triton", "torchvision", "torchao", "torchdata", "transformers", "accelerate", "lightning", "datasets",

@@ -40,7 +40,8 @@ from ddp_kit.env import (
     child_code,
     rank_for_messages,
 )
-from ddp_kit.errors import LaunchError, UsageError, kind_of
+from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.texts import kind_of
 from ddp_kit.uncaught import folded_traceback, leave_note, show_without_traceback
 
 R = TypeVar("R")

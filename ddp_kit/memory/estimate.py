@@ -19,8 +19,8 @@ from itertools import accumulate
 from typing import Literal
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import GIB, size_text
 from ddp_kit.parallel.strategy import Sizes, sizes_of, whole_gradients_fit
+from ddp_kit.texts import GIB, size_text
 
 MIB = 1024**2
 CONTEXT_BYTES = GIB // 2

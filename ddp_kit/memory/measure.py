@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ddp_kit.config.settings import CheckpointConfig, ParallelConfig, TrainerConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, first_line, size_text
+from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.memory.estimate import BlockMemory, MemoryPlan, ModelMemory, ParameterRow, PassMemory
 from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
@@ -31,6 +31,7 @@ from ddp_kit.model.precision import Precision
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
 from ddp_kit.structures import in_mode, sparse_weights, with_copied_containers
+from ddp_kit.texts import first_line, size_text
 from ddp_kit.torch_internals import pytree
 
 # --- Measurement on fake tensors --------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from math import inf
 
 from torch import nn
 
-from ddp_kit.errors import ConfigError, size_text
+from ddp_kit.errors import ConfigError
+from ddp_kit.texts import size_text
 
 # --- Repeated blocks --------------------------------------------------------------------------------------------------
 

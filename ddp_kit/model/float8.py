@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from ddp_kit.env import emulates_fp8
-from ddp_kit.errors import ConfigError, some, suggestion
+from ddp_kit.errors import ConfigError, suggestion
 from ddp_kit.log import logger
 from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.texts import some
 
 _CAPABILITY = (8, 9)  # the compute capability of the first GPUs with float8 products
 _MULTIPLE = 16  # float8 products need sizes that are multiples of this number

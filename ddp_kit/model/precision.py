@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError, LossError, some, suggestion
+from ddp_kit.errors import ConfigError, LossError, suggestion
 from ddp_kit.log import logger
 from ddp_kit.model.float8 import convert_linear_layers
 from ddp_kit.structures import each_value
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import join_overflow_flags, scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

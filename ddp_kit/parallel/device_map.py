@@ -21,11 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, some, suggestion
+from ddp_kit.errors import ConfigError, suggestion
 from ddp_kit.log import logger
 from ddp_kit.model.blocks import repeated_blocks, split_chain, work_of
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SingleRank, Strategy
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import pytree
 
 _RANGE = re.compile(r"(\d+)-(\d+)")

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
-from ddp_kit.errors import ConfigError, LossError, some, suggestion
+from ddp_kit.errors import ConfigError, LossError, suggestion
 from ddp_kit.model.blocks import repeated_blocks
 from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_no_hooks
 from ddp_kit.parallel.strategy import (
@@ -46,6 +46,7 @@ from ddp_kit.parallel.tensor import (
 from ddp_kit.parallel.writes import WriteCheck
 from ddp_kit.state_values import Piece
 from ddp_kit.structures import with_copied_containers
+from ddp_kit.texts import some
 
 T = TypeVar("T")
 

@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError, some
+from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.optimizer_trial import check_elementwise
 from ddp_kit.state_values import Piece
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import has_gradient_hooks, storage_id
 
 

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, some
+from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.writes import check_no_max_norm
 from ddp_kit.state_values import Piece
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import broadcast_coalesced, multiply_all, persistent_buffers
 
 _WHOLE_GRADIENTS_SHARE = 8  # whole gradients take at most 1/8 of a device's memory

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import ConfigError, some, suggestion
+from ddp_kit.errors import ConfigError, suggestion
 from ddp_kit.state_values import Piece
+from ddp_kit.texts import some
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit.distributed.consistency import bits
-from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import memory_of, version_of
 
 

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from ddp_kit.errors import GIB, UsageError
+from ddp_kit.errors import UsageError
 from ddp_kit.report.run_history import Line, RunHistory
+from ddp_kit.texts import GIB
 
 # --- Chart data -------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from ddp_kit.errors import UsageError, size_text
+from ddp_kit.errors import UsageError
 from ddp_kit.report.memory_file import MemorySummary, read_memory
 from ddp_kit.report.run_history import Attempt, Line, RunHistory
 from ddp_kit.report.trace_analysis import Operation, TraceSummary, lines, read_trace
+from ddp_kit.texts import size_text
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 # Traces, and the largest allocations on GPUs.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_kit.errors import UsageError, kind_of
+from ddp_kit.errors import UsageError
+from ddp_kit.texts import kind_of
 
 # --- Time spans -------------------------------------------------------------------------------------------------------
 

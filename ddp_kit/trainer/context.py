@@ -15,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed.world import World, gathered_bytes, host_group
-from ddp_kit.errors import ConfigError, kind_of
+from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import HeartbeatWriter
 from ddp_kit.metrics import Loss, Mean
 from ddp_kit.model.activations import Activations
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Strategy
 from ddp_kit.records import LogRow
+from ddp_kit.texts import kind_of
 
 # --- Logged values ----------------------------------------------------------------------------------------------------
 # The values are averaged exactly over ranks, micro-batches and steps, without waiting for the device.

@@ -21,12 +21,12 @@ from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.world import World, random_states, set_random_states
-from ddp_kit.errors import first_line
 from ddp_kit.log import logger
 from ddp_kit.memory.fake import FakeTensors, is_fake
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.model.precision import Precision
 from ddp_kit.structures import each_leaf
+from ddp_kit.texts import first_line
 from ddp_kit.trainer.context import TrainerContext
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------

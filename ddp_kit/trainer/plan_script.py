@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_kit.errors import DdpKitError, UsageError, first_line
+from ddp_kit.errors import DdpKitError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.memory.choose import PlanPrinted
 from ddp_kit.memory.fake import FakeTensors, TensorsOnCpu, is_fake
+from ddp_kit.texts import first_line
 from ddp_kit.uncaught import show_without_traceback, user_code_location
 
 

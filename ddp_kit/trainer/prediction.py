@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ddp_kit.data.feed import EvaluationData
 from ddp_kit.distributed.world import World, gathered_bytes, host_group
-from ddp_kit.errors import LossError, kind_of
+from ddp_kit.errors import LossError
 from ddp_kit.heartbeat import Phase
+from ddp_kit.texts import kind_of
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.evaluation import evaluating
 from ddp_kit.trainer.loss_modules import modules_beside

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import random_states_kept
-from ddp_kit.errors import first_line
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel.strategy import stored
 from ddp_kit.structures import with_copied_containers
+from ddp_kit.texts import first_line
 from ddp_kit.torch_internals import CommunicationError, WithoutCollectives, memory_of
 from ddp_kit.trainer.context import TrainerContext
 

@@ -41,10 +41,11 @@ from ddp_kit.distributed.world import (
     random_states,
     set_random_states,
 )
-from ddp_kit.errors import CheckpointError, FaultyRankError, some
+from ddp_kit.errors import CheckpointError, FaultyRankError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
+from ddp_kit.texts import some
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.model_flops import device_name
 from ddp_kit.trainer.repeated_pass import WEIGHTS, NotRepeatable, PassState, repeat

@@ -37,10 +37,11 @@ from ddp_kit.env import (
     process_environment,
     reported_variables,
 )
-from ddp_kit.errors import ConfigError, size_text
+from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
+from ddp_kit.texts import size_text
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.updates import optimizer_kind
 

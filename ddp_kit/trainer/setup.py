@@ -18,10 +18,11 @@ from ddp_kit.checkpoint.packing import unstorable_values
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.env import make_cublas_deterministic
-from ddp_kit.errors import ConfigError, kind_of, nearest, some
+from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.metrics import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.strategy import stored
+from ddp_kit.texts import kind_of, some
 from ddp_kit.trainer.context import MetricFunction, SchedulerInterval
 
 

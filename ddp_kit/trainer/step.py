@@ -17,12 +17,13 @@ from ddp_kit.data.collate import Partial
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import first_losses
 from ddp_kit.distributed.world import gathered, gathered_bytes
-from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
 from ddp_kit.parallel.strategy import clip_gradient_values, scale_gradients
 from ddp_kit.structures import with_copied_containers
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import pytree, step_hooks
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks

@@ -28,13 +28,14 @@ from ddp_kit.data.sampler import BatchPlan, plan_batches
 from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.world import random_states_kept, seed_everything
 from ddp_kit.env import open_standard_streams, rank_for_messages
-from ddp_kit.errors import ConfigError, first_line
+from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.memory.choose import PlanPrinted, described, device_memory, planned
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.measure import TrainingPass, measured
 from ddp_kit.parallel import Parallelize
 from ddp_kit.records import FitResult, LearningRateSearch, Step
+from ddp_kit.texts import first_line
 from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_builder
 from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
 from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due

@@ -13,9 +13,10 @@ from ddp_kit.checkpoint.model_state import by_parameter_and_shared, state_of
 from ddp_kit.config import combinations
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.feed import Share
-from ddp_kit.errors import ConfigError, kind_of
+from ddp_kit.errors import ConfigError
 from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
+from ddp_kit.texts import kind_of
 from ddp_kit.trainer.context import LoggedValues, LossFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.out_of_memory import RecoverableStep
 from ddp_kit.trainer.setup import checked_loss

@@ -22,9 +22,10 @@ from rich.text import Text
 from ddp_kit.arguments import Parser
 from ddp_kit.clusters.request import hosts_of
 from ddp_kit.devices.gpus import GpuUsage
-from ddp_kit.errors import GIB, LaunchError, UsageError, printable
+from ddp_kit.errors import LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase
+from ddp_kit.texts import GIB
 from ddp_kit.watching.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 
 _EPILOG = """\

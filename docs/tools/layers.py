@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 GROUND = [
-    *("errors", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments"),
+    *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments"),
     *("config", "checkpoint.format", "checkpoint.weight_files"),
 ]
 WORKER = [

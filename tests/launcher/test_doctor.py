@@ -23,7 +23,7 @@ from ddp_kit.doctor import checks, machine
 from ddp_kit.doctor import command as doctor
 from ddp_kit.doctor.checks import CheckResult, Status
 from ddp_kit.doctor.machine import Card, Driver, Machine, ProbeResult, Probes
-from ddp_kit.errors import GIB
+from ddp_kit.texts import GIB
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

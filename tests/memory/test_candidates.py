@@ -8,9 +8,9 @@ import pytest
 
 from ddp_kit import TrainerConfig
 from ddp_kit.config.settings import MemoryConfig, ParallelConfig
-from ddp_kit.errors import GIB
 from ddp_kit.memory.choose import Candidate, candidates, choose
 from ddp_kit.memory.estimate import ModelMemory, ParameterRow, PassMemory
+from ddp_kit.texts import GIB
 
 NAMES = (
     'parallel="ddp"',

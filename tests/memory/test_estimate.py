@@ -9,7 +9,6 @@ import pytest
 
 from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.config.settings import MemoryConfig, ParallelConfig
-from ddp_kit.errors import GIB, size_text
 from ddp_kit.memory.choose import Candidate, advice, candidates, check_exact_fits, report
 from ddp_kit.memory.estimate import (
     CONTEXT_BYTES,
@@ -21,6 +20,7 @@ from ddp_kit.memory.estimate import (
     plan_memory,
     tensor_size,
 )
+from ddp_kit.texts import GIB, size_text
 
 ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each parameter
     ParameterRow("embedding", (10, 6), 4, True, "", 8, 4),

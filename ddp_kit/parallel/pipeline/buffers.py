@@ -4,9 +4,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import LossError, some
+from ddp_kit.errors import LossError
 from ddp_kit.parallel.pipeline.model import Chain
 from ddp_kit.parallel.strategy import BUFFERS_HINT, Sizes, shared_buffers
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import version_of
 
 Versions = dict[str, tuple[Tensor, int]]

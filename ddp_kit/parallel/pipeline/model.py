@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import ConfigError, LossError, some, suggestion
+from ddp_kit.errors import ConfigError, LossError, suggestion
 from ddp_kit.model.blocks import repeated_blocks, split_chain, work_of
+from ddp_kit.texts import some
 
 # --- Division into stages ---------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World, host_group, random_states_kept, seed_pass
-from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.parallel.fsdp import FsdpUnits, check_dtypes, equal_batches, fit_whole_on_all_ranks, shard_unit
 from ddp_kit.parallel.pipeline.buffers import PipelineBuffers
 from ddp_kit.parallel.pipeline.model import (
@@ -46,6 +46,7 @@ from ddp_kit.parallel.tensor import (
     tensor_plan,
 )
 from ddp_kit.state_values import Piece
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import is_extra_state, memory_of
 
 T = TypeVar("T")
