@@ -222,6 +222,11 @@ class HeartbeatWriter:
         self._stepped_at = 0  # nanoseconds; 0: no step is done yet
 
     @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return Phase(self._memory[_PHASE])
+
+    @property
     def where(self) -> str:
         """The current phase and step, in words."""
         return f"{Phase(self._memory[_PHASE]).description}, after step {max(0, self._memory[_STEP] - 1)}"

@@ -72,6 +72,11 @@ def checked(value: object, source: str) -> "Tensor | Loss":
     return value
 
 
+def total_of(value: "Tensor | Loss") -> Tensor:
+    """The tensor of a loss: the sum of a `Loss`, or the tensor itself."""
+    return value.loss if isinstance(value, Loss) else value
+
+
 def exact_weight(weight: Tensor | float) -> Tensor | float:
     """The weight of a `Loss`, as a number or a float64 tensor. An invalid tensor becomes NaN.
 

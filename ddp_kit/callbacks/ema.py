@@ -137,7 +137,7 @@ class EMA(Callback):
     def _begin(self, trainer: Any) -> None:
         self._swap_back()
         # Not trainer.model_state, because the Trainer refers to its callbacks: it would be a reference cycle.
-        self._model, self._state = trainer.model, trainer._context.strategy.model_state
+        self._model, self._state = trainer.model, trainer._run.strategy.model_state
         self._names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         self._take_weights(trainer)
         self._average = [

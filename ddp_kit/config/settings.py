@@ -574,8 +574,8 @@ class TrainerConfig(_Settings):
     )
     mfu: bool = Field(
         default=False,
-        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. To count FLOPs, the "
-        "loss function is called once more after the first step, with fake tensors, which have shapes but no values.",
+        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. The FLOPs are "
+        "counted in the first step.",
     )
     eval_every_steps: Count | None = Field(
         default=None, description="Optimizer steps between evaluations; None: see eval_every_epochs."

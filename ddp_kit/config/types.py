@@ -169,7 +169,7 @@ class TrainerSettings(TypedDict, total=False):
     log_every_steps: int
     """Optimizer steps between log points. On a GPU, the values of a log point are read at the next log point, so that the host does not wait for the device; with 1, it waits for the loss of each pass, and the error for a loss that is not finite names its cause."""
     mfu: bool
-    """Log the model FLOPs utilisation, on GPUs whose peak rate is known. To count FLOPs, the loss function is called once more after the first step, with fake tensors, which have shapes but no values."""
+    """Log the model FLOPs utilisation, on GPUs whose peak rate is known. The FLOPs are counted in the first step."""
     eval_every_steps: int | None
     """Optimizer steps between evaluations; None: see eval_every_epochs."""
     eval_every_epochs: int

@@ -5,7 +5,7 @@ Placement         the ranks, the strategy, and the settings with "auto" resolved
 PlacedModel       converted to its precision, compiled, and distributed over the ranks
 Optimizers        of the placed parameters, with their schedulers
 TrainerContext    what a step, an evaluation and a prediction use
-Run               what the loop calls
+Run               this, and what the loop calls
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,6 @@ from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.model_state import ModelPart, OptimizerPart
 from ddp_kit.checkpoint.state import BestPart, CallbacksPart, ConfigPart, PrecisionPart, RandomPart, StrategyPart
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.data.comparison import SampleComparison
 from ddp_kit.data.feed import DataRank, FeedBuilder
 from ddp_kit.data.sampler import BatchPlan, plan_batches
 from ddp_kit.distributed import barrier, consistency
@@ -39,12 +38,14 @@ from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
+from ddp_kit.trainer.agreement import Entry, RankAgreement
 from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.evaluation import Evaluator
 from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, separate_rates, warmed_up
 from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.loss_modules import ModulesPart, modules_beside, move_beside
 from ddp_kit.trainer.model_flops import ModelFlops
+from ddp_kit.trainer.planning import PlanInstead, Planner, RequestedPlanner
 from ddp_kit.trainer.position import Position, RunState, StreamPart
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.profile import Recorder
@@ -60,7 +61,7 @@ from ddp_kit.trainer.setup import (
     scheduler_for,
     use_deterministic_algorithms,
 )
-from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.trainer.step import StepRunner
 from ddp_kit.trainer.timing import DATA, TRANSFER, StepClock, step_clock
 from ddp_kit.trainer.updates import (
     JointOptimizer,
@@ -117,7 +118,6 @@ class PlacedModel:
     activations: Activations
     description: str
     """A line about the model before it was distributed."""
-    flops: ModelFlops
 
 
 @dataclass(frozen=True)
@@ -137,18 +137,21 @@ class Optimizers:
     """Callbacks that step the ReduceLROnPlateau schedulers."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the loop of a Trainer calls."""
+@dataclass(frozen=True, kw_only=True)
+class Run(TrainerContext):
+    """What a Trainer uses."""
 
-    context: TrainerContext
-    arguments: CheckedArguments
-    model: PlacedModel
+    updates: Sequence[Update]
+    batch_plan: BatchPlan
+    model_description: str
+    entry: Entry
+    planner: Planner
+    flops: ModelFlops
     callbacks: tuple[Callback, ...]
     position: Position
     state: RunState
     clock: StepClock
-    optimizer_step: OptimizerStep
+    optimizer_step: StepRunner
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
     decay_watch: DecayWatch
     record: RunRecord
@@ -156,7 +159,6 @@ class Run:
     checkpoints: Checkpoints
     evaluator: Evaluator
     preemption: Preemption
-    sample_comparison: SampleComparison
     profiler: Recorder
     peak_memory: PeakMemory
 
@@ -200,13 +202,14 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         logged=logged,
         on_gradients=call_on_gradients if any(map(changes_gradients, callbacks)) else None,
     )
-    counted = check_fits(context.model, strategy, optimizer, context.stepped_optimizer)
-    position, state, clock = Position(), RunState(), step_clock(world.device)
+    peak_memory = PeakMemory(world, check_fits(context.model, strategy, optimizer, context.stepped_optimizer))
+    position = Position()
+    state = RunState()
+    clock = step_clock(world.device)
     step = joint_step(context, clock, updates, schedulers) if updates else optimizer_step_for(context, clock)
+    flops = ModelFlops(context, evaluates_once=step.evaluates_once)
     record = RunRecord(config, world, model.description, optimizer)
-    log_points = LogPoints(
-        context, clock, call_callbacks, record.advise, model.flops.utilisation, recorded=record.is_written
-    )
+    log_points = LogPoints(context, clock, call_callbacks, record.advise, flops.utilisation, recorded=record.is_written)
     every = {update.name: update.every for update in updates}
 
     def steps_done(update: str) -> int:
@@ -229,14 +232,32 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         ConfigPart(settings),
         StrategyPart(strategy),
     )
-    check_before_save = log_points.check_before_save
     checkpoints = Checkpoints(
-        world, settings, strategy, optimizer, saved_parts, random, best, position, state, check_before_save
+        world,
+        settings,
+        strategy,
+        optimizer,
+        saved_parts,
+        random,
+        best,
+        position,
+        state,
+        log_points.check_before_save,
     )
+    to_plan = (context, config, updates, partial(feed_builder, context, clock, timed=False), peak_memory)
+    planner = Planner(*to_plan)
+    entry: Entry = RankAgreement(context, config, arguments.metrics, position)
+    if arguments.plan_request is not None:
+        planner = requested = RequestedPlanner(*to_plan, request=arguments.plan_request)
+        entry = PlanInstead(requested, config, placement.batch_plan)
     run = Run(
-        context=context,
-        arguments=arguments,
-        model=model,
+        **vars(context),
+        updates=updates,
+        batch_plan=placement.batch_plan,
+        model_description=model.description,
+        entry=entry,
+        planner=planner,
+        flops=flops,
         callbacks=callbacks,
         position=position,
         state=state,
@@ -249,9 +270,8 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         checkpoints=checkpoints,
         evaluator=Evaluator(context, arguments.metrics, checkpoints, position, state, call_callbacks),
         preemption=Preemption(world, config, checkpoints, position),
-        sample_comparison=SampleComparison(world, settings.data, settings.seed),
         profiler=Recorder(config.profile, world.rank),
-        peak_memory=PeakMemory(world, counted),
+        peak_memory=peak_memory,
     )
     barrier.watch(world, context.heartbeat)
     checkpoints.resume()
@@ -314,14 +334,13 @@ def place_model(model: nn.Module, placement: Placement) -> PlacedModel:
         bf16_inputs=settings.bf16_inputs,
     )
     description = described_model(model)
-    flops = ModelFlops(model, settings, world, precision)  # copies the model as the user has created it
     precision.prepare(model)
     if settings.compile is not None:
         compile_in_place(model, settings.compile)
     activations = Activations(model, settings.memory, compiled=settings.compile is not None)
     check_weights_fit(model, strategy)
     strategy.setup(model)
-    return PlacedModel(model, placement, precision, activations, description, flops)
+    return PlacedModel(model, placement, precision, activations, description)
 
 
 def make_optimizers(arguments: CheckedArguments, model: PlacedModel) -> Optimizers:

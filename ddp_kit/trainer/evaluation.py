@@ -23,7 +23,7 @@ from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.context import MetricFunction, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.progress import with_bar
-from ddp_kit.trainer.step import backward_called
+from ddp_kit.trainer.step_loss import backward_called
 
 _SHOWN = 32
 
@@ -53,7 +53,8 @@ class Evaluator:
         self._position = position
         self._watched_data: object = None  # the eval_data of fit
         self._context = context
-        self._metrics = metrics
+        self.metrics = metrics
+        """The metrics, by name."""
         self._checkpoints = checkpoints
         self._run_state = run_state
         self._call_callbacks = call_callbacks
@@ -77,7 +78,7 @@ class Evaluator:
         before = random_states(context.world)
         try:
             with context.heartbeat.during(Phase.EVALUATION):
-                return evaluate(context, self._metrics, EvaluationData(first, data.filler_batch)) or {}
+                return evaluate(context, self.metrics, EvaluationData(first, data.filler_batch)) or {}
         except RuntimeError as error:
             if "does not have a grad_fn" not in str(error):  # raised by backward() under no_grad
                 raise
@@ -113,7 +114,7 @@ class Evaluator:
                 self._call_callbacks("on_evaluate_start")
                 with context.heartbeat.during(Phase.EVALUATION):
                     context.strategy.sync_buffers()
-                    values = evaluate(context, self._metrics, data, stops, name)
+                    values = evaluate(context, self.metrics, data, stops, name)
                 if values is not None:
                     texts = [f"{metric} {value:.4g}" for metric, value in islice(values.items(), _SHOWN)]
                     if len(values) > _SHOWN:  # a metric may return many values

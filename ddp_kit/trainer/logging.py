@@ -22,6 +22,7 @@ from ddp_kit.records import LogRow, Step, StepTimes
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.context import LoggedValues, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.non_finite import can_repeat
+from ddp_kit.trainer.step import StepResult
 from ddp_kit.trainer.timing import COLUMNS, StepClock, by_rank, table_of
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
@@ -194,7 +195,6 @@ class Interval:
         self._weights: list[Tensor | float] = []
         self._step_of: list[int] = []  # the step of each loss
         self._folded: list[Tensor] = []  # stacked (sum, weight) pairs, each [n, 2]
-        self._before_step = 0
         self._plain = True
         self._norm: Tensor | None = None
         self.cause = (0, "")
@@ -204,47 +204,30 @@ class Interval:
         self.samples = 0
 
     @property
-    def step(self) -> int:
-        """The number of the current optimizer step."""
-        return self._first_step + self.steps
-
-    def add(self, value: Tensor | Loss, samples: int) -> None:
-        """Record the loss of one pass: a mean over `samples` samples, or a `Loss`."""
-        if isinstance(value, Loss):
-            self._plain = False
-            self._sums.append(value.loss.detach())
-            self._weights.append(value.weight)
-        else:
-            self._sums.append(value.detach())
-            self._weights.append(samples)
-        self._step_of.append(self.step)
-
-    @property
     def wants_cause(self) -> bool:
-        """Whether no cause is recorded yet."""
+        """Whether no cause of a loss that is not finite is recorded yet."""
         return not self.cause[1]
 
-    def note_cause(self, cause: str) -> None:
-        """Record the cause of a loss that is not finite."""
-        self.cause = self.step, cause
-
-    def note_norm(self, norm: Tensor) -> None:
-        """Record the global norm of the step's gradient, before clipping."""
-        self._norm = norm
-
-    def drop_step(self) -> None:
-        """Discard the losses of the current step."""
-        for noted in (self._step_of, self._weights, self._sums):
-            del noted[len(noted) - (len(self._sums) - self._before_step) :]
-        self._logged.drop_step()
-
-    def end_step(self, samples: int) -> None:
-        """Record that a step is done. `samples`: the step's samples over all ranks."""
+    def add(self, result: StepResult, samples: int) -> None:
+        """Record a step. `samples`: the step's samples over all ranks."""
+        number = self._first_step + self.steps
+        for value, count in result.losses:
+            if isinstance(value, Loss):
+                self._plain = False
+                self._sums.append(value.loss)
+                self._weights.append(value.weight)
+            else:
+                self._sums.append(value)
+                self._weights.append(count)
+            self._step_of.append(number)
+        if result.norm is not None:
+            self._norm = result.norm
+        if result.cause and self.wants_cause:
+            self.cause = (number, result.cause)
         self.steps += 1
         self.samples += samples
         if len(self._sums) >= _FOLD:
             self._fold()
-        self._before_step = len(self._sums)
         self._logged.end_step()
 
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
@@ -311,7 +294,8 @@ class Interval:
         else:
             weights = torch.tensor(self._weights, dtype=torch.float64).to(sums.device, non_blocking=True)
         self._folded.append(torch.stack((sums * weights if self._plain else sums, weights), dim=1))
-        self._sums, self._weights, self._before_step = [], [], 0
+        self._sums = []
+        self._weights = []
 
 
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
@@ -441,8 +425,8 @@ class LogPoints:
     begin(first_step)
     for each step:
         note_rates()
-        ...                                          # the step adds its losses to `interval`
-        after_step(step)                             # at a log point: reduces the interval, passes rows to callbacks
+        ...                                          # the step
+        after_step(step, result)                     # at a log point: reduces the interval, passes rows to callbacks
         exclude_time_since_step()                    # after evaluations and user code
     end(step, epoch)
 
@@ -500,12 +484,12 @@ class LogPoints:
             for group in self._context.optimizer.param_groups
         ]
 
-    def after_step(self, step: Step, *, last: bool) -> LogRow | None:
+    def after_step(self, step: Step, result: StepResult, *, last: bool) -> LogRow | None:
         """Record that a step is done. Returns the row that is ready, if any. `last`: whether this is the last step.
 
         At a log point, a collective; raises `LossError` on all ranks if a loss or the gradient was not finite.
         """
-        self.interval.end_step(step.samples)
+        self.interval.add(result, step.samples)
         rows: list[LogRow] = []
         if last or step.number % self._context.config.log_every_steps == 0:
             self._close(step.number, step.epoch)

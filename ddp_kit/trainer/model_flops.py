@@ -1,32 +1,20 @@
 """Floating-point operations (FLOPs) of a model, and the share of the GPUs' peak rate that a run reaches (MFU)."""
 
-import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.data.collate import unpacked
-from ddp_kit.data.feed import Share
-from ddp_kit.distributed.world import World, random_states, set_random_states
+from ddp_kit.distributed.world import World, gathered
+from ddp_kit.heartbeat import HeartbeatWriter, Phase
 from ddp_kit.log import logger
-from ddp_kit.memory.fake import FakeTensors, is_fake
-from ddp_kit.metrics import Loss, checked
-from ddp_kit.model.precision import Precision
-from ddp_kit.structures import each_leaf
-from ddp_kit.texts import first_line
 from ddp_kit.trainer.context import TrainerContext
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------
@@ -109,79 +97,56 @@ def peak_rates(device_name: str) -> Mapping[str, float]:
 # --- Model FLOPs utilisation (MFU) ------------------------------------------------------------------------------------
 # The FLOPs per second that the model needs, divided by the peak rate of the devices.
 #
-#     Trainer(...)              copies the user's model to fake tensors, before it is compiled or distributed over ranks
-#     the first step            records the shapes of its first batch
-#     after the first step      runs loss_fn(copy, batch).backward() on fake tensors, and counts FLOPs
-#     each log point            samples/s x FLOPs per sample / (devices x peak rate)
+#     the first step     each rank counts the FLOPs of its passes; their sum is divided by the samples of the step
+#     each log point     samples/s x FLOPs per sample / (devices x peak rate)
 #
 # Source: Chowdhery et al., PaLM, 2022, appendix B. Causal attention counts in full; recomputed activations do not
 # count.
 
 
-_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_KINDS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+_OTHER = torch.float64  # stands for all other types, whose peak rates are not known
 
 
 class ModelFlops:
-    """Counts the FLOPs of one sample, and computes the model FLOPs utilisation (MFU) from the samples per second."""
+    """Counts the FLOPs of one sample in the first step, and computes the MFU from the samples per second."""
 
-    def __init__(self, model: nn.Module, config: TrainerConfig, world: World, precision: Precision) -> None:
-        """Copy the model if `config.mfu` is set. Must be called before the model is compiled or distributed."""
-        self._world = world
+    def __init__(self, context: TrainerContext, *, evaluates_once: bool) -> None:
+        """`evaluates_once`: whether a step evaluates one loss, once per batch; otherwise, FLOPs are not counted."""
+        config = context.config
+        self._world = context.world
+        self._heartbeat = context.heartbeat
         self._precision = config.precision
-        self._devices = world.world_size
+        self._devices = self._world.world_size
         if config.parallel.strategy == "device_map":
-            self._devices *= max(1, len(world.gpus))
-        self._copy: nn.Module | None = None
-        self._batch: Any = None
-        self._samples = 0  # of the batch; 0: no batch seen yet
+            self._devices *= max(1, len(self._world.gpus))
+        self._copies = max(1, config.parallel.tensor)  # each rank of a tensor-parallel group counts whole products
         self._seconds_per_sample: float | None = None  # of one device at its peak rate
+        self._counts = False
         if not config.mfu:
             return
-        self._peak = peak_rates(device_name(world))
+        self._peak = peak_rates(device_name(self._world))
         if not self._peak:
-            self._not_known(f"the peak rate of {device_name(world)} is not known")
-            return
-        if config.parallel.share_gpus:
+            self._not_known(f"the peak rate of {device_name(self._world)} is not known")
+        elif config.parallel.share_gpus:
             self._not_known("ranks share GPUs")
-            return
-        self._fakes = FakeTensors()
-        kept = set(map(id, precision.kept_buffers(model).values()))
-        # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
-        memo: dict[int, Any] = {
-            id(tensor): self._fakes.like(tensor, world.device, None if id(tensor) in kept else precision.weights_dtype)
-            for tensor in (*model.parameters(), *model.buffers())
-        }
-        try:
-            with _CopiesWithoutMemory(self._fakes):
-                self._copy = copy.deepcopy(model, memo)
-        except Exception as error:
-            self._not_known(f"{type(model).__name__} cannot be copied: {first_line(error)}")
+        elif not evaluates_once:
+            self._not_known("a step has several updates, or evaluates its loss several times")
+        else:
+            self._counts = True
 
-    @property
-    def ready(self) -> bool:
-        """Whether a batch has been recorded, and its FLOPs have not been counted yet."""
-        return self._copy is not None and self._samples > 0
+    def counted(self, samples: int) -> AbstractContextManager[None]:
+        """Context manager for a step. In the first one that succeeds, counts the FLOPs, which is a collective.
 
-    def watched(self, fetch: Callable[[], Any], share: Share) -> Callable[[], Any]:
-        """Wrap `fetch`, a function that returns the next batch, so that the shapes of the first batch are recorded.
-
-        Returns `fetch` itself once the FLOPs have been counted, or if this rank has no samples in the step.
+        `samples`: the samples of the step on all ranks.
         """
-        if self._copy is None or not share.passes or not share.passes[0]:
-            return fetch
-
-        def first() -> Any:
-            batch = fetch()
-            if not self.ready:
-                samples, plain = unpacked(share.passes[0], batch)
-                try:
-                    self._batch, self._samples = each_leaf(self._shape, plain), samples
-                except Exception as error:
-                    self._copy = None
-                    self._not_known(f"a batch of {type(plain).__name__} cannot be copied: {first_line(error)}")
-            return batch
-
-        return first
+        return self._counting(samples) if self._counts else nullcontext()
 
     def utilisation(self, samples_per_second: float) -> float | None:
         """The MFU, from 0 to 1, for this number of samples per second over all ranks; None if unknown."""
@@ -189,66 +154,31 @@ class ModelFlops:
             return None
         return samples_per_second * self._seconds_per_sample / self._devices
 
-    def count(self, context: TrainerContext, *, once_per_step: bool) -> None:
-        """Count the FLOPs of one sample. May be called only once.
-
-        `once_per_step`: whether a step evaluates a single loss, once per batch. If False, the FLOPs are not counted.
-        """
-        model, self._copy = self._copy, None
-        batch, self._batch = self._batch, None
-        assert model is not None, "it is ready"
-        if not once_per_step:
-            self._not_known("a step has several updates, or evaluates its loss several times")
+    @contextmanager
+    def _counting(self, samples: int) -> Iterator[None]:
+        with FlopCount(self._heartbeat) as count:
+            yield
+        self._counts = False
+        kinds = [*_KINDS, _OTHER]
+        numbers = [count.flops[dtype] for dtype in kinds]
+        of_ranks = gathered(self._world, [*numbers, count.flops.total(), int(bool(count.unknown))])
+        *sums, total, unknown = map(sum, zip(*of_ranks, strict=True))
+        if unknown:
+            self._not_known(f"the FLOPs of {count.unknown or 'an operation on another rank'} are not known")
             return
-        try:
-            flops = self._counted(model, batch, context)
-        except NotCountedError as error:
-            self._not_known(f"the FLOPs of {error} are not known")
-        except Exception as error:
-            self._not_known(f"the loss function does not run on fake tensors: {first_line(error)}")
-        else:
-            self._settle(flops)
-
-    def _shape(self, leaf: Any) -> Any:
-        return self._fakes.like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
-
-    def _counted(self, model: nn.Module, batch: Any, context: TrainerContext) -> Mapping[torch.dtype, int]:
-        if not model.training:
-            model.train()
-        for module in model.modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                module.eval()  # in training mode it communicates
-        count = FlopCount([*model.parameters(), *model.buffers()])
-        states = random_states(self._world)
-        try:
-            # Compiled functions run uncompiled. Attention runs as two matrix products: fused kernels recompute one of
-            # them in the backward pass.
-            with self._fakes.computing(), count, torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
-                with context.precision.forward(), context.logged.set_aside():
-                    value = checked(context.loss_fn(model, batch), "the loss function")
-                loss = value.loss if isinstance(value, Loss) else value
-                if not all(map(is_fake, _leaves(loss))):  # real gradients, and the hooks of DDP, must not be touched
-                    raise NotCountedError("a loss that uses parameters from outside the model")
-                count.goes_backward = True
-                loss.sum().backward()  # type: ignore[no-untyped-call]
-        finally:
-            set_random_states(states)
-        return count.flops
-
-    def _settle(self, flops: Mapping[torch.dtype, int]) -> None:
-        total = sum(flops.values())
         if not total:
             self._not_known("the model has no matrix products or convolutions")
             return
-        kind = self._kind(max(flops, key=lambda dtype: flops[dtype]))
+        kind = self._kind(kinds[sums.index(max(sums))])
         if kind not in self._peak:
             self._not_known(f"the peak rate of {device_name(self._world)} in {kind} is not known")
             return
-        self._seconds_per_sample = total / self._samples / self._peak[kind]
+        per_sample = total / self._copies / samples
+        self._seconds_per_sample = per_sample / self._peak[kind]
         if self._world.is_main:
             logger.info(
                 "mfu: {:.3g} GFLOP per sample, forward and backward; the peak rate of a device is {:.4g} TFLOP/s in {}",
-                total / self._samples / 1e9,
+                per_sample / 1e9,
                 self._peak[kind] / 1e12,
                 kind,
             )
@@ -264,78 +194,90 @@ class ModelFlops:
             logger.info("mfu: not available: {}", reason)
 
 
-class _CopiesWithoutMemory(TorchFunctionMode):
-    """A `TorchFunctionMode` that makes `copy.deepcopy` create fake tensors instead of copying tensors."""
-
-    def __init__(self, fakes: FakeTensors) -> None:
-        super().__init__()
-        self._fakes = fakes
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.clone:
-            return self._fakes.like(args[0])
-        if func is Tensor.__deepcopy__:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), self._fakes.like(tensor))
-        return func(*args, **(kwargs or {}))
+_WITHOUT_FORMULA = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_trilinear")
+"""Operations of torch that contain matrix products, but have no formula."""
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """The leaf tensors whose `.grad` a backward pass from the loss would change."""
-    seen, found = set(), []
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            found.append(leaf)
-        waiting.extend(each for each, _ in node.next_functions)
-    return found
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of matrix products, convolutions and attention in the passes of a step, by torch's formulas.
 
-
-def device_name(world: World) -> str:
-    """The name that torch gives to this rank's device."""
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-
-
-# --- FLOPs and live memory --------------------------------------------------------------------------------------------
-
-
-class NotCountedError(Exception):
-    """Raised for an operation whose FLOPs are not known; the message names the operation."""
-
-
-# Operations on weights that contain no matrix product, besides views and element-wise operations. Their FLOPs do not
-# count.
-_NO_PRODUCTS = {
-    "embedding", "_embedding_bag", "embedding_renorm", "index", "index_select", "index_put", "gather", "scatter", "cat",
-    "stack", "clone", "copy", "fill", "zero", "_to_copy", "_unsafe_view", "slice_scatter", "select_scatter", "repeat",
-    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
-    "_fused_rms_norm", "_fused_rms_norm_backward", "_weight_norm_interface", "_weight_norm_interface_backward",
-    "_prelu_kernel", "_prelu_kernel_backward", "native_dropout", "bernoulli",
-    "sum", "mean", "prod", "cumsum", "linalg_vector_norm", "amax", "amin", "argmax",
-    "any", "all", "std", "var", "var_mean", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
-    "constant_pad_nd", "tril", "triu", "flip", "roll", "zeros_like", "ones_like", "empty_like", "full_like",
-    "new_zeros", "new_empty", "new_full",
-}  # fmt: skip
-
-
-@cache
-def _has_no_products(operation: Any) -> bool:
-    """Whether an operation is known to be cheap, that is, to contain no matrix product.
-
-    It is enough that torch marks one variant of the operation as a view or as element-wise, because torch does not mark
-    all variants, such as in-place ones.
+    Operations that recompute activations during the backward pass do not count, nor do products outside of the passes,
+    such as those of the optimizer. torch's `FlopCounterMode` would run composite operations in parts, whose results
+    differ in the last bits.
     """
-    name = operation.__name__.rstrip("_")
-    variants = getattr(torch.ops.aten, name, operation)
-    return name in _NO_PRODUCTS or any(
-        variant.is_view or torch.Tag.pointwise in variant.tags
-        for variant in (getattr(variants, overload, None) for overload in variants.overloads())
-        if variant is not None
-    )
+
+    supports_higher_order_operators = True  # such as flex_attention
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile that it may compile in this mode, which then sees the operations of compiled code."""
+        return True
+
+    def __init__(self, heartbeat: HeartbeatWriter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._heartbeat = heartbeat
+        self._formulas = _formulas()
+        self.flops: Counter[torch.dtype] = Counter()
+        """The number of FLOPs, by the dtype of the first factor."""
+        self.unknown = ""
+        """The name of an operation whose FLOPs are not known; empty if there was none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", func)
+        formula = self._formulas.get(packet)
+        if formula is None and torch.is_inference_mode_enabled():  # there, composite operations arrive as such
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if formula is not None and self._is_counted():
+            self.flops[args[0].dtype] += formula(*args, **kwargs, out_val=result)
+        elif getattr(packet, "__name__", "") in _WITHOUT_FORMULA:
+            self.unknown = str(packet)
+        return result
+
+    def _is_counted(self) -> bool:
+        phase = self._heartbeat.phase
+        # In the backward pass, only recomputation enables gradients.
+        return phase is Phase.FORWARD or (phase is Phase.BACKWARD and not torch.is_grad_enabled())
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Operation -> a function of its arguments that returns its FLOPs."""
+    from torch.utils.flop_counter import flop_registry  # imported here, because few runs need it
+
+    aten = torch.ops.aten
+    formulas: dict[Any, Callable[..., int]] = {**flop_registry}
+    for packet, formula in flop_registry.items():
+        if str(packet).endswith("attention_backward"):
+            formulas[packet] = _without_recomputed_product(formula)
+    return formulas | {
+        aten.convolution_backward: _convolution_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        aten.mv: _matrix_and_vector,
+    }
+
+
+def _matrix_and_vector(matrix: Tensor, _vector: Tensor, **_: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _without_recomputed_product(formula: Callable[..., int]) -> Callable[..., int]:
+    """The formula of attention's backward pass without the one of its five products that it computes again."""
+    return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of attention: the products of queries and keys, and of the scores and values."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
+
+
+def _attention_backward(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _attention(query, key, value)
 
 
 def _convolution_backward(
@@ -354,58 +296,8 @@ def _convolution_backward(
     return 2 * inputs.shape[0] * prod(positions) * weight.numel() * int(sum(requested[:2]))
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs of matrix products and convolutions in this context, by the formulas of torch.utils.flop_counter.
-
-    Operations that recompute activations during the backward pass do not count. Raises `NotCountedError` at the first
-    operation that has no formula and may need one: a custom operation, or an operation that takes a matrix in `weights`
-    (parameters and buffers) and is not known to be cheap; copies, lookups and element-wise operations are cheap.
-    """
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry  # imported here, because few runs need it
-
-        self._formulas = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward}
-        self._weights = WeakIdKeyDictionary()
-        for weight in weights:
-            self._weights[weight.untyped_storage()] = True
-        self.flops: Counter[torch.dtype] = Counter()
-        """The number of FLOPs, by the dtype of the first factor."""
-        self.goes_backward = False
-        """Whether the backward pass has begun, as set by the caller. Only recomputation then enables gradients."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        formula = self._formulas.get(getattr(func, "overloadpacket", None))
-        if formula is None:
-            return self._without_formula(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if not (self.goes_backward and torch.is_grad_enabled()):
-            flops = formula(*args, **kwargs, out_val=result)
-            # The backward pass of a fused attention kernel recomputes one of its five products.
-            recomputes = func.overloadpacket.__name__.endswith("attention_backward")
-            self.flops[args[0].dtype] += flops * 4 // 5 if recomputes else flops
-        return result
-
-    def _without_formula(self, func: Any, args: Any, kwargs: Any) -> Any:
-        space = getattr(func, "namespace", "")
-        if space == "prim":  # a query, such as a tensor's device; an exception would end the process
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
-        weights = [tensor for tensor in strided if tensor.untyped_storage() in self._weights]
-        if tensors and space not in ("aten", "prims"):
-            raise NotCountedError(str(func))
-        with self:
-            result = func.decompose(*args, **kwargs)  # in inference mode, composite operations arrive undecomposed
-        if result is not NotImplemented:
-            return result
-        if any(weight.ndim > 1 for weight in weights) and not _has_no_products(func.overloadpacket):
-            raise NotCountedError(str(func))
-        result = func(*args, **kwargs)
-        if weights and len(weights) == len(tensors):
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                    self._weights[leaf.untyped_storage()] = True
-        return result
+def device_name(world: World) -> str:
+    """The name that torch gives to this rank's device."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return world.device.type

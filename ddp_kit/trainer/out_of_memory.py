@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.data.feed import Share
 from ddp_kit.data.sampler import BatchPlan
 from ddp_kit.distributed.world import gathered, host_group
 from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.memory.choose import out_of_memory_hint
-from ddp_kit.metrics import Loss, checked
+from ddp_kit.metrics import checked, total_of
 from ddp_kit.structures import in_mode
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.profile import save_memory_snapshot
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
-from ddp_kit.trainer.step import OptimizerStep, StepRecorder
+from ddp_kit.trainer.step import OptimizerStep, StepResult, StepTask
+from ddp_kit.trainer.timing import StepClock
 
 # --- Out-of-memory errors ---------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ def _tried(
 def _pass(context: TrainerContext, batch: Any) -> None:
     with context.precision.forward(), context.activations.forward_context(), context.logged.batch(0):
         value = checked(context.loss_fn(context.model, batch), "the loss function")
-    total = value.loss if isinstance(value, Loss) else value
+    total = total_of(value)
     if total.requires_grad and not total.is_complex():  # otherwise the first step of training raises the error
         total.sum().backward()  # type: ignore[no-untyped-call]
 
@@ -169,33 +169,54 @@ class RecoverableStep(OptimizerStep):
     if so: restore buffers and random states; all ranks raise OutOfMemory
     """
 
-    def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:
-        self._before, self._recorder, self._confirmed = StepSnapshot(self._context), recorder, False
-        failed: BaseException
+    def __init__(self, context: TrainerContext, clock: StepClock) -> None:
+        self._confirmation = _Confirmation(context)
+        super().__init__(context, clock, self._confirmation.confirm)
+
+    def run(self, task: StepTask) -> StepResult:
+        """Run one step. Raises `OutOfMemory` on all ranks if any of them runs out of memory."""
+        self._confirmation.begin()
         try:
-            super().run(share, batch, recorder, measure_norm=measure_norm)
+            return super().run(task)
+        except OutOfMemory:
+            self.clear()
+            raise
         except (RuntimeError, MemoryError) as error:
-            if self._confirmed or not is_out_of_memory(error):
+            if self._confirmation.is_done or not is_out_of_memory(error):
                 raise
             failed = error.with_traceback(None)  # the frames of the traceback keep tensors alive
-        else:
-            return
         self.clear()
         release_cached_memory()
         if self._context.world.world_size > 1:  # the same collectives as on the other ranks, in the same order
-            if not self._loss.agreed:
-                self._loss.agree()
-            self._loss.reduce_weights()
-            self._strategy.abandon_step()
-        self.confirm_passes(failed)
+            self._gradient.abandon()
+        self._confirmation.confirm(failed)
+        raise AssertionError("confirm has raised OutOfMemory")
 
-    def confirm_passes(self, failed: BaseException | None = None) -> None:
+
+class _Confirmation:
+    """The confirmation of all ranks that they have completed the passes of a step."""
+
+    def __init__(self, context: TrainerContext) -> None:
+        self._context = context
+        self._before: StepSnapshot
+        self.is_done = False
+        """Whether the ranks have confirmed the passes of the current step."""
+
+    def begin(self) -> None:
+        """Begin a step: keep what its passes will change."""
+        self._before = StepSnapshot(self._context)
+        self.is_done = False
+
+    def confirm(self, failed: BaseException | None = None) -> None:
+        """Tell the other ranks whether the passes have succeeded. A collective.
+
+        `failed`: this rank's error. If any rank has one, restores the state before the passes and raises `OutOfMemory`.
+        """
         flag = torch.tensor(int(failed is not None))
         if self._context.world.world_size > 1:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._context.world))
-        self._confirmed = True
+        self.is_done = True
         if flag:
             self._before.restore()
-            self._recorder.drop_step()
-            self.clear()
+            self._context.logged.drop_step()
             raise OutOfMemory(failed)

@@ -10,7 +10,7 @@ from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.learning_rates import set_rate
 from ddp_kit.trainer.logging import Interval
 from ddp_kit.trainer.snapshots import RunSnapshot
-from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.trainer.step import StepRunner, StepTask
 from ddp_kit.trainer.timing import StepClock
 
 _SMOOTHING = 0.9  # decay rate of the exponential moving average of the losses, which is bias-corrected
@@ -28,7 +28,7 @@ def rates_between(start: float, end: float, steps: int) -> list[float]:
 
 
 def find(
-    context: TrainerContext, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]
+    context: TrainerContext, step: StepRunner, feed: Feed, clock: StepClock, rates: Sequence[float]
 ) -> LearningRateSearch:
     """Train one step with each of the ascending `rates` until the loss diverges, then restore the state. A collective.
 
@@ -36,7 +36,8 @@ def find(
     the ratios of their rates. The suggestion is the rate at which the smoothed loss, as a function of the logarithm of
     the rate, falls most steeply, before its minimum.
     """
-    before, skipped_steps = RunSnapshot(context), step.skipped_steps
+    before = RunSnapshot(context)
+    skipped_steps = step.skipped_steps
     own = [float(group["lr"]) for group in context.optimizer.param_groups]
     tried: list[float] = []
     losses: list[float] = []
@@ -48,8 +49,8 @@ def find(
             interval = Interval(context.world, 1)
             clock.start()
             with step.without_scheduler(), context.logged.set_aside():
-                step.run(share, feed.batch, interval, measure_norm=False)
-            interval.end_step(share.step_samples)
+                result = step.run(StepTask(1, share, feed.batch, find_cause=True))
+            interval.add(result, share.step_samples)
             values = interval.close(clock).values()
             loss = values.loss / values.weight if values.weight else math.nan
             if not math.isfinite(loss):

@@ -1,8 +1,6 @@
 """The training loop."""
 
-import gc
 import math
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,24 +19,20 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import Gradients, check_metric
 from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
 from ddp_kit.data import Data
-from ddp_kit.data.collate import unpacked
-from ddp_kit.data.comparison import facts_of_data
 from ddp_kit.data.feed import Feed, Share, loader_batch_size
-from ddp_kit.data.sampler import BatchPlan, plan_batches
-from ddp_kit.distributed import barrier, consistency
-from ddp_kit.distributed.world import random_states_kept, seed_everything
+from ddp_kit.data.sampler import plan_batches
+from ddp_kit.distributed import barrier
+from ddp_kit.distributed.world import seed_everything
 from ddp_kit.env import open_standard_streams, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
-from ddp_kit.memory.choose import PlanPrinted, described, device_memory, planned
-from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
-from ddp_kit.memory.measure import TrainingPass, measured
+from ddp_kit.memory.estimate import MemoryPlan
 from ddp_kit.parallel import Parallelize
 from ddp_kit.records import FitResult, LearningRateSearch, Step
-from ddp_kit.texts import first_line
 from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_builder
 from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
 from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due
+from ddp_kit.trainer.garbage import DeferredGarbageCollection
 from ddp_kit.trainer.learning_rates import WarmUp, check_new_length, check_ticks
 from ddp_kit.trainer.out_of_memory import OutOfMemory, largest_micro_batch, release_cached_memory, with_hint
 from ddp_kit.trainer.position import Loop, save_when_left
@@ -47,9 +41,9 @@ from ddp_kit.trainer.progress import ProgressReport
 from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.run_record import announce, conclude
 from ddp_kit.trainer.setup import check_main, checked_config
-from ddp_kit.trainer.step import ClosureStep
+from ddp_kit.trainer.step import StepResult, StepTask
 from ddp_kit.trainer.timing import DATA
-from ddp_kit.trainer.updates import JointStep, Update
+from ddp_kit.trainer.updates import Update
 from ddp_kit.uncaught import show_without_traceback
 
 
@@ -145,15 +139,16 @@ class Trainer:
             parallelize,
         )
         run = build(arguments, weak_method(self._call_callbacks), weak_method(self._call_on_gradients))
-        self._run, self._context = run, run.context
-        self.config, self.world, self.batch_plan = config, run.context.world, run.model.placement.batch_plan
-        self.model, self.optimizer, self.scheduler = run.context.model, run.context.optimizer, run.context.scheduler
-        self._total_steps = run.context.config.max_steps
-        self._feeds = feed_builder(run.context, run.clock, self.batch_plan)
+        self._run = run
+        self.config = config
+        self.world = run.planner.world
+        self.batch_plan = run.batch_plan
+        self.model = run.model
+        self.optimizer = run.optimizer
+        self.scheduler = run.scheduler
+        self._total_steps = run.config.max_steps
+        self._feeds = feed_builder(run, run.clock, self.batch_plan)
         self._garbage = DeferredGarbageCollection()
-        self._plan_request = request = run.arguments.plan_request
-        if request is not None:  # the script sees the ranks to plan for; there is only this process
-            self.world = replace(self.world, world_size=request.ranks, local_world_size=request.per_node)
 
     @property
     def step(self) -> int:
@@ -180,7 +175,7 @@ class Trainer:
 
         Ranks that hold parts of the same model replica have the same index.
         """
-        return self._context.strategy.data_rank
+        return self._run.strategy.data_rank
 
     @property
     def data_ranks(self) -> int:
@@ -189,7 +184,7 @@ class Trainer:
 
     def model_state(self) -> dict[str, Any]:
         """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` of each sharded one."""
-        return self._context.strategy.model_state()
+        return self._run.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Load what `model_state` returned, or whole tensors. Not a collective.
@@ -197,7 +192,7 @@ class Trainer:
         Args:
             state: Name -> value, with all names of the model's state_dict. A whole tensor may replace a `Piece`.
         """
-        self._context.strategy.load_model_state(state)
+        self._run.strategy.load_model_state(state)
 
     # --- what users call ----------------------------------------------------------------------------------------
 
@@ -225,8 +220,7 @@ class Trainer:
             SystemExit: With exit code 75, after a stop request (a signal or a time limit), once the run is saved in
                 `checkpoint.dir`.
         """
-        self._print_plan_instead(train_data)
-        self._check_ranks_agree("fit()", train_data=train_data, eval_data=eval_data)
+        self._enter("fit()", train_data=train_data, eval_data=eval_data)
         with self._run.preemption.handling_signals():
             return self._fit(train_data, eval_data)
 
@@ -252,8 +246,9 @@ class Trainer:
         total = self.total_steps
         began, began_at = self.step, time.perf_counter()
         planned_bytes = run.peak_memory.planned
-        config, model = self._context.config, run.model.description
-        announce(self.world, self.batch_plan, config, began, total, feed.division, model, planned_bytes)
+        announce(
+            self.world, self.batch_plan, run.config, began, total, feed.division, run.model_description, planned_bytes
+        )
         run.state.stopping = False
         self._call_callbacks("on_fit_start")
         try:
@@ -282,7 +277,7 @@ class Trainer:
             skipped=run.optimizer_step.skipped_steps,
         )
         self._call_callbacks("on_fit_end", result)
-        with self._context.heartbeat.during(Phase.CHECKPOINT):
+        with self._run.heartbeat.during(Phase.CHECKPOINT):
             run.checkpoints.save_final()  # the last evaluation or a callback may have requested a save
         conclude(result, began, time.perf_counter() - began_at, run.checkpoints.best, run.checkpoints.newest)
         # The callbacks of other ranks may still be writing files.
@@ -306,8 +301,7 @@ class Trainer:
         Raises:
             DdpKitError: The same errors as `fit`.
         """
-        self._print_plan_instead(train_data)
-        self._check_ranks_agree("steps()", train_data=train_data)
+        self._enter("steps()", train_data=train_data)
         self._run.state.stopping = False
         steps = self._steps(train_data, self._feed(train_data), None)
         return save_when_left(steps, self.world, self._run.checkpoints, self._run.state)
@@ -323,11 +317,9 @@ class Trainer:
                 be written.
             LossError: If the losses or the weights are not finite, unless `non_finite_gradients="skip"`.
         """
-        if self._plan_request is not None:
-            return
-        self._wait_for_all("save()")
-        with self._context.heartbeat.during(Phase.CHECKPOINT):
-            self._run.checkpoints.save_or_postpone()
+        if self._enter("save()"):
+            with self._run.heartbeat.during(Phase.CHECKPOINT):
+                self._run.checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
         """Load the whole state of a run from a checkpoint: weights, optimizer, random states, position, callbacks.
@@ -340,12 +332,10 @@ class Trainer:
         Raises:
             CheckpointError: If the checkpoint is damaged or from a different run.
         """
-        if self._plan_request is not None:
-            return
-        self._wait_for_all("resume()")
-        self._run.checkpoints.load(absolute(path))
-        self._context.heartbeat.set_step(self.step)
-        self._run.state.resumed()
+        if self._enter("resume()"):
+            self._run.checkpoints.load(absolute(path))
+            self._run.heartbeat.set_step(self.step)
+            self._run.state.resumed()
 
     def log(self, values: Mapping[str, Logged]) -> None:
         """Add your own values to the next log row or, during an evaluation, to the metrics of that evaluation.
@@ -361,7 +351,7 @@ class Trainer:
         Raises:
             ConfigError: For values that are not numbers, and for names that are fields of `LogRow`.
         """
-        self._context.logged.add(values)
+        self._run.logged.add(values)
 
     def stop(self) -> None:
         """End the run after the current step. All ranks must call it at the same step."""
@@ -388,14 +378,13 @@ class Trainer:
             DataError: For unusable data, and if the ranks differ in data or settings.
             LossError: For an unusable loss or metric.
         """
-        if self._plan_request is not None:  # under `ddpkit plan` the model has no values
-            return dict.fromkeys(("loss", *self._run.arguments.metrics), math.nan)
-        self._check_ranks_agree("evaluate()", eval_data=data)
-        notify = self._run.evaluator.watches(data) if notify_callbacks is None else notify_callbacks
-        found = self._run.evaluator.run(
-            self._feeds.evaluation_data(data, "eval_data"), notify_callbacks=notify, name=name
-        )
-        return found or {}
+        evaluator = self._run.evaluator
+        if not self._enter("evaluate()", eval_data=data):
+            return dict.fromkeys(("loss", *evaluator.metrics), math.nan)
+        if notify_callbacks is None:
+            notify_callbacks = evaluator.watches(data)
+        batches = self._feeds.evaluation_data(data, "eval_data")
+        return evaluator.run(batches, notify_callbacks=notify_callbacks, name=name) or {}
 
     @named_arguments
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
@@ -416,10 +405,10 @@ class Trainer:
             DataError: For unusable data, and if the ranks differ in data or settings.
             LossError: For outputs that cannot be concatenated.
         """
-        self._check_ranks_agree("predict()", data=data)
-        self._context.strategy.sync_buffers()
-        with self._context.heartbeat.during(Phase.EVALUATION):
-            return predict(self._context, predict_fn, self._feeds.evaluation_data(data, "the data"))
+        self._enter("predict()", data=data)
+        self._run.strategy.sync_buffers()
+        with self._run.heartbeat.during(Phase.EVALUATION):
+            return predict(self._run, predict_fn, self._feeds.evaluation_data(data, "the data"))
 
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
@@ -445,19 +434,18 @@ class Trainer:
             DataError: For unusable data, and if the ranks differ.
             LossError: For an unusable loss.
         """
-        if self._run.arguments.updates:
+        if self._run.updates:
             raise ConfigError(
                 "find_learning_rate supports only one optimizer", "call it on a Trainer without updates=[...]"
             )
         rates = rates_between(start, end, steps)
-        self._print_plan_instead(train_data)
-        self._check_ranks_agree("find_learning_rate()", train_data=train_data)
+        self._enter("find_learning_rate()", train_data=train_data)
         feed = self._feed(train_data)
         self._prepare(feed)
         while True:
             try:
-                with self._context.heartbeat.during(Phase.FORWARD):
-                    return find(self._context, self._run.optimizer_step, feed, self._run.clock, rates)
+                with self._run.heartbeat.during(Phase.FORWARD):
+                    return find(self._run, self._run.optimizer_step, feed, self._run.clock, rates)
             except OutOfMemory as failed:
                 feed, _ = self._halve_micro_batch(failed, train_data)
 
@@ -477,70 +465,13 @@ class Trainer:
             ConfigError: If the strategy has already sharded the model. Use `ddpkit plan` instead.
             DataError: For unusable data.
         """
-        strategy = self._context.strategy
-        if strategy.shards:
-            raise ConfigError(
-                f"trainer.plan needs the whole model, but parallel={self.config.parallel.strategy!r} has sharded it",
-                "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
-            )
-        config, memory = self._context.config, device_memory(self.world.device)
-        if self._plan_request is not None:
-            config, memory = self.config, self._plan_request.memory
-        model, _ = self._measured(data)
-        _, plan, _ = planned(model, config, self.world.world_size, memory, self.world.local_world_size)
-        self._run.peak_memory.compare_with(plan)
-        return plan
-
-    def _measured(self, data: Data) -> tuple[ModelMemory, int]:
-        """The model's memory, measured with fake tensors, and the number of samples per micro-batch."""
-        ranks = self._context.strategy.data_ranks
-        size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
-        plan = BatchPlan(size * ranks, size, 1, ranks)
-        feeds = feed_builder(self._context, self._run.clock, plan, timed=False)
-        with random_states_kept(), self._context.logged.set_aside():
-            batch, problem = None, ""
-            try:
-                feed = feeds.train_feed(data, 0, self._epoch_to_train)
-                feed.begin(self._epoch_to_train, 0)
-                feed.next()
-                _, batch = unpacked(size, feed.batch())
-            except Exception as error:  # the user's code may read the parameters, and raises any error without values
-                if self._plan_request is None:
-                    raise
-                problem = f"the data cannot be read if the model has no values: {first_line(error)}"
-            context, config = self._context, self._context.config
-            if self._plan_request is not None:
-                config = config.model_copy(update={"parallel": self.config.parallel})
-            on_gpu = self._plan_request is not None or self.world.device.type == "cuda"
-            training = TrainingPass(
-                [update.loss_fn for update in self._run.arguments.updates] or [context.loss_fn],
-                batch,
-                context.precision,
-                config,
-                self.world.device,
-                prefetched=config.data.prefetch_batches if on_gpu else 0,
-                problem=problem,
-            )
-            optimizers = [(update.optimizer, update.optimizer) for update in self._run.arguments.updates]
-            model = measured(
-                context.model,
-                optimizers or [(context.optimizer, context.stepped_optimizer)],
-                training,
-                accumulates=self.batch_plan.accumulation > 1,
-            )
-            return model, size
-
-    def _print_plan_instead(self, train_data: Data) -> None:
-        """Under `ddpkit plan`, print the plan and end the script instead of training."""
-        if self._plan_request is not None:
-            model, size = self._measured(train_data)
-            sys.stdout.write(f"{described(model, self.config, self._plan_request, size)}\n")
-            raise PlanPrinted(0)
+        return self._run.planner.plan(data, self.batch_plan, self._epoch_to_train)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
-        run, heartbeat = self._run, self._context.heartbeat
+        run = self._run
+        heartbeat = run.heartbeat
         self._prepare(feed, ticks=True)
         run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
         loop = run.state.begin_loop()
@@ -554,7 +485,7 @@ class Trainer:
                 share = self._begin_epoch(feed)
                 while share is not None and not self._is_finished():
                     run.profiler.before_step(self.step + 1)
-                    feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
+                    feed, done, result = self._run_step(feed, share, train_data)  # repeats it if memory runs out
                     heartbeat.enter(Phase.DATA)
                     run.record.note_samples(feed.samples_checksum)
                     share = feed.next()  # while the device is busy with the step
@@ -564,8 +495,7 @@ class Trainer:
                     self._call_callbacks("on_step")
                     self._wait_at_a_stop()
                     self._garbage.collect_if_due()
-                    self._count_flops()
-                    row = run.log_points.after_step(step, last=self._is_finished())
+                    row = run.log_points.after_step(step, result, last=self._is_finished())
                     if row is not None:
                         run.position.loss = row.loss
                     run.peak_memory.after_step()
@@ -587,7 +517,8 @@ class Trainer:
 
         On exit, it ends everything that it has started, even after an error.
         """
-        run, heartbeat = self._run, self._context.heartbeat
+        run = self._run
+        heartbeat = run.heartbeat
         with (
             heartbeat.follow(self.step, self.total_steps),
             heartbeat.during(Phase.DATA),
@@ -606,7 +537,7 @@ class Trainer:
         If the epoch has an unexpected length, updates the run's number of steps, and checks that schedulers still fit.
         """
         run, position = self._run, self._run.position
-        self._context.heartbeat.enter(Phase.DATA)
+        self._run.heartbeat.enter(Phase.DATA)
         run.clock.skip()
         position.epoch_facts = feed.facts(self.epoch)
         feed.begin(self.epoch, position.steps_in_epoch, position.stream_position)
@@ -617,26 +548,28 @@ class Trainer:
                 check_new_length(scheduler, total // every, before // every, self.step // every, self.epoch)
         return feed.next()
 
-    def _run_step(self, feed: Feed, share: Share, train_data: Data) -> tuple[Feed, Share]:
+    def _run_step(self, feed: Feed, share: Share, train_data: Data) -> tuple[Feed, Share, StepResult]:
         """Run an optimizer step. If it runs out of memory, repeat it with half the micro-batch.
 
-        Returns the feed and the share of the step that succeeded.
+        Returns the feed and the share of the step that succeeded, and its result.
         """
-        run, number = self._run, self.step + 1
+        run = self._run
+        number = self.step + 1
         logged = number % self.config.log_every_steps == 0 or number == self.total_steps
         while True:
             run.clock.start()
             run.log_points.note_rates()
-            batch = run.model.flops.watched(feed.batch, share)
+            task = StepTask(
+                number, share, feed.batch, measure_norm=logged, find_cause=run.log_points.interval.wants_cause
+            )
             try:
-                run.optimizer_step.run(share, batch, run.log_points.interval, measure_norm=logged)
+                with run.flops.counted(share.step_samples):
+                    return feed, share, run.optimizer_step.run(task)
             except OutOfMemory as failed:
                 feed, share = self._halve_micro_batch(failed, train_data)
             except (RuntimeError, MemoryError) as error:
-                with_hint(error, self._context)
+                with_hint(error, run)
                 raise
-            else:
-                return feed, share
 
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
         """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
@@ -645,8 +578,8 @@ class Trainer:
         run.decay_watch.after_step(number, epoch)
         if ends_epoch:
             run.optimizer_step.end_epoch(number)
-        self._context.heartbeat.step(number)
-        self._context.heartbeat.enter(Phase.CALLBACKS)
+        self._run.heartbeat.step(number)
+        self._run.heartbeat.enter(Phase.CALLBACKS)
         return Step(number, epoch, samples, ends_epoch, None)
 
     def _wait_at_a_stop(self) -> None:
@@ -654,17 +587,7 @@ class Trainer:
         if self._run.state.stopping and not self._run.state.stop_agreed:
             self._run.state.stop_agreed = True
             if not self._is_complete():
-                self._wait_for_all("stop()")
-
-    def _count_flops(self) -> None:
-        """Count the FLOPs of the model, once, if `config.mfu` is set and a batch was recorded."""
-        run = self._run
-        if run.model.flops.ready:
-            began = time.perf_counter()
-            run.model.flops.count(
-                self._context, once_per_step=not isinstance(run.optimizer_step, JointStep | ClosureStep)
-            )
-            run.log_points.interval.started += time.perf_counter() - began  # this is not training
+                barrier.wait_for_all(self.world, f"trainer.stop() after step {self.step}")
 
     def _feed(self, train_data: Data) -> Feed:
         """Take the micro-batch size from the DataLoader, the settings or a search, and create the training feed."""
@@ -674,9 +597,7 @@ class Trainer:
         if config.micro_batch_size == "auto":
             found = self._run.position.micro_batches.get(str(self.world.world_size))
             if found is None:
-                found = largest_micro_batch(
-                    self._context, partial(self._feeds.trial_batches, train_data), self.batch_plan
-                )
+                found = largest_micro_batch(self._run, partial(self._feeds.trial_batches, train_data), self.batch_plan)
             self._set_batch_plan(self.batch_plan.global_batch, found)
         feed = self._feeds.train_feed(train_data, self.step, self._epoch_to_train)
         self._total_steps = self._run.position.last_step(config, feed.steps_in)
@@ -690,8 +611,8 @@ class Trainer:
 
     def _set_batch_plan(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """Set the batch plan of the following steps."""
-        self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._context.strategy.data_ranks)
-        self._feeds = feed_builder(self._context, self._run.clock, self.batch_plan)
+        self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._run.strategy.data_ranks)
+        self._feeds = feed_builder(self._run, self._run.clock, self.batch_plan)
         if self.config.micro_batch_size == "auto":
             self._run.position.micro_batches[str(self.world.world_size)] = micro_batch
 
@@ -702,10 +623,10 @@ class Trainer:
         """
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
-            raise failed.error_to_raise(self._context) from None
+            raise failed.error_to_raise(self._run) from None
         log.logger.warning("out of memory at step {}: the micro-batch of {} is halved", self.step + 1, micro_batch)
         release_cached_memory()
-        self._context.strategy.setup(self.model)  # the failed step has left its reductions in an unknown state
+        self._run.strategy.setup(self.model)  # the failed step has left its reductions in an unknown state
         self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._feeds.train_feed(train_data, self.step, self.epoch)
         share = self._begin_epoch(feed)
@@ -725,7 +646,7 @@ class Trainer:
             check_ticks(scheduler, None if last is None else last // every, self.step // every, epochs)
         if not self._run.state.seeded:  # only once: a later call continues the random sequences
             if not self._run.checkpoints.restore_random():
-                seed_everything(self.config.seed, self._context.strategy.data_rank)
+                seed_everything(self.config.seed, self._run.strategy.data_rank)
             self._run.state.seeded = True
         if not self.model.training or all(module.training for module in self.model.modules()):
             self.model.train()  # as a loop by hand does: a model may override it. Not if modules were frozen by hand
@@ -737,7 +658,7 @@ class Trainer:
         return self._run.state.stopping or self._is_complete()
 
     def _is_complete(self) -> bool:
-        steps, epochs = self._context.config.max_steps, self._context.config.last_epoch
+        steps, epochs = self._run.config.max_steps, self._run.config.last_epoch
         return (steps is not None and self.step >= steps) or (epochs is not None and self.epoch >= epochs)
 
     def _call_callbacks(self, event: str, *values: Any) -> None:
@@ -750,36 +671,9 @@ class Trainer:
             for callback in filter(changes_gradients, self._run.callbacks):
                 callback.on_gradients(self, gradients)
 
-    def _wait_for_all(self, call: str) -> None:
-        """Before collectives, wait at a monitored barrier until all ranks have made the same call."""
-        barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
-
-    def _check_ranks_agree(self, call: str, **data: object) -> None:
-        """Raise an error if the ranks differ in data, settings or state, because they would diverge or wait forever."""
-        if self._plan_request is not None:
-            raise ConfigError(
-                f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
-                "skip this call: the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
-            )
-        if self.world.world_size == 1:
-            return
-        self._wait_for_all(call)
-        facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._run.arguments.metrics)
-        consistency.check_agreement(self.world, facts)
-        if self.step == 0 or "train_data" in data:
-            context, strategy = self._context, self._context.strategy
-            weights = consistency.facts_of_weights(self.model, strategy.local_parameters(), self.world)
-            consistency.check_agreement(self.world, weights, strategy.replicas)
-            optimizer = consistency.facts_of_optimizer(
-                strategy.parameter_names(), context.stepped_optimizer, self.optimizer, self.world
-            )
-            consistency.check_agreement(self.world, optimizer, strategy.optimizer_replicas)
-            progress: consistency.Facts = {
-                "the scheduler and its state": consistency.schedule(self.scheduler),
-                "the state of the gradient scaling": repr(context.precision.state()),
-            }
-            consistency.check_agreement(self.world, progress)
-        self._run.sample_comparison.compare(data)
+    def _enter(self, call: str, **data: Any) -> bool:
+        """Before a call that all ranks make: check that they agree. Returns whether the call has an effect."""
+        return self._run.entry.enter(call, data)
 
 
 def weak_method(method: Callable[..., None]) -> Callable[..., None]:
@@ -796,51 +690,3 @@ def weak_method(method: Callable[..., None]) -> Callable[..., None]:
             bound(*values)
 
     return call
-
-
-class DeferredGarbageCollection:
-    """Collects garbage about once a second, between steps, instead of automatically during a step.
-
-    With many objects, a collection takes long, and the next one comes later: they take at most 2 % of the time.
-    """
-
-    _SECONDS = 1.0
-    _LONGEST_SHARE = 0.02
-    _due = 0.0  # shared by all Trainers of the process, because a collection covers all objects; 0: no run has begun
-
-    def __init__(self) -> None:
-        self._on = False
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Context manager that turns automatic garbage collection off.
-
-        Objects that exist on entry are frozen (`gc.freeze`), so the collections between steps do not traverse them.
-        """
-        if not gc.isenabled():
-            yield
-            return
-        self._on = True
-        if self._due:
-            self.collect_if_due()  # the garbage of earlier runs, which is frozen from here on
-        else:
-            DeferredGarbageCollection._due = time.perf_counter() + self._SECONDS
-        gc.disable()
-        freezes = gc.get_freeze_count() == 0  # otherwise gc.unfreeze would undo what the warm server or the user froze
-        if freezes:
-            gc.freeze()
-        try:
-            yield
-        finally:
-            self._on = False
-            if freezes:
-                gc.unfreeze()
-            gc.enable()
-
-    def collect_if_due(self) -> None:
-        """Collect garbage if a collection is due."""
-        began = time.perf_counter()
-        if self._on and began > self._due:
-            gc.collect()
-            ended = time.perf_counter()
-            DeferredGarbageCollection._due = ended + max(self._SECONDS, (ended - began) / self._LONGEST_SHARE)

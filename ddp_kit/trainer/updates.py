@@ -1,6 +1,7 @@
 """Several updates per step, each with its own loss function, optimizer and scheduler, as for a GAN."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +13,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_kit.checkpoint.model_state import by_parameter_and_shared, state_of
 from ddp_kit.config import combinations
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.data.feed import Share
 from ddp_kit.errors import ConfigError
 from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.texts import kind_of
 from ddp_kit.trainer.context import LoggedValues, LossFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.out_of_memory import RecoverableStep
+from ddp_kit.trainer.run_parameters import RunParameters, check_step_hooks
 from ddp_kit.trainer.setup import checked_loss
-from ddp_kit.trainer.step import ClosureStep, OptimizerStep, PipelineStep, StepBatches, StepRecorder
+from ddp_kit.trainer.step import ClosureStep, OptimizerStep, StepBatches, StepResult, StepRunner, StepTask
 from ddp_kit.trainer.timing import StepClock
 
 # --- Joint optimizer and scheduler ------------------------------------------------------------------------------------
@@ -238,35 +239,66 @@ def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFun
     return loss_fn
 
 
-class JointStep(OptimizerStep):
+class JointStep:
     """Runs optimizer steps that consist of several updates.
 
     for each update that is due, in order:
-        run its own `OptimizerStep`, with its loss function and optimizer, on the step's batches
+        run its own step, with its loss function and optimizer, on the step's batches
     """
 
-    def __init__(
-        self, context: TrainerContext, clock: StepClock, steps: Mapping[str, tuple[int, OptimizerStep]]
-    ) -> None:
-        super().__init__(context, clock, has_updates=True)
-        self._steps = dict(steps)
+    evaluates_once = False
 
-    def run(self, share: Share, batch: Callable[[], Any], recorder: StepRecorder, *, measure_norm: bool) -> None:
-        batches, norms = StepBatches(batch), []
-        for number, (name, (every, step)) in enumerate(self._steps.items()):
-            if recorder.step % every == 0:
-                of_update = _UpdateRecorder(recorder, self._context.logged, name, first=number == 0)
-                step.run(share, batches.again(), of_update, measure_norm=measure_norm)
-                norms += of_update.norms
-        if norms:
-            recorder.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
+    def __init__(self, context: TrainerContext, steps: Mapping[str, tuple[int, StepRunner]]) -> None:
+        """`steps`: for each update, by name, the number of steps after which it runs, and what runs it."""
+        self._logged = context.logged
+        self._context = context
+        self._parameters = RunParameters(context.model, context.optimizer, context.stepped_optimizer)
+        self._steps = dict(steps)
+        self.clear = self._parameters.clear_gradients
+
+    def run(self, task: StepTask) -> StepResult:
+        """Run one step. The losses of the result are those of the first update."""
+        batches = StepBatches(task.batch)
+        losses: Sequence[tuple[Tensor | Loss, int]] = ()
+        norms = []
+        cause = ""
+        for name, (every, step) in self._steps.items():
+            if task.number % every:
+                continue
+            finds_cause = task.find_cause and not cause
+            result = step.run(replace(task, batch=batches.again(), find_cause=finds_cause))
+            if name == next(iter(self._steps)):
+                losses = result.losses
+            for value, samples in result.losses:
+                self._logged.note(f"loss/{name}", value, samples)
+            if result.norm is not None:
+                norms.append(result.norm)
+            if result.cause:
+                cause = f"update {name!r} at step {task.number}: {result.cause}"
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+        return StepResult(losses, norm, cause=cause)
 
     def end_epoch(self, step: int) -> None:
+        """Step the schedulers that are stepped once per epoch."""
         for _, update_step in self._steps.values():
             update_step.end_epoch(step)
 
+    def check_parameters(self) -> None:
+        """Raise `ConfigError` for parameters that changed since the Trainer was created, and for unsupported hooks."""
+        self._parameters.check()
+        check_step_hooks(self._context)
+
+    @contextmanager
+    def without_scheduler(self) -> Iterator[None]:
+        """Context manager that disables the schedulers."""
+        with ExitStack() as stack:
+            for _, step in self._steps.values():
+                stack.enter_context(step.without_scheduler())
+            yield
+
     @property
     def skipped_steps(self) -> int:
+        """The number of updates skipped because of a non-finite gradient."""
         return sum(step.skipped_steps for _, step in self._steps.values())
 
     @skipped_steps.setter
@@ -277,43 +309,7 @@ class JointStep(OptimizerStep):
             step.skipped_steps = 0
 
 
-class _UpdateRecorder:
-    """Records the loss of one update under its name. The first update's loss is also the loss of the log row."""
-
-    def __init__(self, recorder: StepRecorder, logged: LoggedValues, name: str, *, first: bool) -> None:
-        self._recorder = recorder
-        self._logged = logged
-        self._name = name
-        self._first = first
-        self._before = logged.of_step
-        self.norms: list[Tensor] = []
-
-    @property
-    def step(self) -> int:
-        return self._recorder.step
-
-    def add(self, value: Tensor | Loss, samples: int) -> None:
-        if self._first:
-            self._recorder.add(value, samples)
-        self._logged.note(f"loss/{self._name}", value, samples)
-
-    @property
-    def wants_cause(self) -> bool:
-        return self._recorder.wants_cause
-
-    def note_cause(self, cause: str) -> None:
-        self._recorder.note_cause(f"update {self._name!r} at step {self.step}: {cause}")
-
-    def note_norm(self, norm: Tensor) -> None:
-        self.norms.append(norm)
-
-    def drop_step(self) -> None:
-        if self._first:
-            self._recorder.drop_step()
-        self._logged.drop_step(keep=self._before)
-
-
-def optimizer_step_for(context: TrainerContext, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
+def optimizer_step_for(context: TrainerContext, clock: StepClock, *, closure: bool = False) -> StepRunner:
     """Create the object that runs the steps of one optimizer. `closure`: whether its `step` takes a closure.
 
     Raises `ConfigError` for settings that are not supported with a closure.
@@ -321,9 +317,9 @@ def optimizer_step_for(context: TrainerContext, clock: StepClock, *, closure: bo
     if closure or isinstance(context.optimizer, torch.optim.LBFGS):
         combinations.check_with(context.config, combinations.CLOSURE, type(context.optimizer).__name__)
         return ClosureStep(context, clock)
-    if context.config.parallel.pipeline > 1:
-        return PipelineStep(context, clock)
-    return RecoverableStep(context, clock) if context.strategy.options.recoverable else OptimizerStep(context, clock)
+    if context.strategy.options.recoverable:
+        return RecoverableStep(context, clock)
+    return OptimizerStep(context, clock)
 
 
 def joint_step(
@@ -346,4 +342,4 @@ def joint_step(
             config=config,
         )
         steps[update.name] = update.every, optimizer_step_for(of_update, clock, closure=update.closure)
-    return JointStep(context, clock, steps)
+    return JointStep(context, steps)

@@ -117,7 +117,7 @@ def test_on_gradients_is_called_for_each_evaluation_of_a_closure() -> None:
 
 def test_on_gradients_set_on_the_instance_is_called() -> None:
     callback, calls = Callback(), []
-    assert trainer_for(callback)._context.on_gradients is None
+    assert trainer_for(callback)._run.on_gradients is None
     callback.on_gradients = lambda trainer, gradients: calls.append([*gradients])  # type: ignore[method-assign]
     trainer_for(callback).fit(DATA)
     assert len(calls) == 1

@@ -39,7 +39,7 @@ class GradientBytes(Callback):
 
     def on_gradients(self, trainer: Trainer, gradients: Gradients) -> None:
         tensors: Any = gradients.values()
-        if not trainer._context.strategy.replaces_parameters:  # DDP reduces whole gradients
+        if not trainer._run.strategy.replaces_parameters:  # DDP reduces whole gradients
             tensors = [each.grad for each in trainer.model.parameters() if each.grad is not None]
         self.found = held(tensors)
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
         choose.device_memory = lambda _device: int(sys.argv[2])  # type: ignore[assignment]
     gradients = GradientBytes()
     trainer, data = made(sys.argv[1], gradients)
-    strategy = trainer._context.strategy
+    strategy = trainer._run.strategy
     trainer.fit(data)
     local = strategy.local_parameters()
     if strategy.config.pipeline > 1:

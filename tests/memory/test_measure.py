@@ -52,14 +52,14 @@ def trainer(loss_fn: Any = squares, model: nn.Module | None = None, **settings: 
 
 
 def of(planner: Trainer, data: Any) -> ModelMemory:
-    model, _ = planner._measured(data)
+    model, _ = planner._run.planner.measure(data, planner.batch_plan, 0)
     return model
 
 
 def test_measured_memory_equals_that_of_real_tensors() -> None:
     planner = trainer()
     model = of(planner, data())
-    parts, batch = planner._context, next(iter(DataLoader(data(), 16)))
+    parts, batch = planner._run, next(iter(DataLoader(data(), 16)))
     training = TrainingPass([parts.loss_fn], batch, parts.precision, parts.config, parts.world.device)
     blocks = [planner.model[2], planner.model[3]]  # type: ignore[index]
     real = measure._pass(planner.model, blocks, training, parts.loss_fn)

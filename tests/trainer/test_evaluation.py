@@ -34,7 +34,7 @@ def seen_until_stopped(meet: bool, after: int) -> tuple[int, bool]:
 
     model = nn.Linear(3, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters()), loss_fn, TrainerConfig(max_steps=1))
-    values = evaluate(trainer._context, {}, EvaluationData(lambda: BATCHES, list), lambda: len(seen) >= after)
+    values = evaluate(trainer._run, {}, EvaluationData(lambda: BATCHES, list), lambda: len(seen) >= after)
     return len(seen), values is not None
 
 

@@ -369,7 +369,7 @@ def test_fp16_scale_is_resumed(tmp_path: Path) -> None:
     resumed = trainer_for(tmp_path, max_steps=6, **settings)
     resumed.fit(data())
     assert same(resumed.model.state_dict(), whole.model.state_dict())
-    assert resumed._context.precision.state() == whole._context.precision.state()
+    assert resumed._run.precision.state() == whole._run.precision.state()
 
 
 class Saves(Callback):

@@ -58,7 +58,7 @@ def test_logged_values_outside_the_loss_function_count_once_per_call() -> None:
     assert result.metrics["mean"] == 102.5
     assert trainer.evaluate(TensorDataset(X))["mean"] == 4.5
     trainer.predict(TensorDataset(X))
-    assert not trainer._context.logged.take()
+    assert not trainer._run.logged.take()
 
 
 def test_logged_values_of_repeated_or_skipped_steps_do_not_count() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ddp_kit import EMA, Callback, CSVLogger, EarlyStopping, LogRow, LossError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
-from ddp_kit.trainer.trainer import DeferredGarbageCollection
+from ddp_kit.trainer.garbage import DeferredGarbageCollection
 
 
 def data(samples: int = 40) -> Tensor:
@@ -129,16 +129,16 @@ def test_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path) -
 
 def test_garbage_collection_that_takes_long_is_run_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("ddp_kit.trainer.trainer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ddp_kit.trainer.garbage.time.perf_counter", lambda: now[0])
     collected: list[float] = []
 
     def collect() -> None:
         collected.append(now[0])
         now[0] += 0.5
 
-    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.collect", collect)
-    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.isenabled", lambda: True)
-    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.enable", lambda: None)  # tests run without collections
+    monkeypatch.setattr("ddp_kit.trainer.garbage.gc.collect", collect)
+    monkeypatch.setattr("ddp_kit.trainer.garbage.gc.isenabled", lambda: True)
+    monkeypatch.setattr("ddp_kit.trainer.garbage.gc.enable", lambda: None)  # tests run without collections
     monkeypatch.setattr(DeferredGarbageCollection, "_due", 0.0)
     garbage = DeferredGarbageCollection()
     with garbage.deferred():
@@ -158,10 +158,10 @@ class InACycle:
 
 def test_garbage_of_one_run_is_collected_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("ddp_kit.trainer.trainer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ddp_kit.trainer.garbage.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(DeferredGarbageCollection, "_due", 0.0)
-    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.isenabled", lambda: True)
-    monkeypatch.setattr("ddp_kit.trainer.trainer.gc.enable", lambda: None)  # tests run without collections
+    monkeypatch.setattr("ddp_kit.trainer.garbage.gc.isenabled", lambda: True)
+    monkeypatch.setattr("ddp_kit.trainer.garbage.gc.enable", lambda: None)  # tests run without collections
     model = InACycle()
     freed = weakref.ref(model)
     with DeferredGarbageCollection().deferred():

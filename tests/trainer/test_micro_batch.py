@@ -177,7 +177,7 @@ def test_out_of_memory_error_that_ends_the_run_names_a_placement_that_fits(monke
             config = config.model_copy(
                 update={"memory": MemoryConfig(activation_checkpointing="blocks", offload="optimizer")}
             )
-        parts = replace(trainer._context, world=world, config=config)  # type: ignore[arg-type]
+        parts = replace(trainer._run, world=world, config=config)  # type: ignore[arg-type]
         error = with_hint(torch.OutOfMemoryError("CUDA out of memory, in so many words"), parts)
         assert str(error) == "CUDA out of memory, in so many words"
         (note,) = error.__notes__

@@ -1,10 +1,10 @@
-"""The FLOPs of a model, counted without computing anything, and the MFU that follows from them."""
+"""The FLOPs of a model, counted in its first step, and the MFU that follows from them."""
 
 import copy
 import random
 import runpy
-from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +12,17 @@ import torch
 import torch.nn.functional as F
 from launching import ROOT
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Loss, Trainer, TrainerConfig, Update
 from ddp_kit.distributed.world import World
-from ddp_kit.memory.fake import is_fake
-from ddp_kit.model.precision import Precision
+from ddp_kit.heartbeat import HeartbeatWriter
 from ddp_kit.records import FitResult
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import model_flops
 from ddp_kit.trainer.model_flops import ModelFlops, PeakRates
-from ddp_kit.trainer.step import OptimizerStep
 
 WIDTH, SAMPLES = 8, 4
 PEAK = 1e12
@@ -148,18 +147,19 @@ def test_peak_rate_is_that_of_the_dtype_of_most_products(said: list[str]) -> Non
     ],
 )
 def test_peak_rate_dtype_is_that_of_the_precision_or_the_model(precision: Any, dtype: torch.dtype, kind: str) -> None:
-    here = torch.device("cpu")
-    world = World(0, 1, 0, 1, 0, here)
-    flops = ModelFlops(nn.Linear(1, 1), TrainerConfig(precision=precision), world, Precision("fp32", here))
-    assert flops._kind(dtype) == kind
+    assert flops_of(World(0, 1, 0, 1, 0, torch.device("cpu")), precision=precision)._kind(dtype) == kind
+
+
+def flops_of(world: World, **settings: Any) -> ModelFlops:
+    context: Any = SimpleNamespace(config=TrainerConfig(**settings), world=world, heartbeat=HeartbeatWriter())
+    return ModelFlops(context, evaluates_once=True)
 
 
 def test_peak_rate_of_a_device_map_is_that_of_all_its_devices() -> None:
     gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
     world = World(0, 4, 0, 4, 0, torch.device("cpu"), gpus)
     for parallel, devices in ({"strategy": "device_map"}, 8), ({"strategy": "ddp"}, 4):
-        flops = ModelFlops(nn.Linear(1, 1), TrainerConfig(parallel=parallel), world, Precision("fp32", world.device))
-        assert flops._devices == devices
+        assert flops_of(world, parallel=parallel)._devices == devices
 
 
 class Many(nn.Module):
@@ -210,31 +210,15 @@ def test_flop_count_leaves_the_run_bitwise_identical(compiled: str | None) -> No
     assert bool(ends[1]["graphs"]) == (compiled is not None)
 
 
-def test_flop_count_calls_the_loss_function_once_more_without_work_per_step() -> None:
-    seen: list[Any] = []
+def test_flop_count_calls_the_loss_function_only_in_steps() -> None:
+    seen: list[bool] = []
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        seen.append(type(batch[0]).__name__)
+        seen.append(_get_current_dispatch_mode() is not None)
         return squares(model, batch)
 
-    fetches: list[Any] = []
-
-    class Noted(OptimizerStep):
-        def run(self, share: Any, batch: Callable[[], Any], recorder: Any, *, measure_norm: bool) -> None:
-            fetches.append(getattr(batch, "__func__", batch))
-            super().run(share, batch, recorder, measure_norm=measure_norm)
-
-    trainer = Trainer(
-        nn.Linear(WIDTH, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        loss_fn,
-        TrainerConfig(global_batch_size=SAMPLES, max_steps=4, mfu=True),
-    )
-    trainer._run.optimizer_step.__class__ = Noted
-    trainer.fit(TensorDataset(torch.randn(16, WIDTH)))
-    assert seen == ["Tensor", "FakeTensor", "Tensor", "Tensor", "Tensor"]
-    assert len(set(fetches[1:])) == 1, "the feed's own function"
-    assert fetches[0] != fetches[1]
+    fitted(nn.Linear(WIDTH, 1), loss_fn)
+    assert seen == [True, False, False, False]
 
 
 class Recurrent(nn.Module):
@@ -288,7 +272,7 @@ def test_flops_exclude_element_wise_operations_on_weights_and_buffers() -> None:
 
 
 class Projecting(nn.Module):
-    """A product with a buffer, of a kind that has no count."""
+    """A product of a matrix and a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,23 +285,50 @@ class Projecting(nn.Module):
         return found
 
 
-SYNCHRONISED: list[tuple[str, bool]] = []
+def test_flops_of_a_product_with_a_vector_are_two_per_entry_of_the_matrix() -> None:
+    _, result = fitted(Projecting(), global_batch_size=1)
+    assert per_sample(result) == 2 * 2 * WIDTH + 2 * WIDTH * WIDTH
 
 
-class Synchronised(nn.SyncBatchNorm):
-    """Communicates in training mode, where there are several ranks."""
+class Doubled(nn.Module):
+    """Computes a product in the forward pass that needs no gradient, and a gradient in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1, bias=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        SYNCHRONISED.append((type(x).__name__, self.training))
-        found: Tensor = super().forward(x)
+        with torch.no_grad():
+            x = self.frozen(x)
+        found: Tensor = self.out(x)
         return found
 
 
-def test_flop_count_does_not_communicate() -> None:
-    SYNCHRONISED.clear()
-    _, result = fitted(nn.Sequential(nn.Linear(WIDTH, 4), Synchronised(4)))
-    assert per_sample(result) == 2 * 2 * WIDTH * 4
-    assert [("Tensor", True), ("FakeTensor", False), *[("Tensor", True)] * 3] == SYNCHRONISED
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    x = batch[0].requires_grad_()
+    y = model[0](x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + slope.square().mean()
+
+
+def test_flops_include_products_without_gradients_and_gradients_in_the_loss() -> None:
+    _, result = fitted(Doubled())
+    assert per_sample(result) == 2 * WIDTH * WIDTH + 2 * 2 * WIDTH
+    _, result = fitted(nn.Sequential(nn.Linear(WIDTH, 1, bias=False)), penalised)
+    # y, its slope, and in the backward pass both gradients of each of the two products, except for that of a constant.
+    assert per_sample(result) in range(4 * 2 * WIDTH, 6 * 2 * WIDTH + 1)
+
+
+class Multiplying(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return super().step(closure)
+
+
+def test_flops_exclude_products_of_the_optimizer() -> None:
+    _, result = fitted(nn.Linear(WIDTH, 32), optimizer=lambda parameters: Multiplying(parameters, lr=0.01))
+    assert per_sample(result) == 2 * 2 * WIDTH * 32
 
 
 def waiting(model: nn.Module, batch: Any) -> Tensor:
@@ -332,30 +343,31 @@ def of_another(model: nn.Module, batch: Any) -> Tensor:
     return squares(model, batch) + squares(other, batch)
 
 
+def test_flops_of_loss_functions_that_read_values_or_use_other_modules_are_counted() -> None:
+    _, result = fitted(nn.Linear(WIDTH, 1), waiting)
+    assert per_sample(result) == 2 * 2 * WIDTH
+    _, result = fitted(nn.Linear(WIDTH, 1), of_another)
+    assert per_sample(result) == 2 * 2 * 2 * WIDTH
+
+
 @pytest.mark.parametrize(
     ("model", "loss_fn", "reason"),
     [
-        (Recurrent(), squares, "the FLOPs of aten."),
-        (nn.Bilinear(WIDTH, WIDTH, 2), lambda m, b: m(b[0], b[0]).mean(), "the FLOPs of aten._trilinear.default"),
-        (Projecting(), squares, "the FLOPs of aten.mv.default are not known"),
-        (nn.Linear(WIDTH, 1), waiting, "the loss function does not run on fake tensors: DataDependentOutputException"),
+        (Recurrent(), squares, "the FLOPs of aten.mkldnn_rnn_layer are not"),
         (
-            nn.Linear(WIDTH, 1),
-            of_another,
-            "the FLOPs of a loss that uses parameters from outside the model are not known",
+            nn.Bilinear(WIDTH, WIDTH, 2),
+            lambda m, b: m(b[0], b[0]).mean(),
+            "the FLOPs of aten._trilinear are not",
         ),
         (nn.LayerNorm(WIDTH), squares, "the model has no matrix products or convolutions"),
         (nn.Linear(WIDTH, 1).double(), lambda m, b: m(b[0].double()).mean(), "the peak rate of cpu in float64"),
     ],
 )
 def test_mfu_without_known_flops_is_none(said: list[str], model: nn.Module, loss_fn: Any, reason: str) -> None:
-    other.zero_grad()
     _, result = fitted(model, loss_fn)
     assert [row.mfu for row in result.history] == [None] * 4
     assert line(said).startswith(f"mfu: not available: {reason}")
     assert not any("MFU" in each for each in said)
-    for each in other.parameters():
-        assert each.grad is None or type(each.grad) is Tensor
 
 
 def test_mfu_on_a_device_that_is_not_in_the_table_is_none(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,42 +392,6 @@ def test_mfu_of_a_step_with_several_updates_is_none(said: list[str]) -> None:
 def test_mfu_of_an_optimizer_that_evaluates_the_loss_repeatedly_is_none(said: list[str]) -> None:
     fitted(nn.Linear(WIDTH, 1), optimizer=torch.optim.LBFGS)
     assert line(said).startswith("mfu: not available: a step has several updates, or evaluates its loss several times")
-
-
-def test_mfu_of_a_model_that_cannot_be_copied_is_none(said: list[str]) -> None:
-    model = nn.Linear(WIDTH, 1)
-    model.stream = (each for each in "ab")  # type: ignore[assignment]
-    fitted(model)
-    assert line(said).startswith(
-        "mfu: not available: Linear cannot be copied: TypeError: cannot pickle 'generator' object"
-    )
-
-
-class Hiding(nn.Module):
-    """Holds tensors that torch does not list as parameters or buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, 32)
-        self.hidden = [nn.Linear(32, 2)]
-        self.table = torch.ones(32)
-        self.computed = self.out.weight * 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.hidden[0](self.out(x) * self.table) + self.computed.detach().sum()
-        return found
-
-
-def test_flop_count_copies_the_model_without_memory() -> None:
-    model = Hiding()
-    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=4, log_every_steps=1, mfu=True)
-    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), squares, config)
-    copied: Any = trainer._run.model.flops._copy
-    held = (*copied.parameters(), copied.hidden[0].weight, copied.hidden[0].bias, copied.table, copied.computed)
-    assert all(map(is_fake, held))
-    assert not any(map(is_fake, (*model.parameters(), model.hidden[0].weight, model.table, model.computed)))
-    assert per_sample(trainer.fit(TensorDataset(torch.randn(16, WIDTH)))) == 2 * 2 * WIDTH * 32 + 3 * 2 * 32 * 2
-    assert trainer._run.model.flops._copy is None
 
 
 def test_flop_count_accepts_batches_of_any_kind() -> None:

@@ -220,7 +220,7 @@ def test_repeated_pass_leaves_no_trace_and_draws_the_same_numbers() -> None:
             return x
 
     trainer = trainer_for(network(Draws(), nn.BatchNorm1d(4)), log_every_steps=100)
-    context = trainer._context
+    context = trainer._run
     batch = [*rows()[12:18]]
     note = PassNote(batch, 6, 0, None)
     squares(trainer.model, batch)

@@ -18,7 +18,8 @@ from ddp_kit.metrics import exact_weight
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.trainer.logging import WEIGHT, Interval
-from ddp_kit.trainer.step import _ratio
+from ddp_kit.trainer.step import StepResult
+from ddp_kit.trainer.step_loss import _ratio
 
 ALONE = World(0, 1, 0, 1, 0, torch.device("cpu"))
 
@@ -212,9 +213,8 @@ def test_invalid_weight_on_a_device_is_reported_at_the_log_point(bad: float) -> 
     scale_gradients([gradient], _ratio(4, torch.as_tensor(1.0 + marked)))
     assert gradient.grad.isnan().all()  # no step without a word
     interval = Interval(ALONE, first_step=7)
-    interval.add(Loss(torch.ones(()), 1), 4)
-    interval.end_step(4)
-    interval.add(Loss(torch.ones(()), weight), 4)
+    interval.add(StepResult([(Loss(torch.ones(()), 1), 4)]), 4)
+    interval.add(StepResult([(Loss(torch.ones(()), weight), 4)]), 4)
     assert interval.first_non_finite() is None
     assert interval.first_non_finite(WEIGHT) == (8, 0)
 

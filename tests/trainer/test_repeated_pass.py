@@ -186,7 +186,7 @@ def trainer_for(model: nn.Module) -> Trainer:
 
 def check_repeated_pass(model: Writes, written: set[str]) -> list[str]:
     """Run a pass and repeat it: the loss and the model must be as after the pass. Returns what was not copied."""
-    context = trainer_for(model)._context
+    context = trainer_for(model)._run
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = PassState(model, written, weights="each", graphs=False)
     batch = torch.ones(2, 3)
@@ -248,7 +248,7 @@ def test_failed_pass_leaves_the_model_as_it_was() -> None:
     model = Writes(fail)
     state = numbers(model.state())
     with pytest.raises(NotRepeatable, match="^RuntimeError: no$"):
-        repeat(trainer_for(model)._context, torch.ones(2, 3), lambda: None, float, after=PassState(model), alone=True)  # type: ignore[arg-type]
+        repeat(trainer_for(model)._run, torch.ones(2, 3), lambda: None, float, after=PassState(model), alone=True)  # type: ignore[arg-type]
     assert numbers(model.state()) == state
 
 

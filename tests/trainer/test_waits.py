@@ -20,6 +20,7 @@ from ddp_kit.metrics import Mean
 from ddp_kit.trainer import step
 from ddp_kit.trainer.logging import Interval, LogPoints
 from ddp_kit.trainer.non_finite import can_read_losses
+from ddp_kit.trainer.step import StepResult
 from ddp_kit.trainer.timing import StepClock
 
 
@@ -96,9 +97,8 @@ def test_losses_are_read_before_the_step_only_where_it_costs_no_wait(
 
 def test_weights_of_any_type_are_summed_at_a_log_point() -> None:
     interval = Interval(World(0, 1, 0, 1, 0, torch.device("cpu")), first_step=1)
-    for weight in (2.0, torch.tensor(3), torch.tensor([4.0], dtype=torch.float64), 1):
-        interval.add(Loss(torch.tensor(1.0), weight=weight), samples=1)
-    interval.end_step(4)
+    weights = (2.0, torch.tensor(3), torch.tensor([4.0], dtype=torch.float64), 1)
+    interval.add(StepResult([(Loss(torch.tensor(1.0), weight=weight), 1) for weight in weights]), 4)
     values = interval.close(StepClock()).values()
     assert (values.loss, values.weight) == (4.0, 10.0)
 
