@@ -64,11 +64,10 @@ class LoggedValues:
                     f"trainer.log got the name {name!r}, which is reserved for a value that ddpkit logs",
                     f"use another name, such as 'my_{name}'",
                 )
-            entry = name, _detached(name, value), 1.0 if self.samples is None else self.samples
             if self.samples is None:
-                self._put(*entry)
+                self._put(name, _detached(name, value), 1.0)
             elif self.samples > 0:
-                self._pending.append(entry)
+                self._pending.append((name, _detached(name, value), self.samples))
 
     def note(self, name: str, value: Tensor | Loss, samples: int) -> None:
         """Add a value of the current step under a name that ddpkit chooses, such as loss/generator."""
@@ -99,7 +98,8 @@ class LoggedValues:
 
     def take(self) -> "dict[str, Mean]":
         """Return this rank's means of all values added since the last call, by name."""
-        means, self._means = self._means, {}
+        means = self._means
+        self._means = {}
         return means
 
     @contextmanager
@@ -108,12 +108,15 @@ class LoggedValues:
 
         Values logged inside it, such as those of an evaluation, do not mix with those of training.
         """
-        before = self._means, self._pending
-        self._means, self._pending = {}, []
+        means = self._means
+        pending = self._pending
+        self._means = {}
+        self._pending = []
         try:
             yield
         finally:
-            self._means, self._pending = before
+            self._means = means
+            self._pending = pending
 
     def _put(self, name: str, value: Tensor | Loss, samples: float) -> None:
         if name not in self._means:
@@ -129,7 +132,8 @@ class _BatchContext:
         self._samples = samples
 
     def __enter__(self) -> None:
-        self._before, self._values.samples = self._values.samples, self._samples
+        self._before = self._values.samples
+        self._values.samples = self._samples
 
     def __exit__(self, *_: object) -> None:
         self._values.samples = self._before
@@ -165,7 +169,9 @@ def _detached(name: str, value: object) -> Tensor | Loss:
         return value.detach()
     if isinstance(value, Real) and not isinstance(value, Tensor):
         return torch.tensor(float(value), dtype=torch.float64)
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+    found = kind_of(value)
+    if isinstance(value, Tensor):
+        found = f"a tensor of shape {tuple(value.shape)}"
     raise ConfigError(
         f"trainer.log got {found} for {name!r}, not a single number",
         "pass a number, a tensor with one element, or Loss(sum, weight)",

@@ -73,7 +73,8 @@ class Evaluator:
 
         Returns the metrics. Calls no callbacks, and restores the random states afterwards. A collective.
         """
-        context, first = self._context, data.first
+        context = self._context
+        first = data.first
         assert first is not None, "only datasets with a length are rehearsed"
         before = random_states(context.world)
         try:
@@ -106,8 +107,9 @@ class Evaluator:
         are restored. `notify_callbacks`: whether to pass the metrics to callbacks and use them for
         `checkpoint.best_metric`. `name`: the text at the start of the log line.
         """
-        context, step = self._context, self._position.step
-        random = None if stops is None else random_states(context.world)
+        context = self._context
+        step = self._position.step
+        random = random_states(context.world) if stops is not None else None
         with self._run_state.callbacks:
             self._checkpoints.wait_for_copy()  # callbacks may change the weights, as EMA does
             try:
@@ -165,13 +167,15 @@ class FitEvaluations:
         """
         position = self._position
         already_notified = position.evaluated == position.step
-        found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not already_notified)
+        stops = None if whole else self._stops
+        found = self._evaluator.run(self._data, stops, notify_callbacks=not already_notified)
         position.evaluation_pending = found is None
         if found is None:
             position.was_stopping = position.was_stopping or self._state.stopping
         else:
             position.evaluated = position.step
-        self.metrics, self.step = found or {}, position.step
+        self.metrics = found or {}
+        self.step = position.step
 
     def repeat_interrupted(self) -> None:
         """Repeat the evaluation that a stop request interrupted. If it belongs to the run's last step, end the run."""

@@ -70,7 +70,9 @@ def with_hint(error: BaseException, context: TrainerContext) -> BaseException:
         return error
     path = save_memory_snapshot(context.config.profile.dir, context.world.rank)
     hint = out_of_memory_hint(context.model, context.optimizer, context.config, context.world)
-    error.add_note(f"hint: {hint}" + (f"\nmemory snapshot: {path} (open it at pytorch.org/memory_viz)" if path else ""))
+    error.add_note(f"hint: {hint}")
+    if path:
+        error.add_note(f"memory snapshot: {path} (open it at pytorch.org/memory_viz)")
     return error
 
 
@@ -88,7 +90,9 @@ def largest_micro_batch(context: TrainerContext, batches_of: Callable[[int], lis
     cannot be combined with this search.
     """
     share = -(-plan.global_batch // plan.data_ranks)
-    before, found, failed = RunSnapshot(context), 0, None
+    before = RunSnapshot(context)
+    found = 0
+    failed = None
     for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
         outcome, error = _tried(context, batches_of, size, last=size == share)
         release_cached_memory()
@@ -113,7 +117,8 @@ def _tried(
 
     `last`: whether the micro-batch is the rank's whole share; training then does not accumulate gradients.
     """
-    outcome, kept = _FITS, None
+    outcome = _FITS
+    kept = None
     try:
         with in_mode(context.model, training=True):
             batch, *_ahead = batches_of(size)
@@ -128,7 +133,8 @@ def _tried(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        outcome, kept = _TOO_LARGE, error.with_traceback(None)  # traceback frames keep tensors alive
+        outcome = _TOO_LARGE
+        kept = error.with_traceback(None)  # traceback frames keep tensors alive
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

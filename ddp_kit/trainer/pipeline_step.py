@@ -43,7 +43,8 @@ class PipelinePasses:
     ) -> None:
         self._strategy = strategy
         self._stage = strategy.stage
-        self._stage.run_forward, self._stage.run_backward = self._forward, self._backward
+        self._stage.run_forward = self._forward
+        self._stage.run_backward = self._backward
         self._loss = loss
         self._clock = clock
         self._heartbeat = heartbeat
@@ -53,7 +54,9 @@ class PipelinePasses:
 
     def run(self, passes: Sequence[int], batch: Callable[[], Any]) -> None:
         """Add up the gradients of a step's passes, as `OptimizerStep.run_passes` does."""
-        self._passes, self._batch, alone = passes, batch, 0
+        self._passes = passes
+        self._batch = batch
+        alone = 0
         if not self._strategy.learned:
             if passes:
                 self._run_first_pass()
@@ -65,7 +68,8 @@ class PipelinePasses:
             self._schedule(count).step(target=torch.arange(count), return_outputs=False)
 
     def _run_first_pass(self) -> None:
-        stage, buffers = self._stage, self._strategy.buffers
+        stage = self._stage
+        buffers = self._strategy.buffers
         versions = buffers.versions()
         try:
             move(stage.get_fwd_recv_ops(0))
@@ -110,9 +114,10 @@ class PipelinePasses:
             return boundary.activation
 
     def _backward(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
+        phase = BACKWARD
         if last:
             self._loss.reduce_weights()
-        phase = self._clock.watch(output) if last else BACKWARD
+            phase = self._clock.watch(output)
         with self._strategy.accumulating(last=last):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)

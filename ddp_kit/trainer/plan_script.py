@@ -42,7 +42,8 @@ class _WithoutMemory:
 
 def main(words: list[str]) -> None:
     """Run a script as the main program, with fake parameters. `words`: the script and its arguments."""
-    script, sys.argv = words[0], words
+    script = words[0]
+    sys.argv = words
     sys.path.insert(0, str(Path(script).resolve().parent))
     show_without_traceback()
     # torch annotates the hook as returning None, but replaces the parameter with what the hook returns.

@@ -45,16 +45,17 @@ def find(
     try:
         for rate, share in zip(rates, _shares(feed), strict=False):
             for group, at_first in zip(context.optimizer.param_groups, own, strict=True):
-                set_rate(group, rate * (at_first / own[0] if own[0] else 1.0))
+                ratio = at_first / own[0] if own[0] else 1.0
+                set_rate(group, rate * ratio)
             interval = Interval(context.world, 1)
             clock.start()
             with step.without_scheduler(), context.logged.set_aside():
                 result = step.run(StepTask(1, share, feed.batch, find_cause=True))
             interval.add(result, share.step_samples)
             values = interval.close(clock).values()
-            loss = values.loss / values.weight if values.weight else math.nan
-            if not math.isfinite(loss):
+            if not values.weight or not math.isfinite(values.loss / values.weight):
                 break
+            loss = values.loss / values.weight
             mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
             tried.append(rate)
             losses.append(mean / (1 - _SMOOTHING ** len(tried)))
@@ -85,7 +86,9 @@ def _steepest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
 
     The slope at a rate is measured over a tenth of the curve on each side of it.
     """
-    lowest = losses.index(min(losses)) if losses else 0
+    if not losses:
+        return None
+    lowest = losses.index(min(losses))
     reach = max(1, len(losses) // 10)
     falls = {
         (losses[number - reach] - losses[number + reach])
@@ -93,4 +96,5 @@ def _steepest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
         for number, rate in enumerate(rates)
         if reach <= number <= lowest - reach
     }
-    return falls[max(falls)] if falls and max(falls) > 0 else None
+    steepest = max(falls, default=0.0)
+    return falls[steepest] if steepest > 0 else None

@@ -313,7 +313,9 @@ class StepLoss:
     def _keys(self, note: PassNote) -> Sequence[Any] | None:
         """The indices in the dataset of the samples of a pass; None if they are unknown."""
         keys = self._share.keys(note.number)
-        return keys if keys is not None and len(keys) == note.samples else None
+        if keys is None or len(keys) != note.samples:
+            return None
+        return keys
 
     def _advise(self, value: "Tensor | Loss", batch: object) -> None:
         """Log advice if the loss is probably a mean over tokens: such a mean depends on how samples are grouped."""
@@ -344,7 +346,8 @@ def _token_counts(batch: object) -> tuple[int, int] | None:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
             counts = (leaf != _IGNORED).sum(dim=1)
-            least, most = int(counts.min()), int(counts.max())
+            least = int(counts.min())
+            most = int(counts.max())
             if least < most:
                 return least, most
     return None

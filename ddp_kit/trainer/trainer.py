@@ -29,7 +29,7 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.memory.estimate import MemoryPlan
 from ddp_kit.parallel import Parallelize
 from ddp_kit.records import FitResult, LearningRateSearch, Step
-from ddp_kit.trainer.build import Arguments, build, changes_gradients, feed_builder
+from ddp_kit.trainer.build import build, changes_gradients, feed_builder
 from ddp_kit.trainer.context import Logged, LossFunction, MetricFunction, SchedulerInterval
 from ddp_kit.trainer.evaluation import FitEvaluations, evaluation_due
 from ddp_kit.trainer.garbage import DeferredGarbageCollection
@@ -41,6 +41,7 @@ from ddp_kit.trainer.progress import ProgressReport
 from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.run_record import announce, conclude
 from ddp_kit.trainer.setup import check_main, checked_config
+from ddp_kit.trainer.stages import Arguments
 from ddp_kit.trainer.step import StepResult, StepTask
 from ddp_kit.trainer.timing import DATA
 from ddp_kit.trainer.updates import Update
@@ -225,7 +226,8 @@ class Trainer:
             return self._fit(train_data, eval_data)
 
     def _fit(self, train_data: Data, eval_data: Data | None) -> FitResult:
-        run, feed = self._run, self._feed(train_data)
+        run = self._run
+        feed = self._feed(train_data)
         run.evaluator.watch(eval_data)
         needed = [(type(callback).__name__, name) for callback in run.callbacks for name in callback.metrics_needed]
         if (best := self.config.checkpoint.best_metric) is not None:
@@ -244,7 +246,8 @@ class Trainer:
             owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
             log.logger.warning("fit has no eval_data, so {} will act only when you call trainer.evaluate", owners)
         total = self.total_steps
-        began, began_at = self.step, time.perf_counter()
+        began = self.step
+        began_at = time.perf_counter()
         planned_bytes = run.peak_memory.planned
         announce(
             self.world, self.batch_plan, run.config, began, total, feed.division, run.model_description, planned_bytes
@@ -536,12 +539,14 @@ class Trainer:
 
         If the epoch has an unexpected length, updates the run's number of steps, and checks that schedulers still fit.
         """
-        run, position = self._run, self._run.position
+        run = self._run
+        position = run.position
         self._run.heartbeat.enter(Phase.DATA)
         run.clock.skip()
         position.epoch_facts = feed.facts(self.epoch)
         feed.begin(self.epoch, position.steps_in_epoch, position.stream_position)
-        total, before = position.last_step(self.config, feed.steps_in), self._total_steps
+        total = position.last_step(self.config, feed.steps_in)
+        before = self._total_steps
         if total is not None and before is not None and total != before:
             self._total_steps = total
             for scheduler, every in run.scheduler_intervals:
@@ -573,7 +578,9 @@ class Trainer:
 
     def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
         """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
-        run, number, epoch = self._run, self.step + 1, self.epoch
+        run = self._run
+        number = self.step + 1
+        epoch = self.epoch
         run.position.advance(samples, feed.steps, feed.stream_position, ends_epoch=ends_epoch)
         run.decay_watch.after_step(number, epoch)
         if ends_epoch:
@@ -607,7 +614,9 @@ class Trainer:
     def _epoch_to_train(self) -> int:
         """The epoch of the next step; if the run is finished, its last epoch: samplers may not support later epochs."""
         last = self.config.last_epoch
-        return self.epoch if last is None else min(self.epoch, last - 1)
+        if last is None:
+            return self.epoch
+        return min(self.epoch, last - 1)
 
     def _set_batch_plan(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """Set the batch plan of the following steps."""
@@ -640,10 +649,10 @@ class Trainer:
         self._run.optimizer_step.check_parameters()
         last = self.total_steps
         for scheduler, every in self._run.scheduler_intervals if ticks else ():
-            epochs = self._run.position.epochs_left(
-                self.config, last, feed.steps, scheduler.steps if isinstance(scheduler, WarmUp) else 0
-            )
-            check_ticks(scheduler, None if last is None else last // every, self.step // every, epochs)
+            warmup = scheduler.steps if isinstance(scheduler, WarmUp) else 0
+            epochs = self._run.position.epochs_left(self.config, last, feed.steps, warmup)
+            ticks_in_run = None if last is None else last // every
+            check_ticks(scheduler, ticks_in_run, self.step // every, epochs)
         if not self._run.state.seeded:  # only once: a later call continues the random sequences
             if not self._run.checkpoints.restore_random():
                 seed_everything(self.config.seed, self._run.strategy.data_rank)
@@ -658,8 +667,10 @@ class Trainer:
         return self._run.state.stopping or self._is_complete()
 
     def _is_complete(self) -> bool:
-        steps, epochs = self._run.config.max_steps, self._run.config.last_epoch
-        return (steps is not None and self.step >= steps) or (epochs is not None and self.epoch >= epochs)
+        config = self._run.config
+        if config.max_steps is not None and self.step >= config.max_steps:
+            return True
+        return config.last_epoch is not None and self.epoch >= config.last_epoch
 
     def _call_callbacks(self, event: str, *values: Any) -> None:
         with self._run.state.callbacks:

@@ -71,14 +71,18 @@ class JointOptimizer(Optimizer):
             if shared or saved.keys() > {"state", "param_groups"}:
                 own[name] = {**saved, "state": shared}
                 del own[name]["param_groups"]
-        return {"state": state, "param_groups": groups} | ({"updates": own} if own else {})
+        joint = {"state": state, "param_groups": groups}
+        if own:
+            joint["updates"] = own
+        return joint
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict()` returned."""
-        groups, first = list(state_dict["param_groups"]), 0
+        groups = list(state_dict["param_groups"])
+        first = 0
         own = state_dict.get("updates", {})
         for name, optimizer in self.optimizers.items():
-            of_optimizer, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            of_optimizer = [groups.pop(0) for _ in optimizer.param_groups]
             size = sum(len(group["params"]) for group in of_optimizer)
             by_parameter = {
                 number - first: value for number, value in state_dict["state"].items() if first <= number < first + size
@@ -110,7 +114,9 @@ class JointOptimizer(Optimizer):
 
 def optimizer_kind(optimizer: Optimizer) -> str:
     """The class name of an optimizer; for a `JointOptimizer`, the class names of all its optimizers."""
-    return optimizer.kind if isinstance(optimizer, JointOptimizer) else type(optimizer).__name__
+    if isinstance(optimizer, JointOptimizer):
+        return optimizer.kind
+    return type(optimizer).__name__
 
 
 class JointScheduler(LRScheduler):

@@ -148,7 +148,7 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     "torch_internals": 31,
     "memory.fake": 3,
     "parallel.ddp": 1,
-    "trainer.model_flops": 2,
+    "trainer.model_flops": 3,
     "rehearsal.watch": 11,  # in a rehearsal only: it replaces functions that have no hooks
     "launcher.agent.torchrun": 1,
     "launcher.warm.worker": 4,  # the collectives that each worker has begun

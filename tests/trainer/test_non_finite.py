@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from ddp_kit import Loss, LossError, Trainer, TrainerConfig, Update
+from ddp_kit.trainer import step_loss
 from ddp_kit.trainer.non_finite import PassNote, cause_alone, part_of
 
 
@@ -173,9 +174,8 @@ def test_update_whose_loss_is_not_finite_is_named() -> None:
 
 
 def test_unknown_cause_is_found_by_logging_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_kit.trainer import step
 
-    monkeypatch.setattr(step, "can_read_losses", lambda _context: False)  # as on a GPU
+    monkeypatch.setattr(step_loss, "can_read_losses", lambda _context: False)  # as on a GPU
     message = message_of(trainer_for(network()))
     assert "repeated" not in message
     assert "run the same command with log_every_steps=1" in message
@@ -183,12 +183,11 @@ def test_unknown_cause_is_found_by_logging_in_each_step(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_fp16_step_that_overflows_is_skipped_and_not_repeated(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_kit.trainer import step
 
     def no_cause(*_: object) -> str:
         raise AssertionError("nothing is repeated")
 
-    monkeypatch.setattr(step, "cause_alone", no_cause)
+    monkeypatch.setattr(step_loss, "cause_alone", no_cause)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return squares(model, batch) * (1e36 if trainer.step == 2 else 1e-3)  # too large once it is scaled
@@ -203,10 +202,9 @@ def test_fp16_loss_that_is_not_finite_is_named() -> None:
 
 
 def test_skipped_step_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_kit.trainer import step
 
     notes: list[object] = []
-    monkeypatch.setattr(step, "PassNote", lambda *values: notes.append(values))
+    monkeypatch.setattr(step_loss, "PassNote", lambda *values: notes.append(values))
     assert trainer_for(network(), non_finite_gradients="skip").fit(rows()).skipped == 1
     assert len(notes) == 1, "only before the first pass, whose loss is always read"
 

@@ -17,7 +17,7 @@ from ddp_kit import EMA, Loss, Trainer, TrainerConfig
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
 from ddp_kit.metrics import Mean
-from ddp_kit.trainer import step
+from ddp_kit.trainer import step_loss
 from ddp_kit.trainer.logging import Interval, LogPoints
 from ddp_kit.trainer.non_finite import can_read_losses
 from ddp_kit.trainer.step import StepResult
@@ -48,7 +48,7 @@ def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
 def test_host_reads_no_value_between_log_points(
     reads: Reads, precision: str, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "can_read_losses", lambda _context: False)  # as on a GPU
+    monkeypatch.setattr(step_loss, "can_read_losses", lambda _context: False)  # as on a GPU
     steps = steps_of(loss, precision=precision)
     next(steps)  # the first one is looked at more closely
     with reads:
@@ -60,7 +60,7 @@ def test_host_reads_no_value_between_log_points(
 def test_host_with_a_scheduler_reads_only_whether_fp16_skipped_a_step(
     reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "can_read_losses", lambda _context: False)
+    monkeypatch.setattr(step_loss, "can_read_losses", lambda _context: False)
     for precision, expected in (("bf16", 0), ("fp16", 5)):
         steps = steps_of(precision=precision, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.9))
         next(steps)
