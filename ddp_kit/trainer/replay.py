@@ -456,8 +456,7 @@ class Replay:
         """
         if noted is None or self._problem:
             return []
-        context = self._context
-        after = PassState(context.model, self._written, beside=context.loss_modules)
+        rank = self._context.world.rank
         sums = GradientSums(self._parameters, exact=not self._tolerance, discard=True)
 
         def gradients(loss: Tensor | Loss) -> Gradients:
@@ -465,24 +464,24 @@ class Replay:
             return sums.values()
 
         try:
-            repeated = repeat(
-                context,
+            repeated, changed = repeat(
+                self._context,
                 noted.batch,
                 lambda: set_random_states(decoded(noted.random)),
                 gradients,
                 start=self._before,
-                after=after,
+                written=self._written,
                 alone=alone,
             )
         except NotRepeatable as problem:
-            self._problem = f"repeating a pass failed on rank {context.world.rank}: {problem}"
-            repeated = []
+            self._problem = f"repeating a pass failed on rank {rank}: {problem}"
+            repeated, changed = [], problem.after.changed()
         finally:
             sums.close()
-        if changed := after.changed():
+        if changed:
             self._problem = (
-                f"repeating a pass on rank {context.world.rank} has changed {some(changed)}, which the pass of the "
-                "step did not write, so the weights of this run are no longer those of a run without the check"
+                f"repeating a pass on rank {rank} has changed {some(changed)}, which the pass of the step did not "
+                "write, so the weights of this run are no longer those of a run without the check"
             )
         return repeated
 
