@@ -41,7 +41,7 @@ from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.trainer.context import LoggedValues, LossFunction, MetricFunction, SchedulerInterval, TrainerContext
 from ddp_kit.trainer.evaluation import Evaluator
-from ddp_kit.trainer.learning_rates import DecayWatch, Plateau, scale_learning_rate, separate_rates, warmed_up
+from ddp_kit.trainer.learning_rates import Plateau, scale_learning_rate, separate_rates, warmed_up
 from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.loss_modules import ModulesPart, modules_beside, move_beside
 from ddp_kit.trainer.model_flops import ModelFlops
@@ -150,7 +150,6 @@ class Run:
     clock: StepClock
     optimizer_step: OptimizerStep
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
-    decay_watch: DecayWatch
     record: RunRecord
     log_points: LogPoints
     checkpoints: Checkpoints
@@ -243,7 +242,6 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         clock=clock,
         optimizer_step=step,
         scheduler_intervals=optimizers.scheduler_intervals,
-        decay_watch=DecayWatch(schedulers),
         record=record,
         log_points=log_points,
         checkpoints=checkpoints,

@@ -10,13 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
     LRScheduler,
-    MultiStepLR,
     OneCycleLR,
-    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -134,10 +129,6 @@ class Plateau(Callback):
 
 
 # --- Scaling, warm-up and schedulers ----------------------------------------------------------------------------------
-
-
-_ZERO = 1e-2
-"""A rate below this share of the highest rate so far counts as zero."""
 
 
 def scale_learning_rate(
@@ -302,73 +293,6 @@ def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
             f"step() of the {kind} failed after optimizer step {step}: {error}",
             "create the scheduler with a number of steps (such as total_steps) that covers the whole run",
         ) from error
-
-
-class DecayWatch:
-    """Warns if a scheduler reaches its end, or a rate of almost zero, in the first epoch of a run with several epochs.
-
-    Such a scheduler was probably created to be stepped once per epoch. Schedulers that are stepped at the end of each
-    epoch, and schedulers that are periodic by design, are not watched. Rates in GPU tensors are not read.
-    `schedulers`: the schedulers by update name. If there is only one optimizer, its scheduler has the name "".
-    """
-
-    def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
-        periodic = EveryEpoch, CyclicLR, CosineAnnealingWarmRestarts
-        self._watched = {
-            name: scheduler
-            for name, scheduler in schedulers.items()
-            if not any(isinstance(one, periodic) for one in _all(scheduler))
-        }
-        self._highest = {name: max(_rates(scheduler), default=0.0) for name, scheduler in self._watched.items()}
-        self._epochs = 0
-
-    def begin(self, epochs: int | None) -> None:
-        """Start watching a loop. `epochs`: the number of epochs that the loop will complete, or None if unknown."""
-        self._epochs = epochs or 0
-
-    def after_step(self, step: int, epoch: int) -> None:
-        """Warn about each scheduler at most once, and only during the first of several epochs."""
-        if epoch or self._epochs < 2:
-            return
-        for name, scheduler in list(self._watched.items()):
-            rate = max(_rates(scheduler), default=math.inf)
-            highest = self._highest[name] = max(self._highest[name], rate)
-            kind = type(_all(scheduler)[-1]).__name__ + (f" of update {name!r}" if name else "")
-            if rate < highest * _ZERO:
-                what = f"has reduced the learning rate from {highest:g} to {rate:g}"
-            elif _has_ended(_all(scheduler)[-1]):
-                what = "has reached its end"
-            else:
-                continue
-            del self._watched[name]
-            logger.warning(
-                "the {} {} after {} steps, in the first of {} epochs: it is stepped after each optimizer step; if it "
-                'should be stepped once per epoch, set scheduler_every="epoch"',
-                kind,
-                what,
-                step,
-                self._epochs,
-            )
-
-
-def _rates(scheduler: LRScheduler) -> list[float]:
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    return [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
-
-
-def _all(scheduler: LRScheduler) -> list[LRScheduler]:
-    """The scheduler; if it is a warm-up, also the scheduler that follows the warm-up."""
-    within = scheduler.scheduler if isinstance(scheduler, WarmUp) else None
-    return [scheduler] if within is None else [scheduler, within]
-
-
-def _has_ended(scheduler: LRScheduler) -> bool:
-    """Whether a decaying scheduler has been stepped to its end."""
-    if isinstance(scheduler, MultiStepLR):
-        return scheduler.last_epoch >= max(scheduler.milestones, default=math.inf)
-    if isinstance(scheduler, CosineAnnealingLR):
-        return scheduler.last_epoch >= scheduler.T_max
-    return isinstance(scheduler, PolynomialLR) and scheduler.last_epoch >= scheduler.total_iters
 
 
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:

@@ -44,9 +44,6 @@ LEAST_SECONDS = 0.001
 IDLE_SHARE = 0.9
 # Synchronisation costs about a millisecond per step, so it does not matter in steps longer than this.
 SHORT_STEP_SECONDS = 0.1
-# There is advice about recompilation if torch.compile recompiled in this many intervals after the first. Two are
-# normal: the smaller batch at the end of an epoch and the first evaluation need graphs of their own.
-COMPILED_AGAIN = 3
 
 WATCHED_SECONDS = 1.0
 """Seconds of training that are averaged before there is advice; shorter averages are too noisy."""
@@ -66,13 +63,10 @@ class Adviser:
         self._steps = 0
         self._idle = 0.0  # steps in which the GPU ran out of work
         self._graphs = 0
-        self._compiled_at: list[int] = []
         self._said: set[str] = set()
 
-    def watch(
-        self, step: int, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0
-    ) -> str | None:
-        """Return a line of advice about the interval that ended with `step`, or None if nothing new stands out.
+    def watch(self, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0) -> str | None:
+        """Return a line of advice about an interval that has ended, or None if nothing new stands out.
 
         `steps`: the number of optimizer steps in the interval. `ranks`: the times of each rank. `graphs`: the number of
         graphs that torch.compile has compiled so far in this process. `idle`: see `StepClock.idle`.
@@ -82,15 +76,7 @@ class Adviser:
             self._sums = [[0.0] * len(times.figures) for times in ranks]
             return None
         if compiled:  # compiling takes seconds on some ranks, so the times of this interval are not representative
-            self._compiled_at.append(step)
-            if len(self._compiled_at) < COMPILED_AGAIN:
-                return None
-            *earlier, last = self._compiled_at
-            return self._once(
-                f"torch.compile recompiled in the intervals that ended at steps {', '.join(map(str, earlier))} and "
-                f"{last} ({self._graphs} graphs so far): pad batches to a few lengths, and keep Python values that "
-                "change out of the forward pass; to see the reasons, set TORCH_LOGS=recompiles in the environment"
-            )
+            return None
         for total, times in zip(self._sums, ranks, strict=True):
             total[:] = [so_far + steps * mean for so_far, mean in zip(total, times.figures, strict=True)]
         self._steps += steps
@@ -551,7 +537,7 @@ class LogPoints:
         reading, values = point.reading, point.reading.values()
         self._check(point, values)
         self._compare(point.step, values)
-        line = self._adviser.watch(point.step, reading.steps, values.times, point.graphs, point.idle)
+        line = self._adviser.watch(reading.steps, values.times, point.graphs, point.idle)
         if line is not None:
             logger.info("advice: {}", line)
             self._context.heartbeat.advise(line)

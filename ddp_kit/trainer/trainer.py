@@ -542,7 +542,6 @@ class Trainer:
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
         run, heartbeat = self._run, self._context.heartbeat
         self._prepare(feed, ticks=True)
-        run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
         loop = run.state.begin_loop()
         with self._loop_contexts():
             run.record.begin(self.step, self.total_steps, run.peak_memory.planned, continues=run.checkpoints.continues)
@@ -642,7 +641,6 @@ class Trainer:
         """Record that a step is done. At the end of an epoch, step the schedulers with `scheduler_every="epoch"`."""
         run, number, epoch = self._run, self.step + 1, self.epoch
         run.position.advance(samples, feed.steps, feed.stream_position, ends_epoch=ends_epoch)
-        run.decay_watch.after_step(number, epoch)
         if ends_epoch:
             run.optimizer_step.end_epoch(number)
         self._context.heartbeat.step(number)
