@@ -61,7 +61,8 @@ class PassNote:
         """
         # A loss function may remove entries from its batch. A copy of nested containers would take microseconds.
         self.batch = batch.copy() if type(batch) is list or type(batch) is dict else batch
-        self.samples, self.number = samples, number
+        self.samples = samples
+        self.number = number
         self._gpu = gpu
         self._state = torch.default_generator.get_state()
         self._gpu_state = None if gpu is None else torch.cuda.get_rng_state(gpu)
@@ -113,7 +114,7 @@ class _Trace:
     def origin(self, usual: set[str]) -> str:
         """The module of `first`; "" if there is none."""
         first = self.first(usual)
-        return first.module if first is not None else ""
+        return "" if first is None else first.module
 
     def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the output of a module, of which this is a forward hook."""
@@ -127,7 +128,8 @@ class _Trace:
         self.outputs.append(added)
 
     def _output(self, module: str, leaves: Sequence[Any]) -> _Output:
-        output, rows = _Output(module), set[int]()
+        output = _Output(module)
+        rows = set[int]()
         for values in _floats(leaves):
             finite = values.isfinite()
             output.largest = max(output.largest, float(torch.where(finite, values, 0).abs().max()))
@@ -276,9 +278,13 @@ class _Search:
         """The samples, as text for a message."""
         alone = [samples.start for samples in self._found if len(samples) == 1]
         if len(alone) > 1 and not self._any_finite and len(alone) == len(self._found):
-            tried = f"of the {len(alone)} samples that were tried" if self._left else "sample of the micro-batch"
+            tried = "sample of the micro-batch"
+            if self._left:
+                tried = f"of the {len(alone)} samples that were tried"
             return f"each {tried} gives it alone, so look at the weights and the learning rate first"
-        texts = [f"{_named(alone, keys)} alone"] if alone else []
+        texts = []
+        if alone:
+            texts.append(f"{_named(alone, keys)} alone")
         for samples, tried_halves in self._found.items():
             if len(samples) > 1:
                 how = " only together" if tried_halves else ", which cannot be tried alone"
@@ -317,12 +323,14 @@ def _changed_before(trace: _Trace) -> str:
 
 def _described(trace: _Trace, usual: set[str], samples: str) -> str:
     """The cause of a loss that is not finite. `samples`: the samples, as text. For `usual`, see `_Trace.first`."""
-    first, batch = trace.first(usual), trace.batch
+    first = trace.first(usual)
+    batch = trace.batch
     if first is None:
         texts = ["the outputs of all modules are finite, but not what the loss function computes from them"]
     else:
-        detail = "" if first.detail == _INPUT and not batch.finite else first.detail
-        texts = [f"the first module whose output is not finite is {first.module}{detail}"]
+        texts = [f"the first module whose output is not finite is {first.module}"]
+        if first.detail != _INPUT or batch.finite:
+            texts[0] += first.detail
     texts.append(samples)
     if not batch.finite:
         texts.append("the micro-batch has values that are not finite")
@@ -336,13 +344,11 @@ def _described(trace: _Trace, usual: set[str], samples: str) -> str:
 
 def _named(samples: Sequence[int], keys: Sequence[Any] | None) -> str:
     """Samples of a batch, as text: by their indices in the dataset, or by their positions in the batch."""
-    if keys is None:
-        word, place = "item", "the micro-batch"
-        names = [str(sample) for sample in samples]
-    else:
-        word, place = "sample", "train_data"
-        names = [str(keys[sample]) for sample in samples]
-    shown = ", ".join(names[:_SHOWN])
+    names = samples if keys is None else [keys[sample] for sample in samples]
+    shown = ", ".join(map(str, names[:_SHOWN]))
     if len(names) > _SHOWN:
         shown += f" and {len(names) - _SHOWN} more"
-    return f"{word}{'s' * (len(samples) > 1)} {shown} of {place}"
+    several = "s" * (len(names) > 1)
+    if keys is None:
+        return f"item{several} {shown} of the micro-batch"
+    return f"sample{several} {shown} of train_data"
