@@ -152,7 +152,7 @@ def _about_rank(times: Sequence[StepTimes], rank: int, factor: float) -> str:
         phase: seconds - median(getattr(each, phase) for each in others)
         for phase, seconds in asdict(times[rank]).items()
     }
-    phase = max(excess, key=lambda name: excess[name])
+    phase = max(excess, key=excess.__getitem__)
     remedy = {
         "data": "check how fast this rank reads its samples, and whether they are larger than on other ranks",
         "transfer": "check what else uses this rank's GPU and the memory of its host",
@@ -244,11 +244,10 @@ class Interval:
         Does not wait for the device. `facts`: a float64 tensor [n] on the device to gather from all ranks; n must be
         the same on all ranks.
         """
-        self._fold()
+        pairs = self._pairs()
         world = self.world
         seconds = time.perf_counter() - self.started
         times = table_of(clock.read(seconds / self.steps), world.rank, world.world_size, world.device).flatten()
-        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
         norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
         own = norm.detach().double() / world.world_size  # equal on all ranks, so their sum is the norm
         means = self._logged.take()
@@ -268,7 +267,8 @@ class Interval:
         logged = as_table(means, world.device)
         arrived = None
         if table.is_cuda:
-            table, logged = _to_pinned(table), _to_pinned(logged)
+            table = _to_pinned(table)
+            logged = _to_pinned(logged)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         return Reading(
@@ -290,9 +290,12 @@ class Interval:
 
         See `Reading.first_non_finite`. Waits for the device. A collective.
         """
+        return _first_non_finite(self.world, self._pairs()[:, column], self._step_of)
+
+    def _pairs(self) -> Tensor:
+        """The (sum, weight) of each loss, as a tensor [n, 2] on the device."""
         self._fold()
-        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
-        return _first_non_finite(self.world, pairs[:, column], self._step_of)
+        return torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=self.world.device)
 
     def _fold(self) -> None:
         if not self._sums:
@@ -308,10 +311,12 @@ class Interval:
 
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
     """The weight as a float64 scalar on the device. Uses `torch.full`: a copy would make the host wait."""
-    if isinstance(weight, Tensor) and weight.device == device:
-        return weight.detach().double().sum()
-    number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
-    return torch.full((), number, dtype=torch.float64, device=device)
+    if isinstance(weight, Tensor):
+        total = weight.detach().double().sum()
+        if weight.device == device:
+            return total
+        weight = float(total)
+    return torch.full((), weight, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,10 @@ class Requests:
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
-        limit = config.max_seconds
         job_start = job_start_time() or psutil.Process().create_time()  # before restarts
-        self._stop_at = None if limit is None else time.monotonic() + limit - (time.time() - job_start)
+        self._stop_at: float | None = None
+        if config.max_seconds is not None:
+            self._stop_at = time.monotonic() + config.max_seconds - (time.time() - job_start)
         self._end_time = job_end_time()
         left = 0.0 if self._end_time is None else self._end_time - time.time()
         self._reserve = min(_RESERVE_SECONDS, max(0.0, left * _LONGEST_RESERVE))
@@ -108,7 +109,8 @@ class Requests:
 
     def latest(self) -> StepRequest | None:
         """The request that is due now; None if none is due."""
-        received, now = _signals.received, time.monotonic()
+        received = _signals.received
+        now = time.monotonic()
         if received is not None:
             return StepRequest(Purpose.STOP, received.name)
         if not self._tells_time:
@@ -142,7 +144,8 @@ class Preemption:
         self._folder = config.checkpoint.dir
         self._auto = config.checkpoint.resume == "auto"
         self._number = number = next(_numbers)
-        control = partial(control_of, world) if self._folder is not None and world.world_size > 1 else None
+        has_others = self._folder is not None and world.world_size > 1
+        control = partial(control_of, world) if has_others else None
         self._requests = Requests(world, config, checkpoints)
         self._consensus = StepConsensus(world.rank, world.world_size, control, str(number), self._requests.latest)
         weakref.finalize(self, self._consensus.close)

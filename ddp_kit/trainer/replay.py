@@ -77,17 +77,17 @@ class GradientSums:
         self._sums = [torch.zeros(2, dtype=torch.float64, device=parameter.device) for parameter in parameters]
         numbers = _checksum if exact else _squares_and_projection
 
-        def hook(place: int, gradient: Tensor) -> Tensor | None:
+        def hook(index: int, gradient: Tensor) -> Tensor | None:
             # Parts of a gradient: with reentrant checkpointing, a shared parameter gets several.
-            self._sums[place] += numbers(gradient.detach())
+            self._sums[index] += numbers(gradient.detach())
             if discard and not gradient.is_sparse:
                 return gradient.new_zeros(()).expand_as(gradient)
             return None
 
         # Hooks see a gradient before DDP's hooks do, and after the hooks that a script has registered.
         self._hooks = [
-            parameter.register_hook(partial(hook, place))  # type: ignore[no-untyped-call]
-            for place, parameter in enumerate(parameters)
+            parameter.register_hook(partial(hook, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters)
         ]
 
     def close(self) -> None:
@@ -206,13 +206,13 @@ ALWAYS = "each time"
 ONCE = "once"
 
 
-def faulty_ranks(step: int, checked: int | None, found: Mapping[int, str], places: Sequence[str]) -> FaultyRankError:
+def faulty_ranks(step: int, checked: int | None, found: Mapping[int, str], devices: Sequence[str]) -> FaultyRankError:
     """The error for the ranks that `faults` has found.
 
-    `checked`: the step of the last check without a difference, if any. `places`: the host and the device of each rank.
+    `checked`: the step of the last check without a difference, if any. `devices`: the host and the device of each rank.
     """
-    where = " and ".join(f"rank {rank} ({places[rank]})" for rank in sorted(found))
-    if len(found) == len(places):  # one of two ranks
+    where = " and ".join(f"rank {rank} ({devices[rank]})" for rank in sorted(found))
+    if len(found) == len(devices):  # one of two ranks
         ranks: tuple[int, ...] = ()
         what = (
             f"{where} compute different gradients from the same batch, each of them the same one each time, first seen "
@@ -260,7 +260,7 @@ def _packed(noted: _Pass) -> dict[str, Tensor]:
         batch = dict(batch)
     packed = pack({"pass": [batch, noted.samples, noted.random]})
     tensors = {f"{stored.part}/{stored.name}": stored.tensor.detach() for stored in packed.tensors}
-    text = json.dumps([packed.text, {name: _place(tensor) for name, tensor in tensors.items()}])
+    text = json.dumps([packed.text, {name: _memory_layout(tensor) for name, tensor in tensors.items()}])
     on_host = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return on_host | {"": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
@@ -269,12 +269,12 @@ def _unpacked(message: bytes, device: torch.device, kind: Any) -> _Pass:
     """The pass in a message, with its tensors on `device`. If `kind` is a `UserDict`, so is the batch."""
     tensors = safetensors.torch.load(message)
     noted = tensors.pop(_NOTED).tolist()
-    text, places = json.loads(tensors.pop("").numpy().tobytes())
+    text, layouts = json.loads(tensors.pop("").numpy().tobytes())
 
     def fetch(part: str, name: str, on_device: bool) -> Tensor:
         key = f"{part}/{name}"
-        address, strides = places[key]
-        return _placed(tensors[key], address, strides, device if on_device else torch.device("cpu"))
+        address, strides = layouts[key]
+        return _with_layout(tensors[key], address, strides, device if on_device else torch.device("cpu"))
 
     batch, samples, random = unpack(text, fetch)["pass"]
     if isinstance(kind, UserDict) and isinstance(batch, dict):
@@ -290,7 +290,7 @@ _NOTED = "noted"  # the tensor in a message with the gradients of the step
 _ALIGNMENT = 64  # of the memory that torch allocates, in bytes
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+def _memory_layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """The address of a tensor modulo the alignment, and its strides: they determine the order of sums in a kernel."""
     strides = tensor.stride()
     if strides != torch.empty_like(tensor, memory_format=torch.preserve_format).stride():  # not dense
@@ -298,8 +298,8 @@ def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr() % _ALIGNMENT, strides
 
 
-def _placed(values: Tensor, address: int, strides: Sequence[int], device: torch.device) -> Tensor:
-    """A copy of `values` on a device, with the address and strides that `_place` has returned."""
+def _with_layout(values: Tensor, address: int, strides: Sequence[int], device: torch.device) -> Tensor:
+    """A copy of `values` on a device, with the address and strides that `_memory_layout` has returned."""
     skipped = address // values.element_size()
     memory = torch.empty(skipped + values.numel(), dtype=values.dtype, device=device)
     return memory[skipped:].as_strided(values.shape, strides).copy_(values)
@@ -459,10 +459,10 @@ class Replay:
         if not self._of_ranks(0):
             return
         own = json.dumps([f"{socket.gethostname()}, {device_name(world)}", repeats]).encode()
-        places, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, self._hosts)), strict=True)
+        devices, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, self._hosts)), strict=True)
         found = faults([Repeats(*of_rank) for of_rank in of_ranks], self._distance, self._same)
         if found:
-            error = faulty_ranks(step, checked, found, places)
+            error = faulty_ranks(step, checked, found, devices)
             error.reported_elsewhere = world.rank != min(found)
             raise error
         self._problem = (
