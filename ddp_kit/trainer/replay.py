@@ -13,7 +13,7 @@ Gradients are compared before they are reduced. Batches and random states are se
 import json
 import math
 import socket
-from collections import Counter, UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -174,8 +174,7 @@ def faults(of_ranks: Sequence[Repeats], distance: int, same: Callable[[Gradients
     """
     size = len(of_ranks)
     found = dict[int, str]()
-    repeated_passes = Counter[int]()
-    wrong_passes = Counter[int]()
+    answers: dict[int, list[bool]] = defaultdict(list)  # of each rank: whether it was right about a pass
     for rank, (noted, own, copied, _, _) in enumerate(of_ranks):
         if not noted:
             continue
@@ -191,14 +190,14 @@ def faults(of_ranks: Sequence[Repeats], distance: int, same: Callable[[Gradients
             if size == 2 and same(noted, own) and same(first, again):
                 return dict.fromkeys(repeated, ALWAYS)
             continue
-        repeated_passes.update([*repeated])
-        wrong_passes.update(other for other, one in repeated.items() if not same(one, right))
+        for other, one in repeated.items():
+            answers[other].append(same(one, right))
         if same(again, right) and not same(first, right):
             found[following] = ONCE
         # If only the original batch always gives something else, its place in memory determines the order of sums.
         if not same(noted, right) and not same(noted, own):
             found[rank] = ONCE
-    found |= {rank: ALWAYS for rank, wrong in wrong_passes.items() if wrong == repeated_passes[rank]}
+    found |= {rank: ALWAYS for rank, is_right in answers.items() if not any(is_right)}
     return found if len(found) < max(2, size / 2) else {}
 
 
@@ -323,11 +322,10 @@ class Replay:
     def __init__(self, context: TrainerContext, backpropagated: Callable[[Tensor | Loss, int], Tensor]) -> None:
         """`backpropagated`: a function that returns what a pass backpropagates, from its loss and number of samples."""
         self._context = context
-        self._world = context.world
+        self._world = world = context.world
         self._backpropagated = backpropagated
         self._parameters = context.strategy.parameters
         config = context.config
-        world = context.world
         alike = len({*gathered_bytes(_machine(world).encode(), world)}) == 1
         exact = alike and (world.device.type == "cpu" or config.deterministic)
         self._tolerance = 0.0 if exact else _TOLERANCE[config.precision]
@@ -363,11 +361,7 @@ class Replay:
         """
         self._pass = None
         self._before = PassState(
-            self._context.model,
-            self._written,
-            beside=self._context.loss_modules,
-            weights=self._weights,
-            graphs=False,
+            self._context.model, self._written, beside=self._context.loss_modules, weights=self._weights, graphs=False
         )
 
         def batch() -> Any:

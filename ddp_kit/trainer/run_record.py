@@ -284,20 +284,17 @@ class RunRecord(Callback):
         for line in self._advised:
             self._add("advice", row.step, text=line)
         self._advised.clear()
-        facts: dict[str, Any] = {"rank_seconds": row.rank_seconds}
-        if row.rank_memory:
-            facts["rank_memory"] = row.rank_memory
-        if count := compilations():
-            facts["compilations"] = count
-        if row.weights_checksum is not None:
-            facts["weights_checksum"] = row.weights_checksum
         steps = row.step - self._samples_after
-        checksums = [checksum for checksum in self._samples[:steps] if checksum is not None]  # None: a stream
+        facts = {
+            "rank_memory": row.rank_memory,
+            "compilations": compilations(),
+            "weights_checksum": row.weights_checksum,
+            "samples_checksums": "".join(filter(None, self._samples[:steps])),  # None: the samples of a stream
+        }
         self._samples = self._samples[steps:]
         self._samples_after = row.step
-        if checksums:
-            facts["samples_checksums"] = "".join(checksums)
-        self._add_row("train", row.step, dict(columns(row)), facts)
+        known = {name: fact for name, fact in facts.items() if fact}
+        self._add_row("train", row.step, dict(columns(row)), {"rank_seconds": row.rank_seconds, **known})
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._add_row("eval", trainer.step, metrics, {})

@@ -255,6 +255,17 @@ def test_failed_pass_leaves_the_model_as_it_was() -> None:
     assert numbers(model.state()) == state
 
 
+def test_failed_pass_names_the_weights_that_it_has_written() -> None:
+    def fail(model: Writes, x: Tensor) -> None:
+        weight_in_place(model, x)
+        raise RuntimeError("no")
+
+    model = Writes(fail)
+    with pytest.raises(NotRepeatable) as raised:
+        repeat(trainer_for(model)._context, torch.ones(2, 3), lambda: None, float, weights="each", alone=True)  # type: ignore[arg-type]
+    assert raised.value.after.changed() == ["layer.weight"]
+
+
 def test_state_before_a_pass_does_not_hold_activations() -> None:
     """A module may keep its last output: its memory must be free for those of the next pass."""
 
