@@ -5,7 +5,7 @@ import math
 import signal
 import time
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -61,12 +61,10 @@ class StopSignals:
         if not self._entered and self.received is signal.SIGINT:
             self.received = None  # it was meant for an earlier run in this process, such as a cell of a notebook
         self._entered += 1
-        try:
+        with suppress(ValueError):  # not the main thread
             for number in _STOP_SIGNALS:
                 if signal.getsignal(number) in _UNTOUCHED:
                     self._before[number] = signal.signal(number, self._note)
-        except ValueError:  # not the main thread
-            pass
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -248,9 +246,9 @@ _saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakV
 
 def _save_others(stopping: Preemption, world: World) -> None:
     """Save all other Trainers that have trained, at their current steps. A collective."""
-    alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
-    seen = [json.loads(text) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
-    for number in [number for number in alive if all(number in others for others in seen)]:
+    alive = {number: other for number, other in _saved_at_a_stop.items() if other is not stopping}
+    of_ranks = [set(json.loads(text)) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
+    for number in sorted(set.intersection(*of_ranks)):
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:

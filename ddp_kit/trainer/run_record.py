@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def conclude(
     """
     if result.steps == began:
         return
-    rows = list(result.history)
+    rows = result.history
     trained = sum(steps * row.step_seconds for steps, row in _lengths(rows, began))
     parts = [f"{result.steps - began} steps in {_duration(seconds)}"]
     shares = time_shares(rows, began)
@@ -139,9 +140,9 @@ def conclude(
         each = trained / (rows[-1].step - began)
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _WORTH_SAYING)
         parts.append(f"{_duration(each)} each: {spent}")
-    used = [(steps * row.step_seconds, row.mfu) for steps, row in _lengths(rows, began) if row.mfu is not None]
-    if used:
-        parts.append(f"MFU {sum(share * mfu for share, mfu in used) / sum(share for share, _ in used):.1%}")
+    known = [(row.mfu, steps * row.step_seconds) for steps, row in _lengths(rows, began) if row.mfu is not None]
+    if known:
+        parts.append(f"MFU {fmean(*zip(*known, strict=True)):.1%}")
     if seconds - trained > _WORTH_SAYING * seconds:
         parts.append(f"{_duration(seconds - trained)} for evaluations, checkpoints and callbacks")
     values = {"loss": result.loss} | {f"eval {name}": value for name, value in result.metrics.items()}
