@@ -42,7 +42,8 @@ def checked(value: object, source: str) -> "Tensor | Loss":
     `source`: the function that returned the value, for the message.
     """
     if isinstance(value, Loss):
-        total, weight = value.loss, value.weight
+        total = value.loss
+        weight = value.weight
         if not isinstance(weight, Tensor | Real) or (isinstance(weight, Tensor) and weight.numel() != 1):
             raise LossError(
                 f"{source} returned a Loss whose weight is {_described(weight)}",
@@ -93,8 +94,10 @@ def bad_weight(step: int, rank: int | None = None) -> LossError:
 
     `rank`: the first rank with an invalid weight.
     """
-    where = "" if rank is None else f" on rank {rank}"
-    return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
+    where = f"step {step}"
+    if rank is not None:
+        where += f" on rank {rank}"
+    return LossError(f"the weight of a Loss is negative, NaN or infinite at {where}", _WEIGHT_HINT, step)
 
 
 class Mean:
@@ -129,7 +132,7 @@ def reduced(means: Sequence[Mean]) -> list[float]:
     table = torch.stack([mean.pair() for mean in means])
     if dist.is_initialized():
         dist.all_reduce(table)
-    return [total / weight if weight else float("nan") for total, weight in table.tolist()]
+    return [total / weight if weight else math.nan for total, weight in table.tolist()]
 
 
 def _described(value: object) -> str:
@@ -232,13 +235,11 @@ def _fill_empty_states(metric: Any, device: torch.device) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     owners = metric.modules() if isinstance(metric, nn.Module) else [metric]
-    states = [
-        (owner, name, state)
-        for owner in owners
-        if isinstance(named := getattr(owner, "metric_state", None), dict)
-        for name, state in named.items()
-        if isinstance(state, list)
-    ]
+    states = []
+    for owner in owners:
+        named = getattr(owner, "metric_state", None)
+        if isinstance(named, dict):
+            states += [(owner, name, state) for name, state in named.items() if isinstance(state, list)]
     if not states:
         return
     layouts = torch.tensor([_layout(state) for _, _, state in states], dtype=torch.int64, device=device)

@@ -56,16 +56,22 @@ class LogRow:
         return self.times.data
 
     def __str__(self) -> str:
-        own = "".join(f"  {name} {value:.4g}" for name, value in self.values.items())
+        parts = [
+            f"epoch {self.epoch + 1}",
+            f"loss {self.loss:.4g}",
+            *(f"{name} {value:.4g}" for name, value in self.values.items()),
+            f"lr {self.learning_rate:.3g}",
+            f"{self.samples_per_second:,.0f} samples/s",
+        ]
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        parts.append(f"data {self.data_seconds / self.step_seconds:.0%}")
         waits = self.times.communication / self.step_seconds
-        others = f"  ranks {waits:.0%}" if waits >= _MIN_SHOWN_WAIT else ""
-        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
-        memory = f"  memory {size_text(max(self.rank_memory))}" if self.rank_memory else ""
-        return (
-            f"epoch {self.epoch + 1}  loss {self.loss:.4g}{own}  lr {self.learning_rate:.3g}  "
-            f"{self.samples_per_second:,.0f} samples/s{mfu}  data {self.data_seconds / self.step_seconds:.0%}"
-            f"{others}{memory}"
-        )
+        if waits >= _MIN_SHOWN_WAIT:
+            parts.append(f"ranks {waits:.0%}")
+        if self.rank_memory:
+            parts.append(f"memory {size_text(max(self.rank_memory))}")
+        return "  ".join(parts)
 
 
 @dataclass(frozen=True)

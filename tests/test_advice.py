@@ -90,13 +90,11 @@ class Run:
 
     def __init__(self, *, waits: bool = False) -> None:
         self.adviser = Adviser(0, compressed=False, fused=False, waits=waits)
-        self.step = 0
 
     def interval(self, *ranks: StepTimes, graphs: int = 0, idle: float = 0.0) -> str | None:
         ranks = ranks or (times(),)
-        self.step += 10
         steps = int(WATCHED_SECONDS / ranks[0].total) + 1
-        return self.adviser.watch(self.step, steps, ranks, graphs, idle)
+        return self.adviser.watch(steps, ranks, graphs, idle)
 
 
 def test_advice_skips_the_first_interval_and_gives_each_kind_once() -> None:
@@ -105,20 +103,6 @@ def test_advice_skips_the_first_interval_and_gives_each_kind_once() -> None:
     assert (run.interval(times(data=44)) or "").startswith("data 31%")
     assert run.interval(times(data=80)) is None
     assert (run.interval(times(optimizer=60)) or "").startswith("optimizer 39%")
-
-
-def test_advice_on_repeated_recompilation_is_given_once() -> None:
-    run = Run()
-    said = [run.interval(graphs=graphs) for graphs in (2, 3, 3, 5, 6, 7)]
-    assert [bool(line) for line in said] == [False, False, False, False, True, False]
-    assert (said[4] or "").startswith(
-        "torch.compile recompiled in the intervals that ended at steps 20, 40 and 50 (6 graphs so far): pad batches"
-    )
-
-
-def test_advice_accepts_graphs_of_a_smaller_batch_and_of_an_evaluation() -> None:
-    run = Run()
-    assert [run.interval(graphs=graphs) for graphs in (2, 3, 4, 4, 4)] == [None] * 5
 
 
 def test_advice_does_not_call_a_rank_slow_in_an_interval_with_compilation() -> None:

@@ -162,11 +162,10 @@ def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
     """
     names = list(metrics)
     if metric not in names:
-        likely = nearest(metric, names)
-        raise ConfigError(
-            f"{owner} monitors {metric!r}, but evaluations return {', '.join(names)}",
-            f"did you mean {likely!r}?" if likely else "use one of these, or add the metric to the Trainer's metrics",
-        )
+        hint = "use one of these, or add the metric to the Trainer's metrics"
+        if (likely := nearest(metric, names)) is not None:
+            hint = f"did you mean {likely!r}?"
+        raise ConfigError(f"{owner} monitors {metric!r}, but evaluations return {', '.join(names)}", hint)
 
 
 class BestValue:
@@ -213,7 +212,8 @@ class BestValue:
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Load the best value and return True. If it belongs to another metric or mode, warn and return False."""
-        saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
+        own = (self.metric, self.mode)
+        saved = (state["metric"], state["mode"])
         if saved != own:
             logger.warning(
                 "{} starts without a best value: it monitors {!r} ({}), but the best value in the checkpoint is for "
@@ -223,5 +223,7 @@ class BestValue:
                 *saved,
             )
             return False
-        self.best = None if state["best"] is None else real_number(state["best"], f"the best {self.metric}")
+        self.best = state["best"]
+        if self.best is not None:
+            self.best = real_number(self.best, f"the best {self.metric}")
         return True

@@ -50,7 +50,8 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the best value and the count."""
         if self._best_value.load_state_dict(state["watched"]):
-            self.waited, self._resumed = whole_number(state["waited"], "waited"), True
+            self.waited = whole_number(state["waited"], "waited")
+            self._resumed = True
 
     def on_fit_start(self, trainer: Any) -> None:
         """Reset the count, unless a checkpoint was loaded."""
@@ -61,7 +62,9 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Stop the run after `patience` evaluations without improvement."""
-        self.waited = 0 if self._best_value.improved(metrics) else self.waited + 1
+        self.waited += 1
+        if self._best_value.improved(metrics):
+            self.waited = 0
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: Any) -> None:

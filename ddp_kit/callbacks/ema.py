@@ -48,7 +48,7 @@ class EMA(Callback):
         self._state: Callable[[], dict[str, Any]]  # returns the model's state_dict as this rank holds it
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
-        self._places: list[Piece | None] = []  # for each parameter: the piece that this rank holds; None: all of it
+        self._held: list[Tensor | Piece] = []  # each parameter, as the model's state has it
         self._average: list[Tensor] = []
         self._trained: list[Tensor] = []  # the trained weights, while the model holds the averaged ones
         self._loaded: dict[str, Tensor] = {}  # the average from a checkpoint, until the model is known
@@ -61,7 +61,11 @@ class EMA(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the average. If it does not match the model's parameters, the next event raises `ConfigError`."""
         self._swap_back()
-        self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
+        self._model = None
+        self._names = []
+        self._held = []
+        self._parameters = []
+        self._average = []
         self._loaded = dict(state["average"])
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -114,8 +118,16 @@ class EMA(Callback):
             raise ConfigError("EMA has no average before the first step", "train at least one step first")
         pairs = zip(self._parameters, self._placed(self._average_in_model_dtypes()), strict=True)
         averaged = {parameter.data_ptr(): average for parameter, average in pairs if parameter.numel()}
-        state = self._state()
-        return {name: _copied(averaged.get(_address(value), value)) for name, value in state.items()}
+        copies: dict[str, Any] = {}
+        for name, value in self._state().items():
+            if isinstance(value, Tensor | Piece):
+                value = averaged.get(_tensor(value).data_ptr(), value)
+            if isinstance(value, Piece):
+                value = value.with_tensor(value.tensor.clone())
+            elif isinstance(value, Tensor):
+                value = value.detach().clone()
+            copies[name] = value
+        return copies
 
     def apply_to(self, model: nn.Module) -> None:
         """Load the averaged weights into a model, in place. Not a collective.
@@ -137,7 +149,8 @@ class EMA(Callback):
     def _begin(self, trainer: Any) -> None:
         self._swap_back()
         # Not trainer.model_state, because the Trainer refers to its callbacks: it would be a reference cycle.
-        self._model, self._state = trainer.model, trainer._run.strategy.model_state
+        self._model = trainer.model
+        self._state = trainer._run.strategy.model_state
         self._names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         self._take_weights(trainer)
         self._average = [
@@ -147,20 +160,19 @@ class EMA(Callback):
 
     def _take_weights(self, trainer: Any) -> None:
         """Update the references to this rank's weights, and drop the averages of weights that it no longer holds."""
-        held = trainer.model_state()
-        self._places = [held[name] if isinstance(held[name], Piece) else None for name in self._names]
-        self._parameters = [_tensor(held[name]) for name in self._names]
-        self._average = [
-            average if average.shape == parameter.shape else average.new_empty(parameter.shape)
-            for average, parameter in zip(self._average, self._parameters, strict=False)
-        ]
+        state = trainer.model_state()
+        self._held = [state[name] for name in self._names]
+        self._parameters = [*map(_tensor, self._held)]
+        for number, (average, parameter) in enumerate(zip(self._average, self._parameters, strict=False)):
+            if average.shape != parameter.shape:
+                self._average[number] = average.new_empty(parameter.shape)
         self._may_move = False
 
     def _placed(self, tensors: list[Tensor]) -> list[Any]:
         """Return `tensors`, one per parameter, with those of sharded parameters wrapped in a `Piece`."""
         return [
-            each if place is None else place.with_tensor(each)
-            for each, place in zip(tensors, self._places, strict=True)
+            held.with_tensor(tensor) if isinstance(held, Piece) else tensor
+            for tensor, held in zip(tensors, self._held, strict=True)
         ]
 
     def _use_loaded(self, trainer: Any) -> None:
@@ -169,22 +181,24 @@ class EMA(Callback):
             return
         self._begin(trainer)
         self._may_move = True  # a pipeline determines in its first pass which ranks need which weights
-        loaded, self._loaded = self._loaded, {}
+        loaded = self._loaded
+        self._loaded = {}
         differ = sorted(set(loaded) ^ set(self._names)) or [
             name
-            for name, place, own in zip(self._names, self._places, self._average, strict=True)
-            if not isinstance(loaded[name], Tensor | Piece)
-            or whole_shape(loaded[name]) != (tuple(own.shape) if place is None else place.shape)
+            for name, held in zip(self._names, self._held, strict=True)
+            if not isinstance(loaded[name], Tensor | Piece) or whole_shape(loaded[name]) != whole_shape(held)
         ]
         if differ:
             raise ConfigError(
                 f"the checkpoint's EMA does not match the trained parameters of this model: {', '.join(differ[:8])}",
                 "train the same parameters (requires_grad) as before, or leave out EMA",
             )
-        self._average = [
-            _of(place, loaded[name]).to(own.device, own.dtype, copy=place is not None)
-            for name, own, place in zip(self._names, self._average, self._places, strict=True)
-        ]
+        for number, (name, held) in enumerate(zip(self._names, self._held, strict=True)):
+            own = self._average[number]
+            if isinstance(held, Piece):
+                self._average[number] = held.of(loaded[name]).to(own.device, own.dtype, copy=True)
+            else:
+                self._average[number] = loaded[name].to(own.device, own.dtype)
 
     @torch.no_grad()
     def _swap_back(self) -> None:
@@ -205,18 +219,3 @@ def _tensor(held: Any) -> Tensor:
     """The tensor that this rank holds: `held` itself, or the tensor inside a `Piece`."""
     found: Tensor = held.tensor if isinstance(held, Piece) else held
     return found
-
-
-def _address(value: Any) -> int:
-    return _tensor(value).data_ptr() if isinstance(value, Tensor | Piece) else 0
-
-
-def _of(place: Piece | None, saved: Any) -> Tensor:
-    found: Tensor = saved if place is None else place.of(saved)
-    return found
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Piece):
-        return value.with_tensor(value.tensor.clone())
-    return value.detach().clone() if isinstance(value, Tensor) else value

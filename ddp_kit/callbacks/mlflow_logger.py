@@ -28,7 +28,8 @@ class MLflowLogger(RunLogger):
     def __init__(self, experiment: str | None = None, tracking_uri: str | None = None, **run: Any) -> None:
         super().__init__(**run)
         require("mlflow", "MLflowLogger")
-        self._experiment, self._tracking_uri = experiment, tracking_uri
+        self._experiment = experiment
+        self._tracking_uri = tracking_uri
         self._is_ours = True
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:

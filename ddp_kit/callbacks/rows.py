@@ -86,7 +86,9 @@ class RunLogger(RowLogger):
     def arguments(self, trainer: Any, continued: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the service's `init`: the user's own, the TrainerConfig, and the run to continue."""
         config = {**trainer.config.model_dump(mode="json"), **self._init.get("config", {})}
-        return {**continued, **({"resume": "allow"} if continued else {}), **self._init, "config": config}
+        if continued:
+            continued = {**continued, "resume": "allow"}
+        return {**continued, **self._init, "config": config}
 
     def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
         """Start or continue a run.
@@ -145,7 +147,9 @@ class RunLogger(RowLogger):
 
     def _open(self, trainer: Any) -> Any:
         if self._run is None:
-            continued = {} if self._continued is None else {self.id_field: self._continued}
+            continued = {}
+            if self._continued is not None:
+                continued[self.id_field] = self._continued
             self._run = self.start(trainer, continued)
         return self._run
 
@@ -208,14 +212,14 @@ def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
 
     Names of metrics get the prefix `eval_`, to distinguish their columns from those of log points, such as `loss`.
     """
-    prefix = "eval_" if kind == "eval" else ""
-    return {"event": kind, "step": step} | {f"{prefix}{name}": value for name, value in values.items()}
+    if kind == "eval":
+        values = {f"eval_{name}": value for name, value in values.items()}
+    return {"event": kind, "step": step, **values}
 
 
 def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The values that are numbers, with `kind` as the prefix of their names, as in train/loss and eval/loss."""
-    drawn = (int, float)
-    return {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, drawn)}
+    return {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def require(package: str, owner: str) -> None:
@@ -247,7 +251,8 @@ def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
         fields.pop(name, None)
     if fields.get("mfu") is None:
         fields.pop("mfu", None)
-    logged, rates = fields.pop("values", {}), fields.pop("learning_rates", ())
+    logged = fields.pop("values", {})
+    rates = fields.pop("learning_rates", ())
     yield from flat(fields)
     if len(rates) > 1:
         yield from ((f"learning_rate.{number}", rate) for number, rate in enumerate(rates))
@@ -257,7 +262,9 @@ def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Pairs of (name, value) for nested values, with names such as data.num_workers."""
     for name, value in values.items():
-        if isinstance(value, Mapping) or is_dataclass(value):
-            yield from flat(value if isinstance(value, Mapping) else vars(value), f"{prefix}{name}.")
+        if is_dataclass(value):
+            value = vars(value)
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

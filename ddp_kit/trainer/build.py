@@ -37,7 +37,6 @@ from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.trainer.agreement import Entry, RankAgreement
 from ddp_kit.trainer.context import LoggedValues, TrainerContext
 from ddp_kit.trainer.evaluation import Evaluator
-from ddp_kit.trainer.learning_rates import DecayWatch
 from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.loss_modules import ModulesPart, modules_beside, move_beside
 from ddp_kit.trainer.model_flops import ModelFlops
@@ -86,7 +85,6 @@ class Run(TrainerContext):
     clock: StepClock
     optimizer_step: StepRunner
     scheduler_intervals: list[tuple[LRScheduler | None, int]]
-    decay_watch: DecayWatch
     record: RunRecord
     log_points: LogPoints
     checkpoints: Checkpoints
@@ -209,7 +207,6 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
         clock=clock,
         optimizer_step=step,
         scheduler_intervals=optimizers.scheduler_intervals,
-        decay_watch=DecayWatch(schedulers),
         record=record,
         log_points=log_points,
         checkpoints=checkpoints,

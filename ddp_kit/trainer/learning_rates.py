@@ -10,13 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
     LRScheduler,
-    MultiStepLR,
     OneCycleLR,
-    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -89,9 +84,10 @@ class Plateau(Callback):
         """
         scheduler = self._scheduler
         counts = {name: getattr(scheduler, name) for name in _COUNTS}
-        is_subclass = type(scheduler) is not ReduceLROnPlateau
-        return {
-            **({"scheduler": self._script_values.removed(scheduler.state_dict())} if is_subclass else {}),
+        state: dict[str, Any] = {}
+        if type(scheduler) is not ReduceLROnPlateau:
+            state["scheduler"] = self._script_values.removed(scheduler.state_dict())
+        return state | {
             "best": float(scheduler.best),
             "metric": self._metric,
             "mode": scheduler.mode,
@@ -101,23 +97,22 @@ class Plateau(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the scheduler's best value and counts, unless they belong to another metric or mode."""
-        metric, mode = self._metric, self._scheduler.mode
-        saved_metric, saved_mode = state.get("metric", metric), state.get("mode", mode)
-        if (saved_metric, saved_mode) != (metric, mode):
+        own = (self._metric, self._scheduler.mode)
+        saved = (state.get("metric", self._metric), state.get("mode", self._scheduler.mode))
+        if saved != own:
             logger.warning(
                 "ReduceLROnPlateau starts without a best value: it follows {!r} ({}), but in the checkpoint it "
                 "followed {!r} ({})",
-                metric,
-                mode,
-                saved_metric,
-                saved_mode,
+                *own,
+                *saved,
             )
             return
+        before = state.get("settings", {})
         log_setting_changes(
             [
-                SettingChange(f"ReduceLROnPlateau.{name}", before, value)
+                SettingChange(f"ReduceLROnPlateau.{name}", before[name], value)
                 for name, value in self._settings().items()
-                if not same_value(before := state.get("settings", {}).get(name, value), value)
+                if name in before and not same_value(before[name], value)
             ]
         )
         if "scheduler" in state:
@@ -134,10 +129,6 @@ class Plateau(Callback):
 
 
 # --- Scaling, warm-up and schedulers ----------------------------------------------------------------------------------
-
-
-_ZERO = 1e-2
-"""A rate below this share of the highest rate so far counts as zero."""
 
 
 def scale_learning_rate(
@@ -159,13 +150,14 @@ def scale_learning_rate(
     scaled rates. Its own settings, such as OneCycleLR's max_lr, are not scaled.
     Raises `ConfigError` for an LRScheduler, because it was created with the unscaled rates.
     """
-    for scheduler in (one for one in schedulers if isinstance(one, LRScheduler)):
-        raise ConfigError(
-            f"learning_rate_scaling is {rule!r}, but the {type(scheduler).__name__} was created with the unscaled "
-            "learning rates",
-            "pass a function instead, which is called after the scaling: "
-            f"scheduler=lambda optimizer: {type(scheduler).__name__}(optimizer, ...)",
-        )
+    for scheduler in schedulers:
+        if isinstance(scheduler, LRScheduler):
+            kind = type(scheduler).__name__
+            raise ConfigError(
+                f"learning_rate_scaling is {rule!r}, but the {kind} was created with the unscaled learning rates",
+                "pass a function instead, which is called after the scaling: "
+                f"scheduler=lambda optimizer: {kind}(optimizer, ...)",
+            )
     ratio = global_batch / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     # Schedulers made with last_epoch start from initial_lr. All products first: groups may share a tensor.
@@ -216,7 +208,9 @@ def warmed_up(
     """
     if scheduler is not None and every == "epoch":
         return EveryEpoch(optimizer, scheduler, steps)
-    return scheduler if steps == 0 else WarmUp(optimizer, scheduler, steps)
+    if steps == 0:
+        return scheduler
+    return WarmUp(optimizer, scheduler, steps)
 
 
 class WarmUp(LRScheduler):
@@ -304,73 +298,6 @@ def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
         ) from error
 
 
-class DecayWatch:
-    """Warns if a scheduler reaches its end, or a rate of almost zero, in the first epoch of a run with several epochs.
-
-    Such a scheduler was probably created to be stepped once per epoch. Schedulers that are stepped at the end of each
-    epoch, and schedulers that are periodic by design, are not watched. Rates in GPU tensors are not read.
-    `schedulers`: the schedulers by update name. If there is only one optimizer, its scheduler has the name "".
-    """
-
-    def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
-        periodic = EveryEpoch, CyclicLR, CosineAnnealingWarmRestarts
-        self._watched = {
-            name: scheduler
-            for name, scheduler in schedulers.items()
-            if not any(isinstance(one, periodic) for one in _all(scheduler))
-        }
-        self._highest = {name: max(_rates(scheduler), default=0.0) for name, scheduler in self._watched.items()}
-        self._epochs = 0
-
-    def begin(self, epochs: int | None) -> None:
-        """Start watching a loop. `epochs`: the number of epochs that the loop will complete, or None if unknown."""
-        self._epochs = epochs or 0
-
-    def after_step(self, step: int, epoch: int) -> None:
-        """Warn about each scheduler at most once, and only during the first of several epochs."""
-        if epoch or self._epochs < 2:
-            return
-        for name, scheduler in list(self._watched.items()):
-            rate = max(_rates(scheduler), default=math.inf)
-            highest = self._highest[name] = max(self._highest[name], rate)
-            kind = type(_all(scheduler)[-1]).__name__ + (f" of update {name!r}" if name else "")
-            if rate < highest * _ZERO:
-                what = f"has reduced the learning rate from {highest:g} to {rate:g}"
-            elif _has_ended(_all(scheduler)[-1]):
-                what = "has reached its end"
-            else:
-                continue
-            del self._watched[name]
-            logger.warning(
-                "the {} {} after {} steps, in the first of {} epochs: it is stepped after each optimizer step; if it "
-                'should be stepped once per epoch, set scheduler_every="epoch"',
-                kind,
-                what,
-                step,
-                self._epochs,
-            )
-
-
-def _rates(scheduler: LRScheduler) -> list[float]:
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    return [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
-
-
-def _all(scheduler: LRScheduler) -> list[LRScheduler]:
-    """The scheduler; if it is a warm-up, also the scheduler that follows the warm-up."""
-    within = scheduler.scheduler if isinstance(scheduler, WarmUp) else None
-    return [scheduler] if within is None else [scheduler, within]
-
-
-def _has_ended(scheduler: LRScheduler) -> bool:
-    """Whether a decaying scheduler has been stepped to its end."""
-    if isinstance(scheduler, MultiStepLR):
-        return scheduler.last_epoch >= max(scheduler.milestones, default=math.inf)
-    if isinstance(scheduler, CosineAnnealingLR):
-        return scheduler.last_epoch >= scheduler.T_max
-    return isinstance(scheduler, PolynomialLR) and scheduler.last_epoch >= scheduler.total_iters
-
-
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
     """Raise `ConfigError` if the scheduler (such as a OneCycleLR with too few total_steps) ends before the run does.
 
@@ -391,13 +318,16 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
     left = _ticks_left(scheduler)
     warmup = scheduler.steps if isinstance(scheduler, WarmUp) else 0
     if left < total - done:
-        by_epochs = epochs is not None and epochs > 1 and left - warmup <= epochs
-        raise ConfigError(
-            f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
+        hint = (
             "create the scheduler with total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
             f"{total - warmup} for this run"
-            + (f" (not counting warmup_steps={warmup})" if warmup else "")
-            + ('; if it should be stepped once per epoch, set scheduler_every="epoch"' if by_epochs else ""),
+        )
+        if warmup:
+            hint += f" (not counting warmup_steps={warmup})"
+        if epochs is not None and epochs > 1 and left - warmup <= epochs:
+            hint += '; if it should be stepped once per epoch, set scheduler_every="epoch"'
+        raise ConfigError(
+            f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps", hint
         )
 
 
@@ -417,14 +347,13 @@ def check_new_length(scheduler: LRScheduler | None, total: int, before: int, don
     logger.warning("{}; the scheduler may have been created for the old number of steps: {}", changed, advice)
 
 
-def _ticks_left(scheduler: LRScheduler) -> float:
-    """The number of steps that a scheduler still allows, or infinity if it has no limit.
+def _ticks_left(scheduler: LRScheduler | None) -> float:
+    """The number of steps that a scheduler still allows, or infinity if it has no limit or is None.
 
     In torch 2.10 to 2.15, only OneCycleLR has a limit.
     """
     if isinstance(scheduler, WarmUp):
-        within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
-        return max(0, scheduler.steps - scheduler.last_epoch) + within
+        return max(0, scheduler.steps - scheduler.last_epoch) + _ticks_left(scheduler.scheduler)
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps - max(0, scheduler.last_epoch)  # last_epoch may be -1 inside a SequentialLR
     if isinstance(scheduler, ChainedScheduler):
@@ -433,11 +362,14 @@ def _ticks_left(scheduler: LRScheduler) -> float:
         # Each scheduler except the last is replaced at its milestone; those before the current one are finished.
         stones = [*milestones(scheduler), math.inf]
         present = bisect_right(milestones(scheduler), scheduler.last_epoch)
-        begun, ends = float(scheduler.last_epoch), math.inf
+        begun = float(scheduler.last_epoch)
+        first_end = math.inf
         for inner, stone in zip(inner_schedulers(scheduler)[present:], stones[present:], strict=True):
-            ends = min(ends, begun + _ticks_left(inner) if begun + _ticks_left(inner) < stone - 1 else math.inf)
+            end = begun + _ticks_left(inner)
+            if end < stone - 1:
+                first_end = min(first_end, end)
             begun = stone
-        return ends - scheduler.last_epoch
+        return first_end - scheduler.last_epoch
     return math.inf
 
 
@@ -475,7 +407,7 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
     total = config.max_steps
     if epochs is not None:
         by_epochs = _steps_in(range(epochs), config, train_data)
-        total = by_epochs if total is None else min(total, by_epochs)
+        total = min(by_epochs, total or by_epochs)
     assert total is not None, "without max_steps, a run has epochs"
     if total <= config.warmup_steps:
         raise ConfigError(
@@ -507,12 +439,11 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
         size = config.micro_batch_size
     plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
     if template is not None and iterates_itself(template):
-        of_batches = plan_batches(plan.accumulation * ranks, None, plan.accumulation, ranks)
-        return sum(
-            of_batches.steps(length, drop_last) for length in lengths_in(template, "DataLoader", config.seed, epochs)
-        )
-    if options is not None and options.sampler is not None:
+        plan = plan_batches(plan.accumulation * ranks, None, plan.accumulation, ranks)
+        lengths = lengths_in(template, "DataLoader", config.seed, epochs)
+    elif options is not None and options.sampler is not None:
         lengths = lengths_in(options.sampler, "sampler", config.seed, epochs)
-        return sum(plan.steps(length, drop_last) for length in lengths)
-    DatasetEpoch(dataset, config.seed).set(epochs.start)
-    return len(epochs) * plan.steps(len(dataset), drop_last)
+    else:
+        DatasetEpoch(dataset, config.seed).set(epochs.start)
+        lengths = [len(dataset)] * len(epochs)
+    return sum(plan.steps(length, drop_last) for length in lengths)

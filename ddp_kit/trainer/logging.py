@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from math import isfinite, nan
 from statistics import fmean, median
 
@@ -45,9 +46,6 @@ LEAST_SECONDS = 0.001
 IDLE_SHARE = 0.9
 # Synchronisation costs about a millisecond per step, so it does not matter in steps longer than this.
 SHORT_STEP_SECONDS = 0.1
-# There is advice about recompilation if torch.compile recompiled in this many intervals after the first. Two are
-# normal: the smaller batch at the end of an epoch and the first evaluation need graphs of their own.
-COMPILED_AGAIN = 3
 
 WATCHED_SECONDS = 1.0
 """Seconds of training that are averaged before there is advice; shorter averages are too noisy."""
@@ -63,35 +61,28 @@ class Adviser:
     def __init__(self, num_workers: int | str, *, compressed: bool, fused: bool, waits: bool = False) -> None:
         self._say = partial(advice, num_workers=num_workers, compressed=compressed, fused=fused)
         self._waits = waits
-        self._sums: list[list[float]] | None = None
+        self._graphs = 0
+        self._said: set[str] = set()
+        self._restart(())
+
+    def _restart(self, ranks: Sequence[StepTimes]) -> None:
+        self._sums = [[0.0] * len(times.figures) for times in ranks]
         self._steps = 0
         self._idle = 0.0  # steps in which the GPU ran out of work
-        self._graphs = 0
-        self._compiled_at: list[int] = []
-        self._said: set[str] = set()
 
-    def watch(
-        self, step: int, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0
-    ) -> str | None:
-        """Return a line of advice about the interval that ended with `step`, or None if nothing new stands out.
+    def watch(self, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0) -> str | None:
+        """Return a line of advice about an interval that has ended, or None if nothing new stands out.
 
         `steps`: the number of optimizer steps in the interval. `ranks`: the times of each rank. `graphs`: the number of
         graphs that torch.compile has compiled so far in this process. `idle`: see `StepClock.idle`.
         """
-        compiled, self._graphs = graphs > self._graphs, graphs
-        if self._sums is None:
-            self._sums = [[0.0] * len(times.figures) for times in ranks]
+        compiled = graphs > self._graphs
+        self._graphs = graphs
+        if not self._sums:  # the first interval
+            self._restart(ranks)
             return None
         if compiled:  # compiling takes seconds on some ranks, so the times of this interval are not representative
-            self._compiled_at.append(step)
-            if len(self._compiled_at) < COMPILED_AGAIN:
-                return None
-            *earlier, last = self._compiled_at
-            return self._once(
-                f"torch.compile recompiled in the intervals that ended at steps {', '.join(map(str, earlier))} and "
-                f"{last} ({self._graphs} graphs so far): pad batches to a few lengths, and keep Python values that "
-                "change out of the forward pass; to see the reasons, set TORCH_LOGS=recompiles in the environment"
-            )
+            return None
         for total, times in zip(self._sums, ranks, strict=True):
             total[:] = [so_far + steps * mean for so_far, mean in zip(total, times.figures, strict=True)]
         self._steps += steps
@@ -99,21 +90,18 @@ class Adviser:
         if sum(self._sums[0]) < WATCHED_SECONDS:
             return None
         means = [StepTimes(*(seconds / self._steps for seconds in total)) for total in self._sums]
-        mean_idle = self._idle / self._steps
-        self._sums, self._steps, self._idle = [[0.0] * len(total) for total in self._sums], 0, 0.0
-        if (line := self._say(means)) is not None or self._waits:
-            return self._once(line)
-        if mean_idle < IDLE_SHARE or fmean(times.total for times in means) > SHORT_STEP_SECONDS:
-            return None
-        return self._once(
-            "host-device synchronisation, or steps that are too small: "
-            f"the GPU ran out of work in {mean_idle:.0%} of them. "
-            '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it '
-            "waits"
-        )
-
-    def _once(self, line: str | None) -> str | None:
-        kind = line.split()[0] if line is not None else ""
+        idle = self._idle / self._steps
+        self._restart(ranks)
+        line = self._say(means)
+        is_short = fmean(times.total for times in means) <= SHORT_STEP_SECONDS
+        if line is None and not self._waits and idle >= IDLE_SHARE and is_short:
+            line = (
+                "host-device synchronisation, or steps that are too small: "
+                f"the GPU ran out of work in {idle:.0%} of them. "
+                '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where '
+                "it waits"
+            )
+        kind = (line or "").partition(" ")[0]
         if kind in self._said:
             return None
         self._said.add(kind)
@@ -132,17 +120,20 @@ def advice(
     if factor > SLOW_RANK and times[rank].own * (1 - 1 / factor) > LEAST_SECONDS:
         return _about_rank(times, rank, factor)
     exchange_less = "use larger micro-batches or more accumulation_steps"
-    remedies = (
+    if not compressed:
+        exchange_less += ", or set parallel.compression"
+    remedies = [
         ("data", DATA_SHARE, f"raise data.num_workers (now {num_workers}) or use data.device_transform"),
         ("transfer", TRANSFER_SHARE, "use smaller dtypes, such as uint8 images, and convert on the device"),
-        ("communication", COMMUNICATION_SHARE, exchange_less + ("" if compressed else ", or set parallel.compression")),
-        ("optimizer", OPTIMIZER_SHARE, "" if fused else "pass fused=True to the optimizer"),
-    )
+        ("communication", COMMUNICATION_SHARE, exchange_less),
+    ]
+    if not fused:
+        remedies.append(("optimizer", OPTIMIZER_SHARE, "pass fused=True to the optimizer"))
     total = fmean(own.total for own in times)
     found = []
     for phase, limit, remedy in remedies:
         seconds = fmean(getattr(own, phase) for own in times)
-        if seconds > limit * total and seconds > LEAST_SECONDS and remedy:
+        if seconds > limit * total and seconds > LEAST_SECONDS:
             found.append((seconds, f"{phase} {seconds / total:.0%}: {remedy}"))
     return max(found)[1] if found else None
 
@@ -162,7 +153,7 @@ def _about_rank(times: Sequence[StepTimes], rank: int, factor: float) -> str:
         phase: seconds - median(getattr(each, phase) for each in others)
         for phase, seconds in asdict(times[rank]).items()
     }
-    phase = max(excess, key=lambda name: excess[name])
+    phase = max(excess, key=excess.__getitem__)
     remedy = {
         "data": "check how fast this rank reads its samples, and whether they are larger than on other ranks",
         "transfer": "check what else uses this rank's GPU and the memory of its host",
@@ -236,11 +227,10 @@ class Interval:
         Does not wait for the device. `facts`: a float64 tensor [n] on the device to gather from all ranks; n must be
         the same on all ranks.
         """
-        self._fold()
+        pairs = self._pairs()
         world = self.world
         seconds = time.perf_counter() - self.started
         times = table_of(clock.read(seconds / self.steps), world.rank, world.world_size, world.device).flatten()
-        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
         norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
         own = norm.detach().double() / world.world_size  # equal on all ranks, so their sum is the norm
         means = self._logged.take()
@@ -257,9 +247,11 @@ class Interval:
         table = torch.cat(seen)
         if world.world_size > 1:
             dist.all_reduce(table)
-        logged, arrived = as_table(means, world.device), None
+        logged = as_table(means, world.device)
+        arrived = None
         if table.is_cuda:
-            table, logged = _to_pinned(table), _to_pinned(logged)
+            table = _to_pinned(table)
+            logged = _to_pinned(logged)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         return Reading(
@@ -281,9 +273,12 @@ class Interval:
 
         See `Reading.first_non_finite`. Waits for the device. A collective.
         """
+        return _first_non_finite(self.world, self._pairs()[:, column], self._step_of)
+
+    def _pairs(self) -> Tensor:
+        """The (sum, weight) of each loss, as a tensor [n, 2] on the device."""
         self._fold()
-        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
-        return _first_non_finite(self.world, pairs[:, column], self._step_of)
+        return torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=self.world.device)
 
     def _fold(self) -> None:
         if not self._sums:
@@ -300,10 +295,12 @@ class Interval:
 
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
     """The weight as a float64 scalar on the device. Uses `torch.full`: a copy would make the host wait."""
-    if isinstance(weight, Tensor) and weight.device == device:
-        return weight.detach().double().sum()
-    number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
-    return torch.full((), number, dtype=torch.float64, device=device)
+    if isinstance(weight, Tensor):
+        total = weight.detach().double().sum()
+        if weight.device == device:
+            return total
+        weight = float(total)
+    return torch.full((), weight, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
@@ -352,22 +349,17 @@ class Reading:
         """Wait for the copy to the host, and return the values. A collective if any rank has logged values."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss, weight, norm, anything, *rest = self.table.tolist()
-        logged = over_all_ranks(self.world, self.names, self.logged.tolist()) if anything else {}
         ranks = self.world.world_size
-        times, rest = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
-        peaks = ranks if self.world.device.type == "cuda" else 0
-        memory, facts = rest[:peaks], rest[peaks:]
-        size = len(facts) // ranks
-        return Values(
-            loss,
-            weight,
-            norm,
-            logged,
-            by_rank(times),
-            tuple(map(int, memory)),
-            tuple(tuple(facts[n * size : (n + 1) * size]) for n in range(ranks)),
-        )
+        numbers = iter(self.table.tolist())
+        loss, weight, norm, anything = islice(numbers, 4)
+        times = by_rank([*islice(numbers, ranks * COLUMNS)])
+        peaks = islice(numbers, ranks if self.world.device.type == "cuda" else 0)
+        memory = tuple(map(int, peaks))
+        left = [*numbers]
+        size = len(left) // ranks
+        facts = tuple(tuple(left[rank * size : (rank + 1) * size]) for rank in range(ranks))
+        logged = over_all_ranks(self.world, self.names, self.logged.tolist()) if anything else {}
+        return Values(loss, weight, norm, logged, times, memory, facts)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """The (step, rank) of the first loss that is not finite; None if all are finite. A collective.
@@ -387,8 +379,10 @@ def _to_pinned(tensor: Tensor) -> Tensor:
 def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[int, int] | None:
     bad = (~torch.isfinite(own)).nonzero().flatten().tolist()
     never = torch.iinfo(torch.int64).max
-    steps = [step for (step,) in gathered(world, [step_of[bad[0]] if bad else never])]
-    return (min(steps), steps.index(min(steps))) if min(steps) < never else None
+    own_first = step_of[bad[0]] if bad else never
+    steps = [step for (step,) in gathered(world, [own_first])]
+    first = min(steps)
+    return None if first == never else (first, steps.index(first))
 
 
 # --- Log points -------------------------------------------------------------------------------------------------------
@@ -493,7 +487,7 @@ class LogPoints:
         rows: list[LogRow] = []
         if last or step.number % self._context.config.log_every_steps == 0:
             self._close(step.number, step.epoch)
-            rows = self._take_rows(keep=1 if self._reads_late and not last else 0)
+            rows = self._take_rows(keep=int(self._reads_late and not last))
         self._step_ended = time.perf_counter()
         return rows[-1] if rows else None
 
@@ -509,7 +503,9 @@ class LogPoints:
 
     def _close(self, step: int, epoch: int) -> None:
         """End the interval after this step, and begin another. A collective."""
-        context, world, checksums = self._context, self._context.world, None
+        context = self._context
+        world = context.world
+        checksums = None
         verify = context.config.verify_ranks
         if world.world_size == 1 and verify == "all":
             verify = "weights"  # for the record: there is no other rank to compare with
@@ -532,10 +528,11 @@ class LogPoints:
         return rows
 
     def _row(self, point: _Point) -> LogRow:
-        reading, values = point.reading, point.reading.values()
+        reading = point.reading
+        values = reading.values()
         self._check(point, values)
         self._compare(point.step, values)
-        line = self._adviser.watch(point.step, reading.steps, values.times, point.graphs, point.idle)
+        line = self._adviser.watch(reading.steps, values.times, point.graphs, point.idle)
         if line is not None:
             logger.info("advice: {}", line)
             self._context.heartbeat.advise(line)
@@ -544,7 +541,7 @@ class LogPoints:
         own = values.times[self._context.world.rank]
         samples_per_second = reading.samples / reading.seconds
         mfu = self._utilisation(samples_per_second)
-        loss = values.loss / values.weight if values.weight else float("nan")
+        loss = values.loss / values.weight if values.weight else nan
         if own.total:
             self._context.heartbeat.log_point(loss, own.data / own.total, own.communication / own.total, mfu or 0.0)
         return LogRow(
@@ -595,7 +592,9 @@ class LogPoints:
 
     def _compare(self, step: int, values: Values) -> None:
         """Raise `DataError` if checksums differ. All ranks have the same values, so all or none raise it."""
-        context, strategy, world = self._context, self._context.strategy, self._context.world
+        context = self._context
+        strategy = context.strategy
+        world = context.world
         what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
         if what is None:
             return
@@ -623,7 +622,8 @@ def _check_losses(losses: Interval | Reading, context: TrainerContext, *, only_w
         raise bad_weight(*found)
     if not only_weights and (found := losses.first_non_finite()) is not None:
         step, rank = found
-        what, hint = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}", _HINT
+        what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
+        hint = _HINT
         cause_step, text = losses.cause
         # A cause from a later step is that the weights are not finite.
         own = text if cause_step <= step else ""
@@ -631,6 +631,7 @@ def _check_losses(losses: Interval | Reading, context: TrainerContext, *, only_w
         if cause:
             what += f"\n  {cause}"
         elif can_repeat(context) and context.config.log_every_steps > 1:
-            resumes = ", which resumes from the last checkpoint" if context.config.checkpoint.dir is not None else ""
-            hint += f"; to learn the module and the samples, run the same command with log_every_steps=1{resumes}"
+            hint += "; to learn the module and the samples, run the same command with log_every_steps=1"
+            if context.config.checkpoint.dir is not None:
+                hint += ", which resumes from the last checkpoint"
         raise LossError(what, hint, step)

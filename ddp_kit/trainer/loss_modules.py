@@ -111,12 +111,12 @@ class ModulesPart(SavedPart):
         }
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        saved = {}
+        saved: dict[str, dict[str, Any]] = {}
         for name, state in self._states.items():
             each = [states[name] for states in ranks if name in states]
             if state or each:
-                kind = type(self._modules[name]).__name__
-                saved[name] = {"kind": kind, **({"every_rank": each} if each else {"state": state})}
+                saved[name] = {"kind": type(self._modules[name]).__name__}
+                saved[name] |= {"every_rank": each} if each else {"state": state}
         return saved
 
     def check(self, state: Any) -> str | None:
@@ -127,7 +127,8 @@ class ModulesPart(SavedPart):
             current = module.state_dict()
             for key, value in self._of_this_rank(name, saved).items():
                 if isinstance(value, Tensor) and isinstance(current.get(key), Tensor):
-                    shape, now = tuple(value.shape), tuple(current[key].shape)
+                    shape = tuple(value.shape)
+                    now = tuple(current[key].shape)
                     if shape != now and type(module).load_state_dict is nn.Module.load_state_dict:
                         return f"{key} of the module {name} has shape {shape} in the checkpoint, but {now} in this run"
         return None
@@ -156,9 +157,6 @@ class ModulesPart(SavedPart):
         self.load_state_dict({}, Path())
 
     def _of_this_rank(self, name: str, saved: Any) -> dict[str, Any]:
-        state = (
-            saved["state"]
-            if "state" in saved
-            else of_rank(saved["every_rank"], f"the module {name}", self._world.rank, self._world.world_size)
-        )
-        return dict(state)
+        if "state" in saved:
+            return dict(saved["state"])
+        return dict(of_rank(saved["every_rank"], f"the module {name}", self._world.rank, self._world.world_size))

@@ -9,9 +9,9 @@ if its loss is not finite:
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ddp_kit.structures import each_value
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import memory_of, pytree
 from ddp_kit.trainer.context import TrainerContext
-from ddp_kit.trainer.repeated_pass import NotRepeatable, PassState, repeat
+from ddp_kit.trainer.repeated_pass import ComparedWeights, NotRepeatable, repeat
 
 _SHOWN = 8  # samples in a message
 _SECONDS = 60.0  # the time for the search for samples, because other ranks may wait in a collective
@@ -34,13 +34,15 @@ def can_repeat(context: TrainerContext) -> bool:
 
     With FSDP, not in fp16 either: the ranks could not tell a loss that is not finite from a gradient that overflowed.
     """
-    parallel, fsdp = context.config.parallel, context.strategy.divides_weights
-    return parallel.pipeline == parallel.tensor == 1 and not (fsdp and context.precision.scales)
+    parallel = context.config.parallel
+    fsdp_in_fp16 = context.strategy.divides_weights and context.precision.scales
+    return parallel.pipeline == parallel.tensor == 1 and not fsdp_in_fp16
 
 
 def can_read_losses(context: TrainerContext) -> bool:
     """Whether the loss of each pass is read before the optimizer step; on a GPU, the host then waits for the device."""
-    config, on_host = context.config, context.world.device.type == "cpu"
+    config = context.config
+    on_host = context.world.device.type == "cpu"
     return config.non_finite_gradients == "stop" and (on_host or config.log_every_steps == 1) and can_repeat(context)
 
 
@@ -59,7 +61,8 @@ class PassNote:
         """
         # A loss function may remove entries from its batch. A copy of nested containers would take microseconds.
         self.batch = batch.copy() if type(batch) is list or type(batch) is dict else batch
-        self.samples, self.number = samples, number
+        self.samples = samples
+        self.number = number
         self._gpu = gpu
         self._state = torch.default_generator.get_state()
         self._gpu_state = None if gpu is None else torch.cuda.get_rng_state(gpu)
@@ -74,14 +77,14 @@ class PassNote:
 # --- Repeated passes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Output:
     """The output of a module in a repeated pass."""
 
     module: str
     """The name and the class of the module."""
-    finite: bool
-    largest: float
+    finite: bool = True
+    largest: float = 0.0
     """The largest finite absolute value."""
     detail: str = ""
     """What else is not finite, such as the weights of the module."""
@@ -89,85 +92,82 @@ class _Output:
     """The indices of the samples whose rows are not finite."""
 
 
-@dataclass
 class _Trace:
     """What the modules computed in a repeated pass, in the order in which they returned."""
 
-    batch: _Output
-    """The micro-batch, as if it were the output of a module."""
-    outputs: list[_Output] = field(default_factory=list)
-    finite: bool = True
-    """Whether the loss is finite."""
-    written: list[str] = field(default_factory=list)
-    """The names of weights that the pass writes, and "its batch"."""
+    def __init__(self, model: nn.Module, samples: int, batch: Sequence[Any]) -> None:
+        """`samples`: the number of samples in the batch. `batch`: the leaves of the batch."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._samples = samples
+        self.batch = self._output("the micro-batch", batch)
+        """The micro-batch, as if it were the output of a module."""
+        self.outputs: list[_Output] = []
+        self.finite = True
+        """Whether the loss is finite."""
+        self.written: list[str] = []
+        """The names of weights that the pass writes, and "its batch"."""
 
-    def first(self, usual: set[str]) -> int:
-        """The index of the first output that is not finite, except for modules in `usual`; -1 if there is none."""
-        return next((n for n, out in enumerate(self.outputs) if not out.finite and out.module not in usual), -1)
+    def first(self, usual: set[str]) -> _Output | None:
+        """The first output that is not finite, except for modules in `usual`; None if there is none."""
+        return next((output for output in self.outputs if not output.finite and output.module not in usual), None)
 
     def origin(self, usual: set[str]) -> str:
         """The module of `first`; "" if there is none."""
         first = self.first(usual)
-        return self.outputs[first].module if first >= 0 else ""
+        return "" if first is None else first.module
 
-
-class _Repeat:
-    """Repeats a pass, or parts of its batch."""
-
-    def __init__(self, context: TrainerContext, note: PassNote, *, alone: bool) -> None:
-        """`alone`: as for `repeat`."""
-        self._context, self._note, self._alone = context, note, alone
-        self._names = {id(module): name for name, module in context.model.named_modules()}
-        self._trace: _Trace
-        self._samples = 0
-
-    def run(self, batch: Any, samples: int, *, whole: bool = False) -> _Trace:
-        """Run the loss function on a batch. Raises `NotRepeatable`.
-
-        `whole`: whether this is the whole batch: then also find what the pass writes.
-        """
-        context, self._samples = self._context, samples
-        batch = each_value(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-        tensors = [*tensors_in(batch)]
-        versions = [tensor._version for tensor in tensors]
-        self._trace = _Trace(self._output("the micro-batch", tensors))
-        # With FSDP, a pass replaces the weights of modules.
-        weights: Literal["each", "none"] = "each" if whole and not context.strategy.divides_weights else "none"
-        after = PassState(context.model, beside=context.loss_modules, weights=weights)
-
-        def is_finite(value: Tensor | Loss) -> bool:
-            return bool(torch.isfinite(value.loss if isinstance(value, Loss) else value).all())
-
-        with torch.no_grad(), ExitStack() as stack:
-            stack.callback(register_module_forward_hook(self._note_output).remove)
-            self._trace.finite = repeat(
-                context, batch, self._note.restore_random, is_finite, after=after, alone=self._alone, eager=True
-            )
-        self._trace.written = after.changed() if whole else []
-        if versions != [tensor._version for tensor in tensors]:
-            self._trace.written.append("its batch")
-        return self._trace
-
-    def _note_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        name, kind = self._names.get(id(module), "outside of the model"), type(module).__name__
-        noted = self._output(f"{name} ({kind})" if name else f"the model ({kind})", pytree.tree_leaves(output))
-        if not noted.finite:
-            detail = "" if _finite(pytree.tree_leaves(inputs)) else _INPUT
+    def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add the output of a module, of which this is a forward hook."""
+        name = self._names.get(id(module), "outside of the model") or "the model"
+        added = self._output(f"{name} ({type(module).__name__})", pytree.tree_leaves(output))
+        if not added.finite:
             if not _finite([*module.parameters(recurse=False)]):
-                detail = ", whose weights are not finite since an earlier update"
-            noted = _Output(noted.module, False, noted.largest, detail, noted.samples)
-        self._trace.outputs.append(noted)
+                added.detail = ", whose weights are not finite since an earlier update"
+            elif not _finite(pytree.tree_leaves(inputs)):
+                added.detail = _INPUT
+        self.outputs.append(added)
 
     def _output(self, module: str, leaves: Sequence[Any]) -> _Output:
-        all_finite, largest, rows = True, 0.0, set[int]()
+        output = _Output(module)
+        rows = set[int]()
         for values in _floats(leaves):
             finite = values.isfinite()
-            largest = max(largest, float(torch.where(finite, values, 0).abs().max()))
+            output.largest = max(output.largest, float(torch.where(finite, values, 0).abs().max()))
             if not finite.all():
-                all_finite = False
+                output.finite = False
                 if values.dim() and values.size(0) == self._samples:
-                    rows |= {*(~finite.flatten(1).all(1) if values.dim() > 1 else ~finite).nonzero().flatten().tolist()}
-        return _Output(module, all_finite, largest, samples=tuple(sorted(rows)))
+                    of_samples = finite.reshape(self._samples, -1).all(1)
+                    rows.update((~of_samples).nonzero().flatten().tolist())
+        output.samples = tuple(sorted(rows))
+        return output
+
+
+def _traced(context: TrainerContext, note: PassNote, batch: Any, samples: int, *, alone: bool) -> _Trace:
+    """Repeat a pass with its batch or a part of it, which has this number of samples. Raises `NotRepeatable`.
+
+    `alone`: as for `repeat`.
+    """
+    batch = each_value(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    tensors = [*tensors_in(batch)]
+    versions = [tensor._version for tensor in tensors]
+    trace = _Trace(context.model, samples, tensors)
+    # What a pass writes is found for the whole batch only. With FSDP, a pass replaces the weights of modules.
+    compared: ComparedWeights = "none" if samples < note.samples or context.strategy.divides_weights else "each"
+    hook = register_module_forward_hook(trace.add)
+    try:
+        with torch.no_grad():
+            trace.finite, trace.written = repeat(
+                context, batch, note.restore_random, _is_finite, weights=compared, alone=alone, eager=True
+            )
+    finally:
+        hook.remove()
+    if versions != [tensor._version for tensor in tensors]:
+        trace.written.append("its batch")
+    return trace
+
+
+def _is_finite(value: Tensor | Loss) -> bool:
+    return bool(torch.isfinite(value.loss if isinstance(value, Loss) else value).all())
 
 
 def _floats(leaves: Sequence[Any]) -> list[Tensor]:
@@ -196,15 +196,7 @@ def cause_alone(context: TrainerContext, note: PassNote, keys: Sequence[Any] | N
 
     `keys`: the indices of the pass's samples in the dataset; None if they are unknown.
     """
-    repeated = _Repeat(context, note, alone=True)
-    try:
-        trace = repeated.run(note.batch, note.samples, whole=True)
-    except NotRepeatable as problem:
-        return f"its pass could not be repeated: {problem}"
-    if trace.finite:
-        return _not_repeated(trace)
-    search = _Search(repeated, note, trace)
-    return _described(trace, search.usual, search.described(keys))
+    return _cause(context, note, keys, alone=True)
 
 
 def cause_with_all_ranks(context: TrainerContext, note: PassNote, keys: Sequence[Any] | None, *, failed: bool) -> str:
@@ -214,18 +206,31 @@ def cause_with_all_ranks(context: TrainerContext, note: PassNote, keys: Sequence
     may raise errors in the middle of a collective, are not repeated. `failed`: whether the loss is not finite; if not,
     returns "". For `keys`, see `cause_alone`.
     """
+    cause = _cause(context, note, keys, alone=False)
+    return cause if failed else ""
+
+
+def _cause(context: TrainerContext, note: PassNote, keys: Sequence[Any] | None, *, alone: bool) -> str:
     try:
-        trace = _Repeat(context, note, alone=False).run(note.batch, note.samples, whole=True)
+        trace = _traced(context, note, note.batch, note.samples, alone=alone)
     except NotRepeatable as problem:
-        return f"its pass could not be repeated: {problem}" if failed else ""
-    if not failed:
-        return ""
+        return f"its pass could not be repeated: {problem}"
+    if trace.finite and trace.written:
+        return f"its pass was repeated, and its loss was finite: {_changed_before(trace)}"
     if trace.finite:
-        return _not_repeated(trace)
+        return (
+            "its pass was repeated with the same weights, samples and random states of torch, and its loss was finite: "
+            "it depends on something else that changes"
+        )
+    if alone:
+        search = _Search(context, note, trace)
+        return _described(trace, search.usual, search.described(keys))
     first = trace.first(set())
-    rows = trace.outputs[first].samples if first >= 0 else ()
-    where = f"it is not finite in {'the rows of ' if rows else ''}{_named(rows or range(note.samples), keys)}"
-    return _described(trace, set(), where)
+    if first is not None and first.samples:
+        samples = f"it is not finite in the rows of {_named(first.samples, keys)}"
+    else:
+        samples = f"it is not finite in {_named(range(note.samples), keys)}"
+    return _described(trace, set(), samples)
 
 
 class _Search:
@@ -234,34 +239,34 @@ class _Search:
     Halves the samples while at least one half still gives it. Ends once it has found more samples than are shown.
     """
 
-    def __init__(self, repeated: _Repeat, note: PassNote, trace: _Trace) -> None:
-        self._note, self._trace = note, trace
+    def __init__(self, context: TrainerContext, note: PassNote, trace: _Trace) -> None:
+        self._context = context
+        self._note = note
+        self._trace = trace
         self._any_finite = False
         self.usual: set[str] = set()
         """Modules whose output is not finite in a pass with a finite loss, such as a mask with -inf."""
-        self._found: list[range] = []  # no half of these samples gives it
-        self._untried: list[range] = []  # those of them with a half that cannot be tried
+        self._found: dict[range, bool] = {}
+        """Samples of which no half gives it, and whether each half could be tried."""
         self._left = [range(note.samples)]
         deadline = time.monotonic() + _SECONDS
         while self._left and len(self._found) <= _SHOWN and time.monotonic() < deadline:
             samples = self._left.pop()
             middle = len(samples) // 2
             halves = (samples[middle:], samples[:middle]) if middle else ()
-            answers = {half: self._gives_it(repeated, half) for half in halves}
+            answers = {half: self._gives_it(half) for half in halves}
             causes = [half for half, gives_it in answers.items() if gives_it]
             self._left += causes
             if not causes:
-                self._found.append(samples)
-                if None in answers.values():
-                    self._untried.append(samples)
+                self._found[samples] = None not in answers.values()
 
-    def _gives_it(self, repeated: _Repeat, samples: range) -> bool | None:
+    def _gives_it(self, samples: range) -> bool | None:
         """Whether samples alone give a loss that is not finite, with the same origin; None: they cannot be tried."""
         part = part_of(self._note.batch, samples, self._note.samples)
         if part is None:
             return None
         try:
-            trace = repeated.run(part, len(samples))
+            trace = _traced(self._context, self._note, part, len(samples), alone=True)
         except NotRepeatable:  # a layer such as BatchNorm may need several samples
             return None
         if trace.finite:
@@ -273,14 +278,17 @@ class _Search:
         """The samples, as text for a message."""
         alone = [samples.start for samples in self._found if len(samples) == 1]
         if len(alone) > 1 and not self._any_finite and len(alone) == len(self._found):
-            tried = f"of the {len(alone)} samples that were tried" if self._left else "sample of the micro-batch"
+            tried = "sample of the micro-batch"
+            if self._left:
+                tried = f"of the {len(alone)} samples that were tried"
             return f"each {tried} gives it alone, so look at the weights and the learning rate first"
         texts = []
-        for samples in (samples for samples in self._found if len(samples) > 1):
-            how = ", which cannot be tried alone" if samples in self._untried else " only together"
-            texts.append(f"{_named(samples, keys)}{how}")
         if alone:
-            texts = [f"{_named(alone, keys)} alone", *texts]
+            texts.append(f"{_named(alone, keys)} alone")
+        for samples, tried_halves in self._found.items():
+            if len(samples) > 1:
+                how = " only together" if tried_halves else ", which cannot be tried alone"
+                texts.append(f"{_named(samples, keys)}{how}")
         if self._left:
             texts.append("possibly more, because the search was ended")
         return f"it comes from {' and from '.join(texts)}"
@@ -309,41 +317,38 @@ def part_of(batch: Any, samples: range, size: int) -> Any:
 _INPUT = ", whose input is not finite either"
 
 
-def _not_repeated(trace: _Trace) -> str:
-    if trace.written:
-        return f"its pass was repeated, and its loss was finite: {_changed_before(trace)}"
-    return (
-        "its pass was repeated with the same weights, samples and random states of torch, and its loss was finite: it "
-        "depends on something else that changes"
-    )
-
-
 def _changed_before(trace: _Trace) -> str:
     return f"the loss function writes to {some(trace.written)}, so the repeated pass began with other values"
 
 
 def _described(trace: _Trace, usual: set[str], samples: str) -> str:
     """The cause of a loss that is not finite. `samples`: the samples, as text. For `usual`, see `_Trace.first`."""
-    first, batch = trace.first(usual), trace.batch
-    origin = "the outputs of all modules are finite, but not what the loss function computes from them"
-    if first >= 0:
-        output = trace.outputs[first]
-        detail = "" if output.detail == _INPUT and not batch.finite else output.detail
-        origin = f"the first module whose output is not finite is {output.module}{detail}"
-    largest = max([batch, *trace.outputs[: first if first >= 0 else None]], key=lambda output: output.largest)
-    texts = [
-        origin,
-        samples,
-        *(() if batch.finite else ("the micro-batch has values that are not finite",)),
-        f"the largest absolute value before it is {largest.largest:.3g}, in {largest.module}",
-        *((_changed_before(trace),) if trace.written else ()),
-    ]
+    first = trace.first(usual)
+    batch = trace.batch
+    if first is None:
+        texts = ["the outputs of all modules are finite, but not what the loss function computes from them"]
+    else:
+        texts = [f"the first module whose output is not finite is {first.module}"]
+        if first.detail != _INPUT or batch.finite:
+            texts[0] += first.detail
+    texts.append(samples)
+    if not batch.finite:
+        texts.append("the micro-batch has values that are not finite")
+    earlier = takewhile(lambda output: output is not first, trace.outputs)
+    largest = max([batch, *earlier], key=lambda output: output.largest)
+    texts.append(f"the largest absolute value before it is {largest.largest:.3g}, in {largest.module}")
+    if trace.written:
+        texts.append(_changed_before(trace))
     return "its pass was repeated: " + "; ".join(texts)
 
 
 def _named(samples: Sequence[int], keys: Sequence[Any] | None) -> str:
     """Samples of a batch, as text: by their indices in the dataset, or by their positions in the batch."""
-    shown = ", ".join(str(sample if keys is None else keys[sample]) for sample in samples[:_SHOWN])
-    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-    word, place = ("item", "the micro-batch") if keys is None else ("sample", "train_data")
-    return f"{word}{'s' * (len(samples) > 1)} {shown}{more} of {place}"
+    names = samples if keys is None else [keys[sample] for sample in samples]
+    shown = ", ".join(map(str, names[:_SHOWN]))
+    if len(names) > _SHOWN:
+        shown += f" and {len(names) - _SHOWN} more"
+    several = "s" * (len(names) > 1)
+    if keys is None:
+        return f"item{several} {shown} of the micro-batch"
+    return f"sample{several} {shown} of train_data"

@@ -119,12 +119,13 @@ class Position(SavedPart):
         `steps_in`: a function that returns the number of optimizer steps in a range of epochs that starts with the
         current one, or None if it is unknown.
         """
-        by_steps, epochs = config.max_steps, config.last_epoch
-        left = None if epochs is None else steps_in(range(self.epoch, epochs))
+        if config.last_epoch is None:
+            return config.max_steps
+        left = steps_in(range(self.epoch, config.last_epoch))
         if left is None:
-            return by_steps
+            return config.max_steps
         by_epochs = self.step + max(0, left - self.steps_in_epoch)
-        return by_epochs if by_steps is None else min(by_steps, by_epochs)
+        return min(by_epochs, config.max_steps or by_epochs)
 
     def epochs_left(
         self, config: TrainerConfig, last: int | None, steps_per_epoch: int | None, after: int = 0
@@ -136,8 +137,9 @@ class Position(SavedPart):
         optimizer step or earlier are not counted.
         """
         if steps_per_epoch is None or last is None:
-            epochs = config.last_epoch
-            return None if after or config.max_steps is not None or epochs is None else epochs - self.epoch
+            if after or config.max_steps is not None or config.last_epoch is None:
+                return None
+            return config.last_epoch - self.epoch
         first = self.step + steps_per_epoch - self.steps_in_epoch
         return sum(end > after for end in range(first, last + 1, steps_per_epoch))
 
@@ -201,7 +203,9 @@ def stream_position_of(texts: Sequence[str | None], rank: int, ranks: int) -> St
 
     Invalid text may raise any exception.
     """
-    text = texts[rank] if len(texts) == ranks else None
+    if len(texts) != ranks:
+        return ()
+    text = texts[rank]
     if text is None:
         return ()
     readers = []
@@ -253,7 +257,8 @@ class RunState:
 
     def begin_loop(self) -> object:
         """Start a new loop, which replaces the current one. Returns an object that identifies the new loop."""
-        self.loop, self.stop_agreed = object(), False
+        self.loop = object()
+        self.stop_agreed = False
         return self.loop
 
     def check_current(self, loop: object) -> None:
@@ -266,7 +271,8 @@ class RunState:
 
     def resumed(self) -> None:
         """Record that a checkpoint was loaded. A loop that was started before must not continue."""
-        self.seeded, self.loop = False, None
+        self.seeded = False
+        self.loop = None
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
@@ -325,7 +331,10 @@ def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_stat
                 )
             steps.close()
             try:
-                (checkpoints.save_final if due else checkpoints.wait_for_saves)()
+                if due:
+                    checkpoints.save_final()
+                else:
+                    checkpoints.wait_for_saves()
             except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
                 logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
             raise

@@ -30,7 +30,8 @@ def predict(context: TrainerContext, function: PredictFunction | None, data: Eva
     results that cannot be concatenated.
     """
     columns: dict[str, list[Tensor]] = {}
-    structure, keys = None, data.order()
+    structure = None
+    keys = data.order()
     beside = modules_beside(context.model, {"predict": function}).values()
     with evaluating(context.model, *context.loss_modules, *beside) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
@@ -110,11 +111,14 @@ def _structure(value: Any, path: str, samples: int, leaves: dict[str, Tensor]) -
 
     A container is [its kind, pairs of (key, value)]; a tensor is its path. Raises `LossError` for other values.
     """
-    kind = type(value).__name__ if type(value) in (list, tuple) else ""
+    entries: Iterable[tuple[Any, Any]] | None = None
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        entries = value.items()
         kind = "dict"
-    if kind:
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+    elif type(value) in (list, tuple):
+        entries = enumerate(value)
+        kind = type(value).__name__
+    if entries is not None:
         return [kind, [[key, _structure(entry, f"{path}[{key!r}]", samples, leaves)] for key, entry in entries]]
     if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != samples:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
@@ -133,13 +137,14 @@ def _rebuilt(structure: Any, leaves: Mapping[str, Tensor]) -> Any:
         return leaves[structure]
     kind, entries = structure
     values = {key: _rebuilt(entry, leaves) for key, entry in entries}
-    return values if kind == "dict" else [*values.values()] if kind == "list" else tuple(values.values())
+    if kind == "dict":
+        return values
+    return {"list": list, "tuple": tuple}[kind](values.values())
 
 
 def _different(shapes: Iterable[Any]) -> LossError:
-    shown = "; ".join(sorted(map(str, shapes)))
     return LossError(
-        f"predictions for different batches differ in shape or dtype: {shown}",
+        f"predictions for different batches differ in shape or dtype: {'; '.join(sorted(map(str, shapes)))}",
         "pad the predictions to one shape: trainer.predict(data, lambda model, batch: pad(model(batch)))",
     )
 
@@ -169,7 +174,7 @@ def _gather(own: dict[str, Tensor], structure: Any, world: World) -> tuple[dict[
         if count and other.keys() != first[1].keys():
             raise _other_names(first[1], other)
         if count and other != first[1]:
-            raise _different({_shown(first[1]), _shown(other)})
+            raise _different({_shape_text(first[1]), _shape_text(other)})
     joined = {}
     for name, (kind, shape) in first[1].items():
         whole = torch.empty(sum(counts), *shape, dtype=getattr(torch, kind))
@@ -182,8 +187,10 @@ def _gather(own: dict[str, Tensor], structure: Any, world: World) -> tuple[dict[
                 dist.broadcast(piece.view(-1).view(torch.uint8), src=rank, group=host_group(world))
             start += count
         joined[name] = whole
-    return joined, first[2] if structure is None else structure  # its own: dicts may have another order on other ranks
+    if structure is None:  # its own, if it has one: dicts may have another order on other ranks
+        structure = first[2]
+    return joined, structure
 
 
-def _shown(form: Mapping[str, Any]) -> str:
+def _shape_text(form: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {kind} {tuple(shape)}".strip() for name, (kind, shape) in form.items())

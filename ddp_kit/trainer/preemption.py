@@ -5,7 +5,7 @@ import math
 import signal
 import time
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -61,12 +61,10 @@ class StopSignals:
         if not self._entered and self.received is signal.SIGINT:
             self.received = None  # it was meant for an earlier run in this process, such as a cell of a notebook
         self._entered += 1
-        try:
+        with suppress(ValueError):  # not the main thread
             for number in _STOP_SIGNALS:
                 if signal.getsignal(number) in _UNTOUCHED:
                     self._before[number] = signal.signal(number, self._note)
-        except ValueError:  # not the main thread
-            pass
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,9 +92,10 @@ class Requests:
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
-        limit = config.max_seconds
         job_start = job_start_time() or psutil.Process().create_time()  # before restarts
-        self._stop_at = None if limit is None else time.monotonic() + limit - (time.time() - job_start)
+        self._stop_at: float | None = None
+        if config.max_seconds is not None:
+            self._stop_at = time.monotonic() + config.max_seconds - (time.time() - job_start)
         self._end_time = job_end_time()
         left = 0.0 if self._end_time is None else self._end_time - time.time()
         self._reserve = min(_RESERVE_SECONDS, max(0.0, left * _LONGEST_RESERVE))
@@ -108,7 +107,8 @@ class Requests:
 
     def latest(self) -> StepRequest | None:
         """The request that is due now; None if none is due."""
-        received, now = _signals.received, time.monotonic()
+        received = _signals.received
+        now = time.monotonic()
         if received is not None:
             return StepRequest(Purpose.STOP, received.name)
         if not self._tells_time:
@@ -142,7 +142,8 @@ class Preemption:
         self._folder = config.checkpoint.dir
         self._auto = config.checkpoint.resume == "auto"
         self._number = number = next(_numbers)
-        control = partial(control_of, world) if self._folder is not None and world.world_size > 1 else None
+        has_others = self._folder is not None and world.world_size > 1
+        control = partial(control_of, world) if has_others else None
         self._requests = Requests(world, config, checkpoints)
         self._consensus = StepConsensus(world.rank, world.world_size, control, str(number), self._requests.latest)
         weakref.finalize(self, self._consensus.close)
@@ -245,9 +246,9 @@ _saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakV
 
 def _save_others(stopping: Preemption, world: World) -> None:
     """Save all other Trainers that have trained, at their current steps. A collective."""
-    alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
-    seen = [json.loads(text) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
-    for number in [number for number in alive if all(number in others for others in seen)]:
+    alive = {number: other for number, other in _saved_at_a_stop.items() if other is not stopping}
+    of_ranks = [set(json.loads(text)) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
+    for number in sorted(set.intersection(*of_ranks)):
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:

@@ -40,7 +40,8 @@ class Recorder:
     def __init__(self, config: ProfileConfig, rank: int) -> None:
         self._first, self._last = config.steps or (0, 0)
         self._armed = config.steps is not None and (config.ranks is None or rank in config.ranks)
-        self._rank, self._folder = rank, absolute(config.dir)
+        self._rank = rank
+        self._folder = absolute(config.dir)
         self._running: profile | None = None
         self._marked = ExitStack()  # the current step
         self._memory = False  # whether allocations are being recorded
@@ -80,7 +81,8 @@ class Recorder:
         """End the recording, if there is one, and write it to files."""
         if self._running is None:
             return
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         self._marked.close()
         self._write_memory()
         path = self._folder / f"{self._name}.json.gz"
@@ -152,7 +154,8 @@ class Recorder:
         except RuntimeError as error:
             logger.warning("profile: step {} cannot be recorded: {}", number, error)
             return
-        self._running, self._begun = running, number
+        self._running = running
+        self._begun = number
         if uses_gpu():
             self._record_memory()
         with suppress(RuntimeError):  # torch raises this error if its newer TF32 switches were set

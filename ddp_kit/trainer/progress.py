@@ -18,8 +18,10 @@ _BAR_COLUMNS = 20
 
 class _TimeLeft(TimeRemainingColumn):
     def render(self, task: Task) -> Text:
-        shown = super().render(task)
-        return Text.assemble(shown, (" left", shown.style)) if shown.plain else shown
+        left = super().render(task)
+        if not left.plain:
+            return left
+        return Text.assemble(left, (" left", left.style))
 
 
 _running: list[Progress] = []  # the progress bar of the run; evaluations show their own bar in its place
@@ -63,20 +65,13 @@ class ProgressReport:
             room = (
                 self._bar.console.width - len(f"{self._total} / {self._total} ") - _BAR_COLUMNS - len(" 0:00:00 left ")
             )
-            self._bar.update(self._task, completed=done, description=_fitting(values, room))
+            parts = values.split("  ")
+            while parts and len("  ".join(parts)) > room:
+                parts.pop()
+            self._bar.update(self._task, completed=done, description="  ".join(parts))
         elif self._shown:
-            logger.info("step {}{}  {}", done, "" if self._total is None else f"/{self._total}", values)
-
-
-def _fitting(values: str, room: int) -> str:
-    """The first values that fit into `room` columns; values are separated by two spaces."""
-    shown = ""
-    for value in values.split("  "):
-        longer = f"{shown}  {value}" if shown else value
-        if len(longer) > room:
-            break
-        shown = longer
-    return shown
+            step = f"{done}" if self._total is None else f"{done}/{self._total}"
+            logger.info("step {}  {}", step, values)
 
 
 def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, shown: bool) -> Iterable[T]:
@@ -84,7 +79,9 @@ def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, 
 
     `count`: a function that returns the number of batches; None: the number is not known.
     """
-    return _with_bar(batches, title, count) if shown and sys.stderr.isatty() else batches
+    if shown and sys.stderr.isatty():
+        return _with_bar(batches, title, count)
+    return batches
 
 
 def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None) -> Iterator[T]:

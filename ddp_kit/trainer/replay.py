@@ -13,13 +13,14 @@ Gradients are compared before they are reduced. Batches and random states are se
 import json
 import math
 import socket
-from collections import Counter, UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -48,7 +49,7 @@ from ddp_kit.structures import with_copied_containers
 from ddp_kit.texts import some
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.model_flops import device_name
-from ddp_kit.trainer.repeated_pass import WEIGHTS, NotRepeatable, PassState, repeat
+from ddp_kit.trainer.repeated_pass import WEIGHTS, ComparedWeights, NotRepeatable, PassState, repeat
 
 INTERVAL = 500
 """The least number of optimizer steps between two checks."""
@@ -76,15 +77,17 @@ class GradientSums:
         self._sums = [torch.zeros(2, dtype=torch.float64, device=parameter.device) for parameter in parameters]
         numbers = _checksum if exact else _squares_and_projection
 
-        def hook(place: int, gradient: Tensor) -> Tensor | None:
+        def hook(index: int, gradient: Tensor) -> Tensor | None:
             # Parts of a gradient: with reentrant checkpointing, a shared parameter gets several.
-            self._sums[place] += numbers(gradient.detach())
-            return gradient.new_zeros(()).expand_as(gradient) if discard and not gradient.is_sparse else None
+            self._sums[index] += numbers(gradient.detach())
+            if discard and not gradient.is_sparse:
+                return gradient.new_zeros(()).expand_as(gradient)
+            return None
 
         # Hooks see a gradient before DDP's hooks do, and after the hooks that a script has registered.
         self._hooks = [
-            parameter.register_hook(partial(hook, place))  # type: ignore[no-untyped-call]
-            for place, parameter in enumerate(parameters)
+            parameter.register_hook(partial(hook, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters)
         ]
 
     def close(self) -> None:
@@ -103,14 +106,18 @@ def _checksum(gradient: Tensor) -> Tensor:
 
 
 def _squares_and_projection(gradient: Tensor) -> Tensor:
-    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    flat = gradient.reshape(-1)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     squares = torch.linalg.vector_norm(flat).double().square()
     signs = _signs(flat.device, flat.dtype)
     while flat.numel() > 1:
         rest = flat.numel() % _COLUMNS
-        head, tail = flat[: flat.numel() - rest].view(-1, _COLUMNS), flat[flat.numel() - rest :]
+        head = flat[: flat.numel() - rest].view(-1, _COLUMNS)
+        tail = flat[flat.numel() - rest :]
         flat = torch.cat((head @ signs, (tail @ signs[:rest]).reshape(1)))
     return torch.stack((squares, flat.double().sum()))
 
@@ -165,61 +172,66 @@ def faults(of_ranks: Sequence[Repeats], distance: int, same: Callable[[Gradients
     gradients agree. With two ranks, both are named if each always computes the same, but not what the other computes.
     Empty if nobody can be named.
     """
-    size, found = len(of_ranks), dict[int, str]()
-    repeated_passes, wrong_passes = Counter[int](), Counter[int]()
+    size = len(of_ranks)
+    found = dict[int, str]()
+    answers: dict[int, list[bool]] = defaultdict(list)  # of each rank: whether it was right about a pass
     for rank, (noted, own, copied, _, _) in enumerate(of_ranks):
         if not noted:
             continue
-        following, third = (rank + distance) % size, (rank + 2 * distance) % size
+        following = (rank + distance) % size
         first, again = of_ranks[following].previous
         repeated = {rank: copied, following: again}
         if size > 2:
+            third = (rank + 2 * distance) % size
             repeated[third] = of_ranks[third].before_previous
-        right = next((one for one in repeated.values() if sum(same(one, two) for two in repeated.values()) > 1), None)
+        pairs = combinations(repeated.values(), 2)
+        right = next((one for one, other in pairs if same(one, other)), None)
         if right is None:
             if size == 2 and same(noted, own) and same(first, again):
                 return dict.fromkeys(repeated, ALWAYS)
             continue
-        repeated_passes.update([*repeated])
-        wrong_passes.update(other for other, one in repeated.items() if not same(one, right))
+        for other, one in repeated.items():
+            answers[other].append(same(one, right))
         if same(again, right) and not same(first, right):
             found[following] = ONCE
         # If only the original batch always gives something else, its place in memory determines the order of sums.
         if not same(noted, right) and not same(noted, own):
             found[rank] = ONCE
-    found |= {rank: ALWAYS for rank, wrong in wrong_passes.items() if wrong == repeated_passes[rank]}
+    found |= {rank: ALWAYS for rank, is_right in answers.items() if not any(is_right)}
     return found if len(found) < max(2, size / 2) else {}
 
 
-ALWAYS, ONCE = "each time", "once"
+ALWAYS = "each time"
+ONCE = "once"
 
 
-def faulty_ranks(step: int, checked: int | None, found: Mapping[int, str], places: Sequence[str]) -> FaultyRankError:
+def faulty_ranks(step: int, checked: int | None, found: Mapping[int, str], devices: Sequence[str]) -> FaultyRankError:
     """The error for the ranks that `faults` has found.
 
-    `checked`: the step of the last check without a difference, if any. `places`: the host and the device of each rank.
+    `checked`: the step of the last check without a difference, if any. `devices`: the host and the device of each rank.
     """
-    where = " and ".join(f"rank {rank} ({places[rank]})" for rank in sorted(found))
-    unclear = len(found) == len(places)
-    if unclear:
+    where = " and ".join(f"rank {rank} ({devices[rank]})" for rank in sorted(found))
+    if len(found) == len(devices):  # one of two ranks
+        ranks: tuple[int, ...] = ()
         what = (
             f"{where} compute different gradients from the same batch, each of them the same one each time, first seen "
             f"at step {step}: one device is wrong, or the loss function depends on the rank"
         )
     else:
-        each_time = " and ".join(sorted({*found.values()}))
+        ranks = tuple(sorted(found))
+        times = " and ".join(sorted({*found.values()}))
         what = (
-            f"{where} computed wrong gradients {each_time} at step {step}: "
+            f"{where} computed wrong gradients {times} at step {step}: "
             "other ranks that repeated the same pass agree with each other"
         )
-    since = (
-        "no earlier step was checked" if checked is None else f"resume from a checkpoint of step {checked} or before"
-    )
+    since = "no earlier step was checked"
+    if checked is not None:
+        since = f"resume from a checkpoint of step {checked} or before"
     return FaultyRankError(
         what,
         f"the weights may be wrong since the last check: {since}; take the device out of the job and test it, such as "
         "with `dcgmi diag -r 3`",
-        () if unclear else tuple(sorted(found)),
+        ranks,
     )
 
 
@@ -242,11 +254,12 @@ def _packed(noted: _Pass) -> dict[str, Tensor]:
 
     Raises `CheckpointError` for a batch with objects other than containers, tensors, arrays, numbers and text.
     """
-    # Hugging Face's BatchEncoding is a UserDict.
-    batch = dict(noted.batch) if isinstance(noted.batch, UserDict) else noted.batch
+    batch = noted.batch
+    if isinstance(batch, UserDict):  # such as Hugging Face's BatchEncoding
+        batch = dict(batch)
     packed = pack({"pass": [batch, noted.samples, noted.random]})
     tensors = {f"{stored.part}/{stored.name}": stored.tensor.detach() for stored in packed.tensors}
-    text = json.dumps([packed.text, {name: _place(tensor) for name, tensor in tensors.items()}])
+    text = json.dumps([packed.text, {name: _memory_layout(tensor) for name, tensor in tensors.items()}])
     on_host = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return on_host | {"": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
@@ -255,17 +268,18 @@ def _unpacked(message: bytes, device: torch.device, kind: Any) -> _Pass:
     """The pass in a message, with its tensors on `device`. If `kind` is a `UserDict`, so is the batch."""
     tensors = safetensors.torch.load(message)
     noted = tensors.pop(_NOTED).tolist()
-    text, places = json.loads(tensors.pop("").numpy().tobytes())
+    text, layouts = json.loads(tensors.pop("").numpy().tobytes())
 
     def fetch(part: str, name: str, on_device: bool) -> Tensor:
         key = f"{part}/{name}"
-        address, strides = places[key]
-        return _placed(tensors[key], address, strides, device if on_device else torch.device("cpu"))
+        address, strides = layouts[key]
+        return _with_layout(tensors[key], address, strides, device if on_device else torch.device("cpu"))
 
     batch, samples, random = unpack(text, fetch)["pass"]
     if isinstance(kind, UserDict) and isinstance(batch, dict):
         filled = copy(kind)
-        filled.data, batch = batch, filled
+        filled.data = batch
+        batch = filled
     return _Pass(batch, samples, random, noted)
 
 
@@ -275,14 +289,16 @@ _NOTED = "noted"  # the tensor in a message with the gradients of the step
 _ALIGNMENT = 64  # of the memory that torch allocates, in bytes
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+def _memory_layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """The address of a tensor modulo the alignment, and its strides: they determine the order of sums in a kernel."""
-    dense = torch.empty_like(tensor, memory_format=torch.preserve_format).stride() == tensor.stride()
-    return tensor.data_ptr() % _ALIGNMENT, tensor.stride() if dense else tensor.contiguous().stride()
+    strides = tensor.stride()
+    if strides != torch.empty_like(tensor, memory_format=torch.preserve_format).stride():  # not dense
+        strides = tensor.contiguous().stride()
+    return tensor.data_ptr() % _ALIGNMENT, strides
 
 
-def _placed(values: Tensor, address: int, strides: Sequence[int], device: torch.device) -> Tensor:
-    """A copy of `values` on a device, with the address and strides that `_place` has returned."""
+def _with_layout(values: Tensor, address: int, strides: Sequence[int], device: torch.device) -> Tensor:
+    """A copy of `values` on a device, with the address and strides that `_memory_layout` has returned."""
     skipped = address // values.element_size()
     memory = torch.empty(skipped + values.numel(), dtype=values.dtype, device=device)
     return memory[skipped:].as_strided(values.shape, strides).copy_(values)
@@ -306,14 +322,17 @@ class Replay:
     def __init__(self, context: TrainerContext, backpropagated: Callable[[Tensor | Loss, int], Tensor]) -> None:
         """`backpropagated`: a function that returns what a pass backpropagates, from its loss and number of samples."""
         self._context = context
+        self._world = world = context.world
         self._backpropagated = backpropagated
         self._parameters = context.strategy.parameters
-        config, world = context.config, context.world
+        config = context.config
         alike = len({*gathered_bytes(_machine(world).encode(), world)}) == 1
         exact = alike and (world.device.type == "cpu" or config.deterministic)
         self._tolerance = 0.0 if exact else _TOLERANCE[config.precision]
         # If possible, the three ranks that repeat a pass are on three nodes.
-        self._distance = world.local_world_size if world.world_size >= 3 * world.local_world_size else 1
+        self._distance = 1
+        if world.world_size >= 3 * world.local_world_size:
+            self._distance = world.local_world_size
         self._checked: int | None = None  # the step of the last check
         self._problem = ""  # why passes cannot be repeated
         self._off = False  # whether a rank has a problem
@@ -324,7 +343,11 @@ class Replay:
         self._before: PassState
         self._written = frozenset[str]()  # the names of weights and tensors that forward passes write
         self._learned = 0  # how often names were added to them
-        self._names_weights = False  # whether to find which weights are written
+        self._weights: ComparedWeights = "together"  # "each": to find which weights are written
+
+    @property
+    def _hosts(self) -> dist.ProcessGroup | None:
+        return host_group(self._world)
 
     def is_due(self, step: int) -> bool:
         """Whether to check the gradients of this step, which is a log point."""
@@ -336,10 +359,10 @@ class Replay:
 
         Yields a function that returns the batch of the next pass, as `fetch` does.
         """
-        weights: Literal["each", "together"] = "each" if self._names_weights else "together"
         self._pass = None
-        model, beside = self._context.model, self._context.loss_modules
-        self._before = PassState(model, self._written, beside=beside, weights=weights, graphs=False)
+        self._before = PassState(
+            self._context.model, self._written, beside=self._context.loss_modules, weights=self._weights, graphs=False
+        )
 
         def batch() -> Any:
             value = fetch()
@@ -356,7 +379,7 @@ class Replay:
                 self._sums.close()
 
     def _note(self, samples: int, batch: Any) -> None:
-        self._pass = _Pass(with_copied_containers(batch), samples, encoded(random_states(self._context.world)), [])
+        self._pass = _Pass(with_copied_containers(batch), samples, encoded(random_states(self._world)), [])
         self._sums = GradientSums(self._parameters, exact=not self._tolerance)
         try:  # before the pass, because the loss function may write to its batch
             self._message = _packed(self._pass)
@@ -371,7 +394,8 @@ class Replay:
         Raises `FaultyRankError` on all ranks if a rank has computed wrong gradients. If a pass cannot be repeated, logs
         a warning, and checks nothing from then on.
         """
-        message, written = b"", []
+        message = b""
+        written: list[str] = []
         if self._pass is not None and not self._problem:
             self._pass = self._pass._replace(noted=self._sums.values())
             noted = torch.tensor(self._pass.noted, dtype=torch.float64)
@@ -388,22 +412,22 @@ class Replay:
             received = self._from_previous_rank(message, sizes)
             previous = self._unpacked(received)
             first = self._repeat(previous)
-            checked, self._checked = self._checked, step
+            checked = self._checked
+            self._checked = step
             if any(self._of_ranks(previous is not None and not self._same(previous.noted, first))):
                 before_previous = b""
-                if self._context.world.world_size > 2:
+                if self._world.world_size > 2:
                     sizes = sizes[-self._distance :] + sizes[: -self._distance]
                     before_previous = self._from_previous_rank(received, sizes)
                 self._name_faults(step, checked, (message, received, before_previous), first)
-        self._pass, self._message = None, {}  # frees the memory of the batch
+        self._pass = None  # frees the memory of the batch
+        self._message = {}
 
     def _learn(self, written: Sequence[str]) -> None:
         """Note which weights the passes of this step have written, to copy them before the next check. A collective."""
-        world, hosts = self._context.world, host_group(self._context.world)
-        names = {
-            name for text in gathered_bytes(json.dumps(written).encode(), world, hosts) for name in json.loads(text)
-        }
-        self._names_weights = WEIGHTS in names
+        of_ranks = gathered_bytes(json.dumps(written).encode(), self._world, self._hosts)
+        names = set[str]().union(*map(json.loads, of_ranks))
+        self._weights = "each" if WEIGHTS in names else "together"
         self._written |= names - {WEIGHTS}
         self._learned += 1
         if self._learned > _MOST_LEARNED:
@@ -417,7 +441,7 @@ class Replay:
         `checked`: the step of the last check. `messages`: the passes of this rank and of the two ranks before it.
         `first`: the gradients of the second pass, which this rank has already repeated once.
         """
-        world, hosts = self._context.world, host_group(self._context.world)
+        world = self._world
         message, received, before_previous = messages
         repeats = Repeats(
             noted=[] if self._pass is None else self._pass.noted,
@@ -429,10 +453,10 @@ class Replay:
         if not self._of_ranks(0):
             return
         own = json.dumps([f"{socket.gethostname()}, {device_name(world)}", repeats]).encode()
-        places, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, hosts)), strict=True)
+        devices, of_ranks = zip(*map(json.loads, gathered_bytes(own, world, self._hosts)), strict=True)
         found = faults([Repeats(*of_rank) for of_rank in of_ranks], self._distance, self._same)
         if found:
-            error = faulty_ranks(step, checked, found, places)
+            error = faulty_ranks(step, checked, found, devices)
             error.reported_elsewhere = world.rank != min(found)
             raise error
         self._problem = (
@@ -446,8 +470,10 @@ class Replay:
         return bool(self._problem) or same_gradients(one, other, self._tolerance)
 
     def _unpacked(self, message: bytes) -> _Pass | None:
+        if not message:
+            return None
         kind = None if self._pass is None else self._pass.batch
-        return _unpacked(message, self._context.world.device, kind) if message else None
+        return _unpacked(message, self._world.device, kind)
 
     def _repeat(self, noted: _Pass | None, *, alone: bool = False) -> Gradients:
         """The gradients of a repeated pass; empty without a pass, and if there is a problem.
@@ -456,8 +482,7 @@ class Replay:
         """
         if noted is None or self._problem:
             return []
-        context = self._context
-        after = PassState(context.model, self._written, beside=context.loss_modules)
+        rank = self._world.rank
         sums = GradientSums(self._parameters, exact=not self._tolerance, discard=True)
 
         def gradients(loss: Tensor | Loss) -> Gradients:
@@ -465,35 +490,36 @@ class Replay:
             return sums.values()
 
         try:
-            repeated = repeat(
-                context,
+            repeated, changed = repeat(
+                self._context,
                 noted.batch,
                 lambda: set_random_states(decoded(noted.random)),
                 gradients,
                 start=self._before,
-                after=after,
+                written=self._written,
                 alone=alone,
             )
         except NotRepeatable as problem:
-            self._problem = f"repeating a pass failed on rank {context.world.rank}: {problem}"
+            self._problem = f"repeating a pass failed on rank {rank}: {problem}"
             repeated = []
+            changed = problem.after.changed()
         finally:
             sums.close()
-        if changed := after.changed():
+        if changed:
             self._problem = (
-                f"repeating a pass on rank {context.world.rank} has changed {some(changed)}, which the pass of the "
-                "step did not write, so the weights of this run are no longer those of a run without the check"
+                f"repeating a pass on rank {rank} has changed {some(changed)}, which the pass of the step did not "
+                "write, so the weights of this run are no longer those of a run without the check"
             )
         return repeated
 
     def _of_ranks(self, number: int) -> list[int]:
         """The number of each rank; empty if any rank has a problem: no pass is repeated from then on. A collective."""
-        world, hosts = self._context.world, host_group(self._context.world)
-        numbers, problems = zip(*gathered(world, [number, bool(self._problem)], hosts), strict=True)
+        world = self._world
+        numbers, problems = zip(*gathered(world, [number, bool(self._problem)], self._hosts), strict=True)
         if not any(problems):
             return [*numbers]
         self._off = True
-        problem = next(filter(None, gathered_bytes(self._problem.encode(), world, hosts))).decode()
+        problem = next(filter(None, gathered_bytes(self._problem.encode(), world, self._hosts))).decode()
         if world.is_main:
             logger.warning('verify_ranks="replay" stops comparing gradients: {}', problem)
         return []
@@ -503,14 +529,16 @@ class Replay:
 
         `sizes`: the size of each rank's message.
         """
-        world, hosts, sending = self._context.world, host_group(self._context.world), None
-        previous, following = ((world.rank + way * self._distance) % world.world_size for way in (-1, 1))
+        world = self._world
+        previous = (world.rank - self._distance) % world.world_size
+        following = (world.rank + self._distance) % world.world_size
         received = torch.empty(sizes[previous], dtype=torch.uint8)
+        sending = None
         if message:
             content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            sending = dist.isend(content, following, group=hosts)
+            sending = dist.isend(content, following, group=self._hosts)
         if sizes[previous]:
-            dist.recv(received, previous, group=hosts)
+            dist.recv(received, previous, group=self._hosts)
         if sending is not None:
             sending.wait()
         return received.numpy().tobytes()

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
-from ddp_kit.texts import size_text
+from ddp_kit.texts import plural, size_text
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.updates import optimizer_kind
 
@@ -55,12 +56,15 @@ _UNITS = ((1e9, "billion"), (1e6, "million"))
 
 def described_model(model: nn.Module) -> str:
     """A one-line description of a model that is not distributed yet: class, number of parameters, and size."""
-    every = list(model.parameters())
-    total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
-    share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
-    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in every})
-    size = sum(parameter.numel() * parameter.element_size() for parameter in every)
-    return f"{type(model).__name__}: {_count(total)} parameters{share}, {size_text(size)} in {' and '.join(kinds)}"
+    parameters = list(model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() * parameter.requires_grad for parameter in parameters)
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    text = f"{type(model).__name__}: {_count(total)} parameters, "
+    if trained != total:
+        text += f"{_count(trained)} of them trained ({100 * trained / total:.3g}%), "
+    return f"{text}{size_text(size)} in {' and '.join(kinds)}"
 
 
 def announce(
@@ -91,25 +95,28 @@ def announce(
         return
     if model:
         sizes = {name: getattr(config.parallel, name) for name in ("shard", "tensor", "pipeline")}
-        several = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
-        one = "one device" if world.world_size == 1 else config.parallel.strategy
+        placement = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+        if not placement:
+            placement = "one device" if world.world_size == 1 else config.parallel.strategy
         folder = config.checkpoint.dir
         saves = "no checkpoints" if folder is None else f"checkpoints in {folder}"
-        logger.info("{}; {}; {}", model, several or one, saves)
-    at_most = "" if plan.micro_batch * plan.accumulation * plan.data_ranks == plan.global_batch else ", at most"
-    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.data_ranks}"
-    epochs, device = config.last_epoch, world.device.type
-    logger.info(
-        "{} on {}, {}: {}; {}{}{}{}",
-        rank_count(world.world_size),
-        device if device != "cuda" else f"{device} ({torch.cuda.get_device_name(world.device)})",
-        config.precision,
-        division or f"global batch {plan.global_batch} = {factors}{at_most}",
-        f"from step {done} to " if done else "",
-        "to the end of the data" if total is None else f"{total} steps",
-        "" if epochs is None else f", {epochs} {'epoch' if epochs == 1 else 'epochs'}",
-        "" if planned is None else f"; planned memory {size_text(planned)} per device",
-    )
+        logger.info("{}; {}; {}", model, placement, saves)
+    device = world.device.type
+    if device == "cuda":
+        device += f" ({torch.cuda.get_device_name(world.device)})"
+    if not division:
+        factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.data_ranks}"
+        division = f"global batch {plan.global_batch} = {factors}"
+        if plan.micro_batch * plan.accumulation * plan.data_ranks != plan.global_batch:
+            division += ", at most"
+    length = "to the end of the data" if total is None else f"{total} steps"
+    if done:
+        length = f"from step {done} to {length}"
+    if config.last_epoch is not None:
+        length += f", {plural(config.last_epoch, 'epoch')}"
+    if planned is not None:
+        length += f"; planned memory {size_text(planned)} per device"
+    logger.info("{} on {}, {}: {}; {}", rank_count(world.world_size), device, config.precision, division, length)
 
 
 def conclude(
@@ -125,7 +132,7 @@ def conclude(
     """
     if result.steps == began:
         return
-    rows = list(result.history)
+    rows = result.history
     trained = sum(steps * row.step_seconds for steps, row in _lengths(rows, began))
     parts = [f"{result.steps - began} steps in {_duration(seconds)}"]
     shares = time_shares(rows, began)
@@ -133,9 +140,9 @@ def conclude(
         each = trained / (rows[-1].step - began)
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _WORTH_SAYING)
         parts.append(f"{_duration(each)} each: {spent}")
-    used = [(steps * row.step_seconds, row.mfu) for steps, row in _lengths(rows, began) if row.mfu is not None]
-    if used:
-        parts.append(f"MFU {sum(share * mfu for share, mfu in used) / sum(share for share, _ in used):.1%}")
+    known = [(row.mfu, steps * row.step_seconds) for steps, row in _lengths(rows, began) if row.mfu is not None]
+    if known:
+        parts.append(f"MFU {fmean(*zip(*known, strict=True)):.1%}")
     if seconds - trained > _WORTH_SAYING * seconds:
         parts.append(f"{_duration(seconds - trained)} for evaluations, checkpoints and callbacks")
     values = {"loss": result.loss} | {f"eval {name}": value for name, value in result.metrics.items()}
@@ -149,13 +156,15 @@ def conclude(
 
 def time_shares(rows: Sequence[LogRow], began: int) -> dict[str, float]:
     """The shares of a step's time by phase, the largest first; empty if there are no rows."""
-    sums: dict[str, float] = {}
+    sums = dict.fromkeys(_PHASES, 0.0)
     for steps, row in _lengths(rows, began):
         for name, value in zip(_PHASES, row.times.figures, strict=True):
-            sums[name] = sums.get(name, 0.0) + steps * value
+            sums[name] += steps * value
     total = sum(sums.values())
+    if not total:
+        return {}
     ordered = sorted(sums.items(), key=lambda pair: pair[1], reverse=True)
-    return {name: value / total for name, value in ordered} if total else {}
+    return {name: value / total for name, value in ordered}
 
 
 _PHASES = ("data", "transfer", "forward", "backward", "waiting for ranks", "optimizer", "other")
@@ -180,7 +189,9 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 120 else f"{minutes} min"
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------
@@ -216,7 +227,9 @@ class RunRecord(Callback):
 
     def __init__(self, config: TrainerConfig, world: World, model: str, optimizer: Optimizer) -> None:
         """`model`: a description of the model. `optimizer`: the optimizer, before a checkpoint is loaded."""
-        self._config, self._world, self._model = config, world, model
+        self._config = config
+        self._world = world
+        self._model = model
         self._optimizer = described_optimizer(optimizer)
         saved = config.checkpoint.dir
         self._folder = default_record_folder() if saved is None else absolute(saved) / RECORD_FOLDER
@@ -241,8 +254,10 @@ class RunRecord(Callback):
         `total`: the optimizer steps of the run, if known. `planned_memory`: bytes per device, if there is a plan.
         `continues`: whether the run has resumed from the newest checkpoint in its folder.
         """
-        first, self._has_begun = not self._has_begun, True
-        self._samples, self._samples_after = [], step
+        first = not self._has_begun
+        self._has_begun = True
+        self._samples = []
+        self._samples_after = step
         if self._folder is None:
             return
         if first and self._config.checkpoint.dir is None and (number := next(_numbers)) > 1:
@@ -270,19 +285,17 @@ class RunRecord(Callback):
         for line in self._advised:
             self._add("advice", row.step, text=line)
         self._advised.clear()
-        facts: dict[str, Any] = {"rank_seconds": row.rank_seconds}
-        if row.rank_memory:
-            facts["rank_memory"] = row.rank_memory
-        if count := compilations():
-            facts["compilations"] = count
-        if row.weights_checksum is not None:
-            facts["weights_checksum"] = row.weights_checksum
         steps = row.step - self._samples_after
-        checksums = [checksum for checksum in self._samples[:steps] if checksum is not None]  # None: a stream
-        self._samples, self._samples_after = self._samples[steps:], row.step
-        if checksums:
-            facts["samples_checksums"] = "".join(checksums)
-        self._add_row("train", row.step, dict(columns(row)), facts)
+        facts = {
+            "rank_memory": row.rank_memory,
+            "compilations": compilations(),
+            "weights_checksum": row.weights_checksum,
+            "samples_checksums": "".join(filter(None, self._samples[:steps])),  # None: the samples of a stream
+        }
+        self._samples = self._samples[steps:]
+        self._samples_after = row.step
+        known = {name: fact for name, fact in facts.items() if fact}
+        self._add_row("train", row.step, dict(columns(row)), {"rank_seconds": row.rank_seconds, **known})
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._add_row("eval", trainer.step, metrics, {})
@@ -320,8 +333,9 @@ class RunRecord(Callback):
                 shutil.copytree(folder, aside)
             logger.info("the record of an earlier run in {} is kept in {}", folder, aside)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._rows, self._attempts = rows, _Rows(folder / RECORD_ATTEMPTS)
-        self._rows.truncate_after(step)
+        rows.truncate_after(step)
+        self._rows = rows
+        self._attempts = _Rows(folder / RECORD_ATTEMPTS)
         _begun.add(folder)
 
     def _repeats(self, folder: Path) -> bool:
@@ -338,9 +352,8 @@ class RunRecord(Callback):
         return job == self._attempt.rpartition(".")[0]
 
     def _facts(self) -> dict[str, Any]:
-        device, env = self._world.device, process_environment()
-        script = Path(sys.argv[0]).absolute().parent
-        commit, changed = _git(script, "rev-parse", "HEAD"), _git(script, "status", "--porcelain", "-uno")
+        device = self._world.device
+        env = process_environment()
         return {
             "format": FORMAT,
             "command": masked_words(sys.argv, env),
@@ -353,7 +366,7 @@ class RunRecord(Callback):
             "optimizer": self._optimizer,
             "config": self._config.model_dump(mode="json"),
             "versions": _versions(),
-            "git": None if commit is None else {"commit": commit, "changed": bool(changed)},
+            "git": _commit(Path(sys.argv[0]).absolute().parent),
             "environment": reported_variables(masked_env(env)),
         }
 
@@ -381,7 +394,7 @@ def described_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
     The learning rate is that from which a scheduler begins.
     """
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Any] = {}
     for number, options in enumerate(options_of(optimizer)):
         options["lr"] = options.pop("initial_lr", options.get("lr"))
         groups[str(number)] = {
@@ -389,7 +402,9 @@ def described_optimizer(optimizer: Optimizer) -> dict[str, Any]:
             for name, value in options.items()
             if name != "param_names"
         }
-    return {"class": optimizer_kind(optimizer), **(groups if len(groups) > 1 else groups["0"])}
+    if len(groups) == 1:
+        (groups,) = groups.values()
+    return {"class": optimizer_kind(optimizer), **groups}
 
 
 class _Rows(JSONLinesLogger):
@@ -415,6 +430,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _commit(folder: Path) -> dict[str, Any] | None:
+    """The commit of the Git repository that contains `folder`, and whether its files have changed since."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "-uno"))}
+
+
 def _git(folder: Path, *words: str) -> str | None:
     """The output of a command about the Git repository that contains `folder`; None if it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *words]
@@ -422,4 +445,6 @@ def _git(folder: Path, *words: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode:
+        return None
+    return done.stdout.strip()

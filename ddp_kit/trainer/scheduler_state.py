@@ -52,7 +52,9 @@ class SchedulerPart(SavedPart):
         """
         self._optimizers = optimizers
         self._steps_done = steps_done
-        self._schedulers = dict(by_update) or ({} if scheduler is None else {"": scheduler})
+        self._schedulers = dict(by_update)
+        if scheduler is not None and not by_update:
+            self._schedulers = {"": scheduler}
         states = {name: each.state_dict() for name, each in self._schedulers.items()}
         self._starts = copied(states)
         self._script_values = {
@@ -75,15 +77,15 @@ class SchedulerPart(SavedPart):
         }
 
     def check(self, state: Any) -> str | None:
-        saved_by_name = _by_update(state)
-        for name in {**self._schedulers, **saved_by_name}:
-            scheduler, saved = self._schedulers.get(name), saved_by_name.get(name, _NOTHING_SAVED)
+        for name, scheduler, saved in self._with_saved(state):
             if saved["kind"] != _kind(scheduler):
-                of_update = f" of update {name!r}" if name else ""
-                return f"the checkpoint's scheduler{of_update} is {saved['kind']}, but this run uses {_kind(scheduler)}"
+                which = f"scheduler of update {name!r}" if name else "scheduler"
+                return f"the checkpoint's {which} is {saved['kind']}, but this run uses {_kind(scheduler)}"
             if scheduler is None or saved["state"] is None:
                 continue
-            now, of_checkpoint, start = scheduler, saved["state"], saved["start"]
+            current = scheduler
+            of_checkpoint = saved["state"]
+            start = saved["start"]
             if _has_warm_up(of_checkpoint) != isinstance(scheduler, WarmUp):
                 if _steps_done(of_checkpoint, start) is None:
                     return (
@@ -94,26 +96,32 @@ class SchedulerPart(SavedPart):
                 inner = _without_warm_up(scheduler)
                 if inner is None:
                     continue
-                now = inner
-                of_checkpoint, start = _inner_state(of_checkpoint), _inner_state(start)
-            _check_values(of_checkpoint, now)
+                current = inner
+                of_checkpoint = _inner_state(of_checkpoint)
+                start = _inner_state(start)
+            _check_values(of_checkpoint, current)
             # Fails here if it is damaged, before anything is loaded.
-            _ = [*_changes(now, start, now.state_dict())]
+            _ = [*_changes(current, start, current.state_dict())]
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        saved_by_name = _by_update(state)
-        for name in {**self._schedulers, **saved_by_name}:
-            scheduler, saved = self._schedulers.get(name), saved_by_name.get(name, _NOTHING_SAVED)
-            before, start = saved["state"], saved["start"]
+        for name, scheduler, saved in self._with_saved(state):
+            before = saved["state"]
+            start = saved["start"]
             if _has_warm_up(before) != isinstance(scheduler, WarmUp):
                 self._load_with_other_warm_up(name, before, start)
             elif scheduler is not None:
                 self._script_values[name].fill(before)
                 scheduler.load_state_dict(copied(before))
-                changes = [*_changes(scheduler, start, self._starts[name])]
-                if changes := changes or [*_changed_functions(scheduler)]:
+                changes = [*_changes(scheduler, start, self._starts[name])] or [*_changed_functions(scheduler)]
+                if changes:
                     self._use_schedule_of_script(name, _steps_done(before, self._starts[name]), changes, before)
+
+    def _with_saved(self, state: Any) -> Iterator[tuple[str, LRScheduler | None, Mapping[str, Any]]]:
+        """The name of each update of this run or the checkpoint, its scheduler, and its entry in the checkpoint."""
+        saved_by_name = _by_update(state)
+        for name in {**self._schedulers, **saved_by_name}:
+            yield name, self._schedulers.get(name), saved_by_name.get(name, _NOTHING_SAVED)
 
     def _load_with_other_warm_up(self, name: str, saved: Any, saved_start: Any) -> None:
         """Continue with a warm-up that the checkpoint does not have, or without the one that it has."""
@@ -123,8 +131,7 @@ class SchedulerPart(SavedPart):
         steps = self._steps_done(name) if saved is None else _steps_done(saved, saved_start)
         inner = _without_warm_up(scheduler)
         if inner is not None:
-            inner_start = _inner_state(self._starts[name]) if inner is not scheduler else self._starts[name]
-            changes += _changes(inner, _inner_state(saved_start), inner_start)
+            changes += _changes(inner, _inner_state(saved_start), _inner_state(self._starts[name]))
             inner.load_state_dict(copied(_inner_state(saved)))
         if scheduler is not None:
             self._use_schedule_of_script(name, steps, changes, saved)
@@ -139,7 +146,8 @@ class SchedulerPart(SavedPart):
 
         `steps`: how often the scheduler was stepped; None if unknown. `saved`: its state in the checkpoint, if any.
         """
-        scheduler, start = self._schedulers[name], self._starts[name]
+        scheduler = self._schedulers[name]
+        start = self._starts[name]
         logged = [change for change in changes if change.name not in _RATES]
         if steps is None:
             logger.warning(
@@ -168,7 +176,9 @@ class SchedulerPart(SavedPart):
                 for _ in range(_steps_done(saved["scheduler"], start["scheduler"]) or 0):
                     scheduler.end_epoch()
         for group, before, options in zip(groups, loaded, self._options[name], strict=True):
-            scheduled = {"lr", *(("momentum", "betas") if "max_momentum" in options else ())}
+            scheduled = {"lr"}
+            if "max_momentum" in options:
+                scheduled |= {"momentum", "betas"}
             for option in before.keys() - scheduled:
                 if option not in options or same_value(group[option], options[option]):
                     group[option] = before[option]
@@ -231,16 +241,20 @@ def _several(states: Any) -> Sequence[Any]:
 def _kind(scheduler: LRScheduler | None) -> str:
     """The class name of the user's scheduler, with those of the schedulers inside it, and how often it is stepped."""
     own = _without_warm_up(scheduler)
-    return _kind_text("none" if own is None else _class_names(own), per_epoch=isinstance(scheduler, EveryEpoch))
+    names = "none" if own is None else _class_names(own)
+    return _kind_text(names, per_epoch=isinstance(scheduler, EveryEpoch))
 
 
 def _kind_text(class_names: str, *, per_epoch: bool) -> str:
-    return f"{class_names} with scheduler_every='epoch'" if per_epoch else class_names
+    if per_epoch:
+        return f"{class_names} with scheduler_every='epoch'"
+    return class_names
 
 
 def _class_names(scheduler: LRScheduler) -> str:
     inner = ", ".join(_class_names(one) for several in _inner(scheduler).values() for one in several)
-    return type(scheduler).__name__ + (f"({inner})" if inner else "")
+    name = type(scheduler).__name__
+    return f"{name}({inner})" if inner else name
 
 
 # --- Warm-up ----------------------------------------------------------------------------------------------------------
@@ -261,7 +275,9 @@ def _has_warm_up(state: Any) -> bool:
 
 
 def _saved_warm_up(state: Any) -> int:
-    return whole_number(state["steps"], "warmup_steps of the checkpoint") if _has_warm_up(state) else 0
+    if not _has_warm_up(state):
+        return 0
+    return whole_number(state["steps"], "warmup_steps of the checkpoint")
 
 
 def _inner_state(state: Any) -> Any:
@@ -281,15 +297,12 @@ def _by_update(state: Any) -> dict[str, Mapping[str, Any]]:
         return {}
     if not isinstance(state.get("kind"), str):
         return dict(state)
-    kind, states, starts = state["kind"], state["state"], state["start"]
-    kinds = [kind]
-    if kind.startswith("JointScheduler("):
-        kinds = _split(kind.removeprefix("JointScheduler(")[:-1])
-    else:
-        states, starts = {"": states}, {"": starts}
+    if not state["kind"].startswith("JointScheduler("):
+        return {"": {**state, "kind": _kind_of_version_2(state["kind"], state["state"])}}
+    kinds = _split(state["kind"].removeprefix("JointScheduler(")[:-1])
     return {
-        name: {"kind": _kind_of_version_2(each, states[name]), "state": states[name], "start": starts[name]}
-        for name, each in zip(states, kinds, strict=True)
+        name: {"kind": _kind_of_version_2(kind, inner), "state": inner, "start": state["start"][name]}
+        for (name, inner), kind in zip(state["state"].items(), kinds, strict=True)
     }
 
 

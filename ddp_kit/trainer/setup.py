@@ -62,7 +62,8 @@ def checked_config(config: object) -> TrainerConfig:
 
 def checked_function(value: Any, name: str, *arguments: str) -> Any:
     """Return the function if it can be called with the positional `arguments`; otherwise raise `ConfigError`."""
-    wanted, hint = ", ".join(arguments), f"pass a function of ({', '.join(arguments)})"
+    wanted = ", ".join(arguments)
+    hint = f"pass a function of ({wanted})"
     if not callable(value):
         raise ConfigError(f"{name} is {kind_of(value)}, not a function", hint)
     try:
@@ -134,7 +135,9 @@ def check_writable(model: nn.Module, world: World, config: CheckpointConfig) -> 
             f"them: {some(repeated)}",
             "make them from a copy: nn.Parameter(tensor.clone())",
         )
-    state = {} if config.dir is None else model.state_dict()
+    state: dict[str, Any] = {}
+    if config.dir is not None:
+        state = model.state_dict()
     if config.trainable_only:
         state = {name: value for name, value in state.items() if name in trained or name not in parameters}
     # Ranks receive rank 0's values.
@@ -143,29 +146,31 @@ def check_writable(model: nn.Module, world: World, config: CheckpointConfig) -> 
     written = {
         name: tensor for name, tensor in tensors.items() if world.world_size > 1 or name in trained or name in state
     }
-    read_only = _in_read_only_memory(written) if world.device.type == "cpu" else []
-    if read_only:
+    if world.device.type == "cpu" and (read_only := _in_read_only_memory(written)):
         raise ConfigError(
             f"{kind} has tensors in memory that is read-only, such as a file opened with "
             f'numpy.load(..., mmap_mode="r"): {some(read_only)}',
             'copy them: tensor.clone(); or open the file with mmap_mode="c", which copies what is written',
         )
     for name, value in state.items():
-        is_inference = name in buffers and buffers[name].is_inference()
-        unstorable = [] if is_inference else unstorable_values(value)
-        if is_inference or unstorable:
-            found = "was made in torch.inference_mode()" if is_inference else f"is {_described(unstorable[0])}"
-            raise ConfigError(
-                f"{name} of {kind} {found}, which no checkpoint can restore",
-                "register a plain dense tensor, such as the result of clone(), to_dense() or dequantize(); or leave it "
-                "out of checkpoints with register_buffer(..., persistent=False); or set checkpoint.dir=None",
-            )
+        if name in buffers and buffers[name].is_inference():
+            found = "was made in torch.inference_mode()"
+        elif unstorable := unstorable_values(value):
+            found = f"is {_kind_and_layout(unstorable[0])}"
+        else:
+            continue
+        raise ConfigError(
+            f"{name} of {kind} {found}, which no checkpoint can restore",
+            "register a plain dense tensor, such as the result of clone(), to_dense() or dequantize(); or leave it "
+            "out of checkpoints with register_buffer(..., persistent=False); or set checkpoint.dir=None",
+        )
 
 
-def _described(value: Any) -> str:
+def _kind_and_layout(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return kind_of(value)
-    return f"{kind_of(value)} ({'quantized' if value.is_quantized else value.layout})"
+    layout = "quantized" if value.is_quantized else value.layout
+    return f"{kind_of(value)} ({layout})"
 
 
 def _in_read_only_memory(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -179,21 +184,26 @@ def _in_read_only_memory(tensors: Mapping[str, torch.Tensor]) -> list[str]:
                 regions.append((int(begin, 16), int(end, 16)))
     names = []
     for name, tensor in tensors.items():
-        address = tensor.data_ptr() if tensor.is_cpu and tensor.layout == torch.strided else 0
-        if any(begin <= address < end for begin, end in regions):
-            names.append(name)
+        if tensor.is_cpu and tensor.layout == torch.strided:
+            address = tensor.data_ptr()
+            if any(begin <= address < end for begin, end in regions):
+                names.append(name)
     return names
 
 
 def _no_module(model: object) -> tuple[str, str]:
     """The message and the hint for a model that is not a Module."""
     name = kind_of(model)
-    if isinstance(model, Mapping) and model and all(isinstance(value, torch.Tensor) for value in model.values()):
-        return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
-    children = [*(model.values() if isinstance(model, Mapping) else model)] if isinstance(model, Iterable) else []
-    if children and all(isinstance(each, nn.Module) for each in children):
+    items: list[object] = []
+    if isinstance(model, Mapping):
+        items = [*model.values()]
+        if items and all(isinstance(item, torch.Tensor) for item in items):
+            return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
+    elif isinstance(model, Iterable):
+        items = [*model]
+    if items and all(isinstance(item, nn.Module) for item in items):
         return (
-            f"model is {name} of {len(children)} modules",
+            f"model is {name} of {len(items)} modules",
             'put them into one module: Trainer(nn.ModuleDict({"first": first, "second": second}), ...), and call '
             'model["first"](...) in loss_fn; for several optimizers, pass updates=[Update(...), ...]',
         )
@@ -208,25 +218,22 @@ def optimizer_for(
     strategy: Strategy,
 ) -> Optimizer:
     """Return or create the optimizer. Raises `ConfigError` if its parameters are not the model's parameters."""
-    made: object = optimizer
     if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
-        kind, name = type(optimizer).__name__, strategy.config.strategy
+        kind = type(optimizer).__name__
+        name = strategy.config.strategy
         raise ConfigError(
             f"parallel={name!r} replaces the model's parameters with sharded ones, but the {kind} holds the old ones",
             f"pass a function that creates it: Trainer(model, lambda parameters: {kind}(parameters, lr=...), ...)",
         )
-    if not isinstance(optimizer, Optimizer) and callable(optimizer):
-        made = checked_function(optimizer, "optimizer", "parameters")(model.parameters())
+    made, source = _made(optimizer, Optimizer, "optimizer", "parameters", model.parameters())
     if not isinstance(made, Optimizer):
-        several = isinstance(made, list | tuple | Mapping)
-        raise ConfigError(
-            f"{'the function passed as optimizer returned' if made is not optimizer else 'optimizer is'} "
-            f"{kind_of(made)}, not an Optimizer",
-            "for several optimizers, pass updates=[Update(name, loss_fn, optimizer), ...]"
-            if several
-            else "pass a torch Optimizer, such as torch.optim.AdamW(model.parameters(), lr=1e-3), or a function "
-            "parameters -> Optimizer",
+        hint = (
+            "pass a torch Optimizer, such as torch.optim.AdamW(model.parameters(), lr=1e-3), or a function "
+            "parameters -> Optimizer"
         )
+        if isinstance(made, list | tuple | Mapping):
+            hint = "for several optimizers, pass updates=[Update(name, loss_fn, optimizer), ...]"
+        raise ConfigError(f"{source} {kind_of(made)}, not an Optimizer", hint)
     parameters = dict(model.named_parameters())
     optimized = {parameter for group in made.param_groups for parameter in group["params"]}
     if unknown := len(optimized - set(parameters.values())):
@@ -249,6 +256,16 @@ def optimizer_for(
     return made
 
 
+def _made(given: object, kind: type, name: str, parameter: str, value: object) -> tuple[object, str]:
+    """The argument `name`, or what it returns if it is a function of `parameter`; and which of the two it is, as text.
+
+    `kind`: the class that the argument should have. `value`: what the function is called with.
+    """
+    if isinstance(given, kind) or not callable(given):
+        return given, f"{name} is"
+    return checked_function(given, name, parameter)(value), f"the function passed as {name} returned"
+
+
 def scheduler_for(
     optimizer: Optimizer,
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
@@ -258,7 +275,6 @@ def scheduler_for(
 
     `every`: "step" or "epoch". Raises `ConfigError` if the scheduler cannot be stepped at the end of each epoch.
     """
-    made: object = scheduler
     if every not in get_args(SchedulerInterval):
         raise ConfigError(
             f"scheduler_every is {every!r}, not 'step' or 'epoch'",
@@ -268,16 +284,15 @@ def scheduler_for(
         if every != "step":
             raise ConfigError(f"scheduler_every is {every!r}, but there is no scheduler", "pass scheduler=...")
         return None
-    if not isinstance(scheduler, LRScheduler) and callable(scheduler):
-        made = checked_function(scheduler, "scheduler", "optimizer")(optimizer)
+    made, source = _made(scheduler, LRScheduler, "scheduler", "optimizer", optimizer)
     if not isinstance(made, LRScheduler):
-        raise ConfigError(
-            f"{'the function passed as scheduler returned' if made is not scheduler else 'scheduler is'} "
-            f"{kind_of(made)}, not an LRScheduler",
-            "step a scheduler of timm in a callback: scheduler.step_update(trainer.step) in on_fit_start and on_step"
-            if hasattr(made, "step_update")
-            else "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler",
-        )
+        hint = "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler"
+        if hasattr(made, "step_update"):
+            hint = (
+                "step a scheduler of timm in a callback: scheduler.step_update(trainer.step) in on_fit_start and "
+                "on_step"
+            )
+        raise ConfigError(f"{source} {kind_of(made)}, not an LRScheduler", hint)
     if made.optimizer is not optimizer:
         raise ConfigError(
             "the scheduler belongs to another optimizer",
@@ -300,14 +315,14 @@ def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]
         raise ConfigError("a metric is called 'loss', which is the name of the loss itself", "rename the metric")
     checked: dict[str, MetricFunction | MetricObject] = {}
     for name, metric in metrics.items():
-        first, *rest = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+        first = metric[0] if isinstance(metric, tuple) and len(metric) == 2 else metric
         if isinstance(first, type) and is_metric_object(first):
             raise ConfigError(f"metric {name!r} is {kind_of(first)}", f"pass an instance: {first.__name__}(...)")
         if is_metric_object(first):
-            item = f"the second item of metric {name!r}"
-            checked[name] = MetricObject(
-                name, first, checked_function(rest[0], item, "output", "batch") if rest else None
-            )
+            select = None
+            if first is not metric:
+                select = checked_function(metric[1], f"the second item of metric {name!r}", "output", "batch")
+            checked[name] = MetricObject(name, first, select)
         else:
             checked[name] = checked_function(metric, f"metric {name!r}", "output", "batch")
     return checked

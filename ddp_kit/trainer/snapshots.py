@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit.checkpoint.model_state import load_optimizer_state
-from ddp_kit.distributed.world import random_states, set_random_states
+from ddp_kit.distributed.world import random_states, random_states_kept, set_random_states
 from ddp_kit.parallel.strategy import stored
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.context import TrainerContext
@@ -94,12 +94,8 @@ class StepSnapshot:
 @contextmanager
 def without_trace(context: TrainerContext) -> Iterator[None]:
     """Context manager for a forward pass that must leave buffers and random states unchanged."""
-    random = random_states(context.world)
-    try:
-        with buffers_exchanged(all_modules(context)):
-            yield
-    finally:
-        set_random_states(random)
+    with random_states_kept(context.world), buffers_exchanged(all_modules(context)):
+        yield
 
 
 class RunSnapshot:
@@ -138,9 +134,13 @@ class RunSnapshot:
 
 
 def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value
 
 
 def _written(tensor: Any, value: Any) -> Any:
     """The tensor with another value: the script, other groups or a compiled step may refer to it."""
-    return tensor.copy_(value) if isinstance(tensor, Tensor) else value
+    if isinstance(tensor, Tensor):
+        return tensor.copy_(value)
+    return value

@@ -90,7 +90,8 @@ class StepClock:
         On a GPU, only the steps that the GPU has finished are included, so the last steps before a log point are
         counted in the next interval. Until the GPU has finished a step, all time is `other`.
         """
-        steps, watched = max(1, self._steps), max(1, self._watched)
+        steps = max(1, self._steps)
+        watched = max(1, self._watched)
         data, transfer, forward, computed, communication, optimizer, exposed = (total / steps for total in self._sums)
         backward = computed + exposed
         exposed = min(backward, self._sums[_EXPOSED] / watched)
@@ -153,7 +154,8 @@ class DeviceClock(StepClock):
 
     def read(self, step_seconds: float) -> StepTimes:
         self._collect()
-        self.idle, self._begun, self._idled = self._idled / max(1, self._begun), 0, 0
+        self.idle = self._idled / max(1, self._begun)
+        self._begun = self._idled = 0
         return super().read(step_seconds)
 
     def _collect(self) -> None:

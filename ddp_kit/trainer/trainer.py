@@ -476,7 +476,6 @@ class Trainer:
         run = self._run
         heartbeat = run.heartbeat
         self._prepare(feed, ticks=True)
-        run.decay_watch.begin(run.position.epochs_left(self.config, self.total_steps, feed.steps))
         loop = run.state.begin_loop()
         with self._loop_contexts():
             run.record.begin(self.step, self.total_steps, run.peak_memory.planned, continues=run.checkpoints.continues)
@@ -582,7 +581,6 @@ class Trainer:
         number = self.step + 1
         epoch = self.epoch
         run.position.advance(samples, feed.steps, feed.stream_position, ends_epoch=ends_epoch)
-        run.decay_watch.after_step(number, epoch)
         if ends_epoch:
             run.optimizer_step.end_epoch(number)
         self._run.heartbeat.step(number)

@@ -68,11 +68,6 @@ class Job:
         ("straggler", 2, "rank 1 takes "),
         ("data", 1, "data "),
         (
-            "compile",
-            1,
-            "torch.compile recompiled in the intervals that ended at steps 4, 6 and 8 (4 graphs so far)",
-        ),
-        (
             "synchronisation",
             1,
             "host-device synchronisation, or steps that are too small: the GPU ran out of work in 100%",

@@ -15,7 +15,7 @@ from ddp_kit.trainer import build, timing
 
 CAUSE, end = sys.argv[1], Path(sys.argv[2])
 # All sleep for much longer than they compute, however busy the cores are: so the cause alone stands out.
-SLEEPS = {"straggler": 0.1 * int(os.environ["RANK"]), "data": 0.0, "compile": 0.05, "synchronisation": 0.04}
+SLEEPS = {"straggler": 0.1 * int(os.environ["RANK"]), "data": 0.0, "synchronisation": 0.04}
 
 
 class Samples(Dataset):
@@ -26,17 +26,6 @@ class Samples(Dataset):
         if CAUSE == "data":
             time.sleep(0.02)
         return torch.ones(3)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.rounds = nn.Linear(3, 3), 1
-
-    def forward(self, x):
-        for _ in range(self.rounds):  # unrolled: each number of rounds has a graph of its own
-            x = torch.tanh(self.layer(x))
-        return x
 
 
 class Gpu:  # a stand-in on the host's clock, which finishes its work when the host waits for it
@@ -73,16 +62,9 @@ def loss_fn(model, batch):
 gpu = Gpu()
 if CAUSE == "synchronisation":
     build.step_clock = lambda device: timing.DeviceClock(Event, gpu.has_finished)
-model = Model()
-config = TrainerConfig(
-    global_batch_size=4,
-    log_every_steps=2 if CAUSE == "compile" else 10,
-    max_steps=10**6,
-    compile="model" if CAUSE == "compile" else None,
-    checkpoint={"dir": "run"},
-)
+model = nn.Linear(3, 3)
+config = TrainerConfig(global_batch_size=4, log_every_steps=10, max_steps=10**6, checkpoint={"dir": "run"})
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
 for step in trainer.steps(Samples()):
-    model.rounds = min(1 + step.number // 2, 4)
     if step.number % 10 == 0 and end.exists():
         trainer.stop()

@@ -193,7 +193,7 @@ def check_repeated_pass(model: Writes, written: set[str]) -> list[str]:
     loss = loss_fn(model, batch)
     changed = before.changed()
     state = numbers(model.state())
-    queue, after = model.queue, PassState(model, written)
+    queue = model.queue
 
     def set_random() -> None:
         random.setstate(states[0])
@@ -201,12 +201,14 @@ def check_repeated_pass(model: Writes, written: set[str]) -> list[str]:
         torch.set_rng_state(states[2])
 
     drawn = random.getstate(), torch.get_rng_state().tolist()
-    repeated = repeat(context, batch, set_random, lambda value: value, after=after, start=before, alone=True)
+    repeated, changed_again = repeat(
+        context, batch, set_random, lambda value: value, start=before, written=written, alone=True
+    )
     assert not isinstance(repeated, Loss)
     if not changed:
         assert repeated.item() == loss.item()
         assert numbers(model.state()) == state
-        assert not after.changed()
+        assert not changed_again
         assert model.queue is queue
     assert (random.getstate(), torch.get_rng_state().tolist()) == drawn
     return changed
@@ -247,9 +249,21 @@ def test_failed_pass_leaves_the_model_as_it_was() -> None:
 
     model = Writes(fail)
     state = numbers(model.state())
-    with pytest.raises(NotRepeatable, match="^RuntimeError: no$"):
-        repeat(trainer_for(model)._run, torch.ones(2, 3), lambda: None, float, after=PassState(model), alone=True)  # type: ignore[arg-type]
+    with pytest.raises(NotRepeatable, match="^RuntimeError: no$") as raised:
+        repeat(trainer_for(model)._run, torch.ones(2, 3), lambda: None, float, alone=True)  # type: ignore[arg-type]
+    assert raised.value.after.changed() == []
     assert numbers(model.state()) == state
+
+
+def test_failed_pass_names_the_weights_that_it_has_written() -> None:
+    def fail(model: Writes, x: Tensor) -> None:
+        weight_in_place(model, x)
+        raise RuntimeError("no")
+
+    model = Writes(fail)
+    with pytest.raises(NotRepeatable) as raised:
+        repeat(trainer_for(model)._run, torch.ones(2, 3), lambda: None, float, weights="each", alone=True)  # type: ignore[arg-type]
+    assert raised.value.after.changed() == ["layer.weight"]
 
 
 def test_state_before_a_pass_does_not_hold_activations() -> None:

@@ -7,11 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    LambdaLR,
-    LRScheduler,
-    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     StepLR,
@@ -292,37 +287,3 @@ def test_scheduler_every_with_an_invalid_value_is_refused(tmp_path: Path) -> Non
     trainer_for(config, halving).fit(DATA)
     with pytest.raises(CheckpointError, match="'s scheduler is StepLR, but this run uses StepLR with scheduler_e"):
         trainer_for(config, halving, scheduler_every="epoch")
-
-
-def rising(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    return LambdaLR(optimizer, lambda step: min(step / 3, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "warning"),
-    [
-        (lambda optimizer: StepLR(optimizer, 1), {}, "StepLR has reduced the learning rate from 1 to 0.001 after 3"),
-        (lambda optimizer: MultiStepLR(optimizer, [1, 2]), {}, "MultiStepLR has reached its end after 2"),
-        (lambda optimizer: CosineAnnealingLR(optimizer, 2, 0.1), {}, "CosineAnnealingLR has reached its end after 2"),
-        (lambda optimizer: MultiStepLR(optimizer, [1]), {"warmup_steps": 2}, "MultiStepLR has reached its end after 3"),
-        (lambda optimizer: LambdaLR(optimizer, lambda step: 0.1**step), {}, "LambdaLR has reduced"),
-        # No mistake: the run's only epoch, the end of the run, a warm-up, a scheduler that starts again.
-        (lambda optimizer: StepLR(optimizer, 1), {"epochs": 1}, None),
-        (lambda optimizer: MultiStepLR(optimizer, [2]), {"max_steps": 4}, None),
-        (lambda optimizer: CosineAnnealingLR(optimizer, 8), {}, None),
-        (rising, {}, None),
-        (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2), {}, None),
-    ],
-)
-def test_scheduler_that_ends_in_the_first_of_several_epochs_is_warned_about(
-    make: Any, settings: dict[str, Any], warning: str | None, said: list[str]
-) -> None:
-    trainer_for(TrainerConfig(**{"epochs": 2, "global_batch_size": 8} | settings), make).fit(DATA)
-    found = [each for each in said if "scheduler_every" in each]
-    assert len(found) == (warning is not None), said
-    if warning is not None:
-        assert warning in found[0]
-        assert "of 2 epochs" in found[0]
-        said.clear()
-        trainer_for(TrainerConfig(epochs=2, global_batch_size=8), make, scheduler_every="epoch").fit(DATA)
-        assert not [each for each in said if "scheduler_every" in each]
