@@ -18,7 +18,6 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
-    ClosedError,
     Ended,
     FolderMade,
     Import,
@@ -30,6 +29,7 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
+from ddp_kit.launcher.wire import ClosedError
 
 _CODE = child_code(
     "from ddp_kit.launcher.warm import server",
@@ -44,6 +44,7 @@ _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for 
 # checks in a row, and the second check is not late. If it is late, the whole job, including the launcher, was
 # suspended, and the server may be about to continue.
 _CHECK_SECONDS = 5.0
+_FULL_SECONDS = 1.0  # between two checks while the server does not read
 _LATE_SECONDS = 1.0
 
 
@@ -69,11 +70,12 @@ class WarmServer:
         self._argv, self._env, self._forks = argv, env, forks
         adopt_orphans()  # if the server is killed, its children become children of this process
         self._folder: str | None = None  # the answer to `MakeFolder`
+        self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked is None:
             self._open()
         else:
-            self._process: subprocess.Popen[bytes] | ForkedProcess = forked[0]
-            self._channel = Channel(forked[1])
+            self._process, ours = forked
+            self._connect(ours)
         self._workers: dict[int, Process] = {}
         self._count = 0
         self._import: Import | None = None  # the request that has not been answered yet
@@ -98,6 +100,10 @@ class WarmServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self._connect(ours)
+
+    def _connect(self, ours: socket.socket) -> None:
+        ours.settimeout(_FULL_SECONDS)
         self._channel = Channel(ours)
 
     @property

@@ -36,7 +36,6 @@ from ddp_kit.launcher.warm.looks import Variables, variables_read
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
-    ClosedError,
     Ended,
     FolderMade,
     Import,
@@ -49,6 +48,7 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 from ddp_kit.launcher.warm.scan import later_imports, reason_for_cold_start
+from ddp_kit.launcher.wire import ClosedError
 from ddp_kit.masking import masked
 
 # --- Signals from ranks -----------------------------------------------------------------------------------------------
