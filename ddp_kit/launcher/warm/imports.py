@@ -209,29 +209,6 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
 USE_ONLY = {"fsspec.config": "FSSPEC_"}
 
 
-class _Environ(os._Environ[Any]):
-    """The class of `os.environ` and `os.environb` during the imports: reports the variables that Python code uses."""
-
-    def __getitem__(self, name: Any) -> Any:
-        if os.fsdecode(name).startswith(USE_ONLY.get(reading_module(), "")):
-            value = self._data.get(os.fsencode(name))  # type: ignore[attr-defined]
-            self.note_read(os.fsdecode(name), None if value is None else os.fsdecode(value))  # type: ignore[attr-defined]
-        return super().__getitem__(name)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
-        if reading_module() not in USE_ONLY:
-            yield self.decodekey(RANK.encode())  # code that reads all also reads this one
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self.changed[os.fsdecode(name)] = os.fsdecode(value)  # type: ignore[attr-defined]
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: Any) -> None:
-        self.changed[os.fsdecode(name)] = None  # type: ignore[attr-defined]
-        super().__delitem__(name)
-
-
 def reading_module() -> str:
     """The name of the module that accesses `os.environ`."""
     frame = sys._getframe(2)
@@ -241,24 +218,50 @@ def reading_module() -> str:
 
 
 @contextmanager
-def _environment(
-    env: Mapping[str, str], note_read: Callable[[str, str | None], None], changed: dict[str, str | None]
-) -> Iterator[None]:
-    """Context manager in which the process has the environment `env`, and accesses to it are noted."""
-    before = dict(os.environ)
-    set_environment(env)
+def environ_of_class(kind: type["os._Environ[Any]"]) -> Iterator[None]:
+    """Context manager in which `os.environ` and `os.environb` belong to this class."""
     plain = os.environ.__class__
-    recorded = {"note_read": note_read, "changed": changed}
     for environ in (os.environ, os.environb):
-        vars(environ).update(recorded)
-        environ.__class__ = _Environ
+        environ.__class__ = kind
     try:
         yield
     finally:
         for environ in (os.environ, os.environb):
             environ.__class__ = plain
-            for name in recorded:
-                del vars(environ)[name]
+
+
+@contextmanager
+def _environment(
+    env: Mapping[str, str], note_read: Callable[[str, str | None], None], changed: dict[str, str | None]
+) -> Iterator[None]:
+    """Context manager in which the process has the environment `env`, and accesses of Python code to it are noted."""
+
+    class Noting(os._Environ[Any]):
+        def __getitem__(self, name: Any) -> Any:
+            if os.fsdecode(name).startswith(USE_ONLY.get(reading_module(), "")):
+                value = self._data.get(os.fsencode(name))  # type: ignore[attr-defined]
+                note_read(os.fsdecode(name), None if value is None else os.fsdecode(value))
+            return super().__getitem__(name)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            if reading_module() not in USE_ONLY:
+                yield self.decodekey(RANK.encode())  # code that reads all also reads this one
+
+        def __setitem__(self, name: Any, value: Any) -> None:
+            changed[os.fsdecode(name)] = os.fsdecode(value)
+            super().__setitem__(name, value)
+
+        def __delitem__(self, name: Any) -> None:
+            changed[os.fsdecode(name)] = None
+            super().__delitem__(name)
+
+    before = dict(os.environ)
+    set_environment(env)
+    try:
+        with environ_of_class(Noting):
+            yield
+    finally:
         set_environment(before)
 
 

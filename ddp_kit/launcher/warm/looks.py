@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ddp_kit.env import INSTALLED_PACKAGES
-from ddp_kit.launcher.warm.imports import USE_ONLY, reading_module
+from ddp_kit.launcher.warm.imports import USE_ONLY, environ_of_class, reading_module
 
 _READS_ONLY = {**USE_ONLY, "tqdm.utils": "TQDM_"}
 _OWN = "ddp_kit.launcher."
@@ -55,14 +55,8 @@ def variables_read(variables: Variables) -> Iterator[None]:
                 variables.prefixes.add(_READS_ONLY.get(reader, ""))
             return super().__iter__()
 
-    plain = os.environ.__class__
-    for environ in (os.environ, os.environb):
-        environ.__class__ = Noting
-    try:
+    with environ_of_class(Noting):
         yield
-    finally:
-        for environ in (os.environ, os.environb):
-            environ.__class__ = plain
 
 
 class Looks(NamedTuple):
