@@ -236,12 +236,12 @@ def forked(
 def make_imports(server: WarmServer, program: Program) -> None:
     server.import_for(Import(program, clean_environment(), ()), lambda *_: None)
     while server.imports:
-        server.pump(timeout=None)
+        server.pump(seconds(60))
 
 
 def started(server: WarmServer, worker: Process) -> Process:
     while not worker.answered:
-        server.pump(timeout=None)
+        server.pump(seconds(60))
     return worker
 
 
