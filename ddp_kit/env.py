@@ -335,7 +335,7 @@ def launcher_grace(env: Mapping[str, str]) -> int | None:
 def shutdown_timeout() -> float | None:
     """Seconds that the launcher gives this worker between SIGTERM and SIGKILL, or None if unknown."""
     with suppress(ValueError):
-        return float(_content(GRACE_FILE))
+        return float(_attempt_file_content(GRACE_FILE))
     return None
 
 
@@ -356,7 +356,7 @@ def attempt_folder() -> Path | None:
     return path.parent.parent
 
 
-def _content(name: str) -> bytes:
+def _attempt_file_content(name: str) -> bytes:
     """The content of a file in the folder of this attempt; empty if there is no such file."""
     folder = attempt_folder()
     if folder is not None:
@@ -388,7 +388,7 @@ def attempt_id(env: Mapping[str, str] = os.environ) -> str:
 
 def default_record_folder() -> Path | None:
     """The path for the record of a Trainer without a checkpoint folder; None: the launcher keeps no logs."""
-    path = _content(RECORD_DEFAULT)
+    path = _attempt_file_content(RECORD_DEFAULT)
     return Path(os.fsdecode(path)) if path else None
 
 

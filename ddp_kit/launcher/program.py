@@ -25,6 +25,11 @@ class Program(NamedTuple):
         return (self.python, *options, self.name, *self.arguments)
 
     @property
+    def argv(self) -> list[str]:
+        """`sys.argv` while Python starts the program."""
+        return ["-m" if self.module else self.name, *self.arguments]
+
+    @property
     def folder(self) -> Path:
         """The folder that is first in the program's sys.path."""
         return Path.cwd() if self.module else Path(self.name).resolve().parent

@@ -189,18 +189,19 @@ class WarmServer:
             return
         try:
             for message in self._channel.receive():
-                if isinstance(message, Started):
-                    worker = self._workers[message.number]
-                    worker.pid = message.pid
-                    worker.cold = message.cold
-                    worker.error = message.error
-                    worker.answered = self._has_started = True
-                elif isinstance(message, ImportDone):
-                    self._end_import(message)
-                elif isinstance(message, FolderMade):
-                    self._folder = message.path
-                elif isinstance(message, Ended):
-                    self._workers.pop(message.number).end(message.returncode)
+                match message:
+                    case Started():
+                        worker = self._workers[message.number]
+                        worker.pid = message.pid
+                        worker.cold = message.cold
+                        worker.error = message.error
+                        worker.answered = self._has_started = True
+                    case ImportDone():
+                        self._end_import(message)
+                    case FolderMade(path):
+                        self._folder = path
+                    case Ended(number, returncode):
+                        self._workers.pop(number).end(returncode)
         except ClosedError:
             self._lose()
 

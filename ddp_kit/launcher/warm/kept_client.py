@@ -17,6 +17,7 @@ from ddp_kit.env import RUNTIME_FOLDER, qualified_name
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.facts import facts_of, own_facts
 from ddp_kit.launcher.wire import Connection
+from ddp_kit.texts import plural
 
 if TYPE_CHECKING:
     from ddp_kit.launcher.warm.client import WarmServer
@@ -48,7 +49,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 def folder() -> Path | None:
     """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
-    path = _place()
+    path = _folder_path()
     if len(os.fsencode(path)) > _LONGEST_FOLDER:
         return None
     with suppress(OSError):
@@ -59,7 +60,7 @@ def folder() -> Path | None:
     return None
 
 
-def _place() -> Path:
+def _folder_path() -> Path:
     base = os.environ.get(RUNTIME_FOLDER, "")
     if base.startswith("/") and os.access(base, os.W_OK):
         return Path(base, "ddpkit")
@@ -124,7 +125,8 @@ def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
         answer = ask(address, "question", _conditions(program, packages))
     if answer is None:
         return "none yet"
-    return f"pid {answer['pid']}, " + (f"which would be replaced: {answer['refused']}" if answer["refused"] else "used")
+    use = f"which would be replaced: {answer['refused']}" if answer["refused"] else "used"
+    return f"pid {answer['pid']}, {use}"
 
 
 def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str, Any]:
@@ -171,8 +173,11 @@ def _answer(connection: Connection, address: Path, what: str, request: Mapping[s
 
 def kept_processes(what: str = "description") -> list[dict[str, Any]]:
     """The descriptions of the kept processes of this user. `what`: "description", or "stop" to end them."""
-    place, found = folder(), []
-    for address in sorted(place.glob("*.kept")) if place is not None else ():
+    found: list[dict[str, Any]] = []
+    place = folder()
+    if place is None:
+        return found
+    for address in sorted(place.glob("*.kept")):
         answer = ask(address, what)
         if answer is not None:
             found.append(answer)
@@ -184,7 +189,9 @@ def kept_processes(what: str = "description") -> list[dict[str, Any]]:
 def kept_processes_text() -> str:
     """How many processes are kept, for other commands; empty if none is."""
     number = len(kept_processes())
-    return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
+    if not number:
+        return ""
+    return f"{plural(number, 'process', 'processes')} kept for the next launches; `ddpkit warm` lists them"
 
 
 def keep_process(
@@ -207,8 +214,8 @@ def keep_process(
     address = address_of(request.program, request.packages)
     if address is None:
         print_message(
-            f"no process is kept: {_place()} is not a folder that only you can access, or its path is too long; set "
-            f"{RUNTIME_FOLDER} to another folder"
+            f"no process is kept: {_folder_path()} is not a folder that only you can access, or its path is too long; "
+            f"set {RUNTIME_FOLDER} to another folder"
         )
         return
     try:
@@ -222,10 +229,12 @@ def keep_process(
 def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | None:
     """The socket of a script's kept process; None if there is no folder for it."""
     place = folder()
+    if place is None:
+        return None
     name = program.name if program.module else str(Path(program.name).resolve())
     content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
     digest = int.from_bytes(content.encode(), "big") % _DIGEST  # hashlib is slow to import
-    return None if place is None else place / f"{digest:020x}.kept"
+    return place / f"{digest:020x}.kept"
 
 
 def _attend(connection: Connection, launcher: int) -> int:

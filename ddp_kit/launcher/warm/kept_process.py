@@ -69,13 +69,14 @@ class _Kept:
         self._first = first
         self._address = address = Path(first.address)
         self._folder = os.getcwd()  # noqa: PTH109
-        self._since, self._launches = time.time(), 0
+        self._since = time.time()
+        self._launches = 0
         self._request = first.imports
         self._read = variables
         with variables_read(variables):
             server.import_modules(self._request.program)
         statements = imports.statements(self._request)
-        self._statements = _texts(self._request)
+        self._statements = _import_statements(self._request)
         self._looks = Looks([], [], folder=False, arguments=False)
         if any(each.package not in ("torch", "ddp_kit") for each in statements):  # these two look at nothing
             looks = looks_of(lambda: self._run(_fail))
@@ -188,7 +189,9 @@ class _Kept:
             own = imports.modules_in(asked.program.folder) & self.imported.names - sys.modules.keys()
             if own:
                 return f"the script's folder has {min(own)}, for which an import has looked"
-            return "" if _texts(asked) == self._statements else "the imports of the script have changed"
+            if _import_statements(asked) != self._statements:
+                return "the imports of the script have changed"
+        return ""
 
     def _fact_that_differs(self, request: Mapping[str, Any], command: int) -> str:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
@@ -215,7 +218,7 @@ class _Kept:
         return ""
 
 
-def _texts(request: Import) -> list[str]:
+def _import_statements(request: Import) -> list[str]:
     return [ast.unparse(each.node) for each in imports.statements(request)]
 
 

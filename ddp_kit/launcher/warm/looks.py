@@ -1,4 +1,4 @@
-"""What imports look at, so that a kept process is used only where they would see the same.
+"""Files, variables and arguments that imports look at: a kept process is used only where they would see the same.
 
     variables_read     the environment variables that Python code reads
     looks_of           files, the current folder and `sys.argv`
@@ -60,7 +60,7 @@ def variables_read(variables: Variables) -> Iterator[None]:
 
 
 class Looks(NamedTuple):
-    """What imports looked at, apart from installed packages and Python's own files."""
+    """Files, folders and arguments that imports looked at, apart from installed packages and Python's own files."""
 
     files: list[str]
     """The paths of files that they opened or asked about, also of those that do not exist."""

@@ -254,23 +254,24 @@ class _Server:
             self._receive()
             while self._waiting:
                 message = self._waiting.popleft()
-                if isinstance(message, Keep):
-                    if self._fork_kept_process():
-                        return message, ModuleType("__main__")
-                elif isinstance(message, Import):
-                    self._import(message)
-                elif isinstance(message, Start):
-                    program = self._start(message)
-                    if program is not None:
-                        return program, self._imported.main
-                elif isinstance(message, Clear):
-                    self._clear(message.succeeded)
-                elif isinstance(message, MakeFolder):
-                    folder = ""
-                    with suppress(OSError):
-                        folder = tempfile.mkdtemp(prefix=message.prefix, dir=message.parent)
-                        self._folders.append(folder)
-                    self._send(FolderMade(folder))
+                match message:
+                    case Keep():
+                        if self._fork_kept_process():
+                            return message, ModuleType("__main__")
+                    case Import():
+                        self._import(message)
+                    case Start():
+                        program = self._start(message)
+                        if program is not None:
+                            return program, self._imported.main
+                    case Clear(succeeded):
+                        self._clear(succeeded)
+                    case MakeFolder(parent, prefix):
+                        folder = ""
+                        with suppress(OSError):
+                            folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+                            self._folders.append(folder)
+                        self._send(FolderMade(folder))
 
     def _receive(self) -> None:
         """Report ended workers and read messages. A `Kill` is executed immediately, before earlier messages."""
