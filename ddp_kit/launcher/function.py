@@ -217,7 +217,7 @@ def packages_of(function: Callable[..., Any]) -> set[str]:
 
 
 class _Session:
-    """What the calls of an interactive session share, so that they are launches of the same script.
+    """The script and the packages of an interactive session: all its calls are launches of the same script.
 
     At the end of this process, the folder is removed; a kept process whose script is gone ends.
     """

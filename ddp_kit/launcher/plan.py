@@ -233,7 +233,7 @@ class Plan:
         return {NCCL_ERROR_HANDLING: "1", **env, **self.env}
 
     def imports(self, env: Mapping[str, str], unfit: Collection[str]) -> Import | None:
-        """What the warm server imports before the workers are forked, or None if the workers cannot be forked.
+        """The imports to make before the workers are forked, or None if the workers cannot be forked.
 
         `env`: the launcher's environment. `unfit`: packages that the workers have to import themselves.
         """
@@ -446,7 +446,7 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
 
 
 def _gpu_notices(spec: LaunchSpec, chosen: Chosen, machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
-    """Which GPUs are used, and what may be unexpected about them."""
+    """Lines about the GPUs that are used, and about what may be unexpected."""
     listed = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
     usable = len(visible(machine, env))
     if machine and usable < len(listed):

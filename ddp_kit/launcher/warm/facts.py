@@ -136,7 +136,7 @@ OF_ITSELF: dict[str, Read] = {
     "the merging of memory": _controls((68,)),  # PR_GET_MEMORY_MERGE
     "the session keyring": lambda _: _system_call("keyctl", 0, _SESSION_KEYRING, 0),  # KEYCTL_GET_KEYRING_ID
 }
-"""The same for facts that a process can read only of itself."""
+"""Facts that a process can read only of itself; the names and functions are as in `OF_ANY_PROCESS`."""
 
 
 def facts_of(pid: int) -> dict[str, Any]:

@@ -126,14 +126,14 @@ Fail = Callable[[str, str], NoReturn]
 
 @dataclass(frozen=True)
 class Imported:
-    """What the imports read, and what they did that each worker has to repeat."""
+    """Variables that the imports read, and effects of the imports that each worker has to repeat."""
 
     read: dict[str, str | None] = field(default_factory=dict)
     """The environment variables that they read, with their values; None: not set."""
     changed: dict[str, str | None] = field(default_factory=dict)
     """The environment variables that they set; None: deleted."""
     output: tuple[bytes, ...] = (b"", b"")
-    """What they wrote to stdout and stderr."""
+    """The content that they wrote to stdout and to stderr."""
     main: ModuleType = field(default_factory=lambda: ModuleType("__main__"))
     """The main module that they saw, in which each worker runs its script; with the warnings that they caused."""
     names: frozenset[str] = frozenset()

@@ -80,9 +80,11 @@ def hand_over(
     if address is None or any(word.startswith(("/dev/fd/", "/proc/self/fd/")) for word in argv):
         return None  # in the second case, the launcher would need a descriptor of this process
     _wait_while_starting(address)
+    umask = os.umask(0o077)
+    os.umask(umask)
     request = {
         "argv": [*argv],
-        "umask": _umask(),
+        "umask": umask,
         "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         **_conditions(program, packages),
@@ -260,12 +262,6 @@ def _attend(connection: Connection, launcher: int) -> int:
         return int(connection.receive_object()["code"])
     except (EOFError, OSError, ValueError):
         return 128 + signal.SIGKILL  # the launcher was killed; its warm server ends the job
-
-
-def _umask() -> int:
-    before = os.umask(0o077)
-    os.umask(before)
-    return before
 
 
 def _is_open(descriptor: int) -> bool:

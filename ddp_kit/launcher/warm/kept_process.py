@@ -204,7 +204,7 @@ class _Kept:
         return changed or difference(self._first.facts, {**request["facts"], **facts})
 
     def _looked_at(self, request: Mapping[str, Any], asked: Import) -> str:
-        """What imports have looked at and is another in this launch; empty if nothing is."""
+        """The first thing that imports have looked at and that differs in this launch; empty if nothing differs."""
         env: dict[str, str] = request["env"]
         for name in sorted({*env, *self._first.env}):
             by_library = name.startswith(_READ_WHEN_LOADED) and name not in _READ_LATER

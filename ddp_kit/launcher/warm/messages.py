@@ -35,7 +35,7 @@ class Keep:
     seconds: float
     """How long it waits for a launch."""
     imports: Import
-    """What it imports."""
+    """The request for its imports."""
     env: Mapping[str, str]
     """The environment of the command that was typed."""
     facts: Mapping[str, Any]
@@ -61,11 +61,11 @@ class Start:
     number: int
     """Identifies the worker in later messages."""
     command: tuple[str, ...]
-    """What to execute if the worker cannot be forked."""
+    """The command to execute if the worker cannot be forked."""
     env: Mapping[str, str]
     """The complete environment of the worker."""
     program: Program | None = None
-    """What a forked worker runs; None: execute `command`."""
+    """The program of a forked worker; None: execute `command`."""
     cpus: tuple[int, ...] = ()
     """The CPU cores to run on; empty: all cores that the launcher may use."""
     streams: bool = False
