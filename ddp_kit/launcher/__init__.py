@@ -10,5 +10,5 @@ Data flow: command line and environment -> LaunchSpec -> Plan -> agent -> verdic
     output.py       the workers' output; diagnosis.py: hints from what a failed worker has printed
     verdict.py      which worker failed first and why; record.py: files for `ddpkit top` and `ddpkit report`
     function.py     `ddp_kit.launch`, which calls a function in one process per GPU
-    processes.py    children and orphans, read from /proc
+    processes.py    children and orphans, read from /proc; wire.py: messages between processes, as JSON
 """

@@ -128,24 +128,26 @@ class Flag(NamedTuple):
     def add_to(self, group: "argparse._ActionsContainer", env: Mapping[str, str]) -> None:
         """Add the flag to a parser or a group. Raises `UsageError` if the flag's variable is not a number."""
         spellings = [spelling for spelling in (self.short, self.name) if spelling]
-        variable = FLAG_DEFAULT.format(name=self.dest.upper())
-        value = env.get(self.variable or variable) if self.has_variable else None
+        variable = self.variable or FLAG_DEFAULT.format(name=self.dest.upper())
+        default = self.default
+        if self.has_variable:
+            default = env.get(variable, default)
         if self.metavar:
             group.add_argument(
                 *spellings,
                 metavar=self.metavar,
-                nargs=None if self.without_value is None else "?",
+                nargs="?" if self.without_value else None,
                 const=self.without_value,
                 type=self.type,
                 choices=self.choices,
-                default=self.default if value is None else value,
+                default=default,
                 help=self.help,
             )
             return
         try:
-            is_on = value is not None and bool(int(value))
+            is_on = default is not None and bool(int(default))
         except ValueError:
-            raise UsageError(f"{variable}={value} is not a number", f"set {variable} to 0 or 1") from None
+            raise UsageError(f"{variable}={default} is not a number", f"set {variable} to 0 or 1") from None
         group.add_argument(*spellings, action="store_true", default=is_on, help=self.help)
 
 
@@ -433,12 +435,10 @@ def parse(
     for name, typed in flags.items():
         if name.startswith("-"):
             close = nearest(name, [spelling for action in known.actions for spelling in action.option_strings])
-            raise UnknownFlagError(
-                name,
-                f"there is no flag {typed[0]!r}",
-                f"{f'did you mean {close}? ' if close else ''}`ddpkit launch --help` lists all flags; put the script's "
-                "flags after the script",
-            )
+            hint = "`ddpkit launch --help` lists all flags; put the script's flags after the script"
+            if close:
+                hint = f"did you mean {close}? {hint}"
+            raise UnknownFlagError(name, f"there is no flag {typed[0]!r}", hint)
     if not words and settings["print_completion"] is None:
         known.error("the following arguments are required: script.py")
     settings |= {"training_script": "".join(words[:1]), "training_script_args": words[1:]}
@@ -481,16 +481,19 @@ def split(argv: Sequence[str], known: Parser) -> tuple[dict[str, tuple[str, ...]
     parse `--local=3` after the script as an abbreviation of a launcher flag.
     """
     actions = {spelling: action for action in known.actions for spelling in action.option_strings}
-    flags, words = dict[str, tuple[str, ...]](), deque(argv)
+    flags: dict[str, tuple[str, ...]] = {}
+    words = deque(argv)
     while words and words[0].startswith("-") and words[0] not in ("-", "--"):
         for spelling, value in _flags_in(words.popleft(), actions):
             action = actions.get(spelling)
             typed = [spelling]
             if value is not None:
-                typed = [f"{spelling}={value}" if spelling.startswith("--") else f"{spelling}{value}"]
+                equals = "=" * spelling.startswith("--")
+                typed = [f"{spelling}{equals}{value}"]
             elif action is not None and action.nargs is None and words:
                 typed.append(words.popleft())
-            flags[spelling if action is None else action.dest] = tuple(typed)
+            name = spelling if action is None else action.dest
+            flags[name] = tuple(typed)
     rest = list(words)
     if "--" in rest[:2]:
         rest.remove("--")  # argparse and torchrun drop one, before the script or directly after it
@@ -505,8 +508,10 @@ def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tup
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         full = name.replace("_", "-")
-        matching = [full] if full in actions else [spelling for spelling in actions if spelling.startswith(full)]
-        yield matching[0] if len(matching) == 1 else name, value if equals else None
+        if full not in actions:
+            matching = [spelling for spelling in actions if spelling.startswith(full)]
+            full = matching[0] if len(matching) == 1 else name
+        yield full, value if equals else None
         return
     letters = word[1:]
     while len(letters) > 1 and f"-{letters[0]}" in actions and actions[f"-{letters[0]}"].nargs == 0:
@@ -557,8 +562,10 @@ def _check_file(script: str) -> None:
 
 def _nearest_script(missing: Path) -> str:
     scripts = {path.stem: path for path in sorted(missing.parent.glob("*.py"))}  # empty if the folder does not exist
+    if not scripts:
+        return "check the path"
     close = nearest(missing.stem, list(scripts))
     if close:
         return f"did you mean {scripts[close]}?"
     names = ", ".join(path.name for path in list(scripts.values())[:10])
-    return f"the scripts in {missing.parent.resolve()} are: {names}" if scripts else "check the path"
+    return f"the scripts in {missing.parent.resolve()} are: {names}"

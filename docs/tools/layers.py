@@ -27,7 +27,8 @@ WORKER = [
 LAUNCHER = [
     row.split()
     for row in (
-        "clusters devices launcher.processes launcher.program launcher.diagnosis launcher.verdict launcher.function",
+        "clusters devices launcher.processes launcher.program launcher.wire launcher.diagnosis launcher.verdict "
+        "launcher.function",
         "launcher.spec launcher.job launcher.output",
         "launcher.rendezvous launcher.record launcher.warm",
         "launcher.plan",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +37,11 @@ from ddp_kit.launcher.job import (
     Report,
     StartRound,
     State,
-    Steps,
     Stop,
 )
 from ddp_kit.launcher.rendezvous import Rendezvous, holder
-from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.wire import from_json, to_json
 
 # --- Single node ------------------------------------------------------------------------------------------------------
 # The state machine runs in this process, which listens on loopback only.
@@ -196,8 +196,8 @@ class Coordinator:
             early = not self._job.ended  # the node left before the job ended, because its launcher failed
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
-            return self._job.reported(_read_report(event["report"]), now)
-        node = Node(**event["joined"])
+            return self._job.reported(from_json(Report, event["report"]), now)
+        node = from_json(Node, event["joined"])
         self._known = max(self._known, node.number + 1)
         if self._job.ended:
             self._latecomers.add(node.number)
@@ -222,37 +222,26 @@ class Coordinator:
             if isinstance(order, StartRound):
                 number = next(iter(order.assignments.values())).round
                 keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
-                self._store.multi_set(keys, [json.dumps(self._assigned(order, node)) for node in range(self._known)])
+                self._store.multi_set(keys, [to_json(self._assigned(order, node)) for node in range(self._known)])
                 self._write({"start": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
             elif isinstance(order, Dismiss):
-                self._write({"dismiss": order.node, "outcome": asdict(order.outcome)})
+                self._write({"dismiss": order.node, "outcome": order.outcome})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):
                 lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
-                self._write({"end": asdict(order.outcome), "lost": lost})
+                self._write({"end": order.outcome, "lost": lost})
 
     def _assigned(self, order: StartRound, node: int) -> Any:
         if node in order.assignments:
-            return asdict(order.assignments[node])
+            return order.assignments[node]
         return None if node in self._job.alive else LOST
 
     def _write(self, order: dict[str, Any]) -> None:
-        self._store.set(ORDER.format(number=self._orders), json.dumps(order))
+        self._store.set(ORDER.format(number=self._orders), to_json(order))
         self._orders = self._store.add(ORDERS, 1)
-
-
-def _read_report(fields: dict[str, Any]) -> Report:
-    steps = Steps(**fields["steps"]) if fields["steps"] else None
-    return Report(**{**_read(fields), "state": State[fields["state"]], "steps": steps})
-
-
-def _read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values of a JSON object back to tuples and `Failure` objects."""
-    failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
-    return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}
 
 
 # --- Link to a multi-node job -----------------------------------------------------------------------------------------
@@ -475,7 +464,7 @@ class MultiNodeLink:
             self._listening = listen(self._node.address, 0)
         port = self._listening.getsockname()[1]
         report = replace(report, port=port)
-        self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
+        self._outgoing.put({"report": report})
 
     def take_listening(self) -> socket.socket | None:
         """Return the socket for the workers' store of the next round; None: the workers use the rendezvous store."""
@@ -533,7 +522,7 @@ class MultiNodeLink:
         beat = BEAT.format(node=self.number)
         self._store.add(beat, 1)
         first_order = self._store.add(ORDERS, 0)
-        self._store.queue_push(EVENTS, json.dumps({"joined": asdict(self._node)}))
+        self._store.queue_push(EVENTS, to_json({"joined": self._node}))
         listener = threading.Thread(
             target=self._run, args=[lambda: self._listen(first_order)], name="ddpkit-listen", daemon=True
         )
@@ -547,7 +536,7 @@ class MultiNodeLink:
                 continue
             if event is None:
                 return
-            self._store.queue_push(EVENTS, json.dumps(event))
+            self._store.queue_push(EVENTS, to_json(event))
 
     def _listen(self, number: int) -> None:
         while True:
@@ -557,12 +546,12 @@ class MultiNodeLink:
             if "end" in order:
                 self._is_over = True
                 removed = self.number in order["lost"]
-                self._inbox.put(Disconnected(_REMOVED) if removed else End(Outcome(**_read(order["end"]))))
+                self._inbox.put(Disconnected(_REMOVED) if removed else End(from_json(Outcome, order["end"])))
                 return
             if "dismiss" in order:
                 if order["dismiss"] == self.number:
                     self._is_over = True
-                    self._inbox.put(End(Outcome(**_read(order["outcome"]))))
+                    self._inbox.put(End(from_json(Outcome, order["outcome"])))
                     return
             elif "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["may_save"]))
@@ -575,4 +564,4 @@ class MultiNodeLink:
                     self._inbox.put(Disconnected(_REMOVED))
                     return
                 if assignment is not None:
-                    self._inbox.put(StartWorkers(RankAssignment(**assignment), order["why"]))
+                    self._inbox.put(StartWorkers(from_json(RankAssignment, assignment), order["why"]))
