@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -26,6 +26,7 @@ from ddp_kit.checkpoint.format import (
 )
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.terminal import Terminal
 from ddp_kit.texts import size_text
 
 _EPILOG = f"""\
@@ -59,7 +60,7 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """List the checkpoints in a folder, or the differences between two of them, and return the exit code."""
     args = parser().parse_args(argv)
     try:
@@ -77,13 +78,13 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         stored = tuple(map(verified, stored))
     if args.diff and all(checkpoint.whole for checkpoint in stored):
         titles = [f"step {word}" if word.isdecimal() else word for word in args.diff]
-        print_text("\n".join(_differences(" -> ".join(titles), *stored)))
+        terminal.print_text("\n".join(_differences(" -> ".join(titles), *stored)))
         return ExitCode.OK
-    print_text("\n".join(_table(stored)))
+    terminal.print_text("\n".join(_table(stored)))
     for path in left:
-        print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
+        terminal.print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
-        print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
+        terminal.print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
     return ExitCode.OK if all(checkpoint.whole for checkpoint in stored) else ExitCode.BROKEN
 
 

@@ -1,13 +1,15 @@
 """`ddpkit devices`: list the GPUs of this machine, and the processes and launches that use them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from ddp_kit.arguments import Parser
 from ddp_kit.devices.gpus import MEANING, Gpu, GpuProcess, Process, gpus, links, visible
 from ddp_kit.devices.reservations import holders
 from ddp_kit.env import VISIBLE_GPUS
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.warm.kept_client import kept_processes_text
+from ddp_kit.terminal import Terminal
 from ddp_kit.texts import size_text
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
@@ -20,6 +22,13 @@ def parser() -> Parser:
         description="List the GPUs of this machine with their memory, load, NUMA node, links and processes, and "
         "show which ones are free.",
     )
+
+
+def run(argv: Sequence[str], terminal: Terminal) -> int:
+    """List the GPUs of this machine, and return the exit code."""
+    parser().parse_args(argv)
+    terminal.print_text(text(terminal.env))
+    return ExitCode.OK
 
 
 def text(env: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from ddp_kit.checkpoint.weight_files import (
     stored_weights,
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
+from ddp_kit.terminal import Terminal
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
@@ -69,7 +70,7 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Export the weights of a checkpoint, print the paths of the new files, and return the exit code.
 
     Raises `UsageError` for invalid arguments, and `CheckpointError` if the checkpoint cannot be exported.
@@ -80,9 +81,9 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         raise UsageError(f"{args.target} does not end with {TENSORS}", f"name it {args.target.stem}{TENSORS}")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
-    checkpoint = _checkpoint(args.source, args.best, print_text)
+    checkpoint = _checkpoint(args.source, args.best, terminal)
     try:
-        _export(checkpoint, target, args.max_shard_size, args.ema, print_text)
+        _export(checkpoint, target, args.max_shard_size, args.ema, terminal)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise CheckpointError(
@@ -105,7 +106,7 @@ def _size(text: str) -> float:
     return size
 
 
-def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> StoredCheckpoint:
+def _checkpoint(source: Path, wants_best: bool, terminal: Terminal) -> StoredCheckpoint:
     """Find the checkpoint to export: `source` itself or, in a folder, the best or the newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
         checkpoint = best(source) if wants_best else examine(source)
@@ -117,7 +118,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
         )
     choice = newest_whole(source)
     for damaged in choice.skipped:
-        print_text(f"skipped {damaged}")
+        terminal.print_text(f"skipped {damaged}")
     if choice.checkpoint is None:
         raise UsageError(
             f"there is no complete checkpoint in {source}",
@@ -129,9 +130,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
 # --- Export -----------------------------------------------------------------------------------------------------------
 
 
-def _export(
-    checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, print_text: Callable[[str], None]
-) -> None:
+def _export(checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, terminal: Terminal) -> None:
     state = read_state(checkpoint)
     if ema and not has_average(state):
         raise UsageError(
@@ -165,13 +164,13 @@ def _export(
             made[-1].write(text.encode())
         for file in made:
             file.finish()
-    print_text(
+    terminal.print_text(
         f"exported {len(weights)} tensors of step {checkpoint.step} "
         f"({sum(whole.bytes for whole in weights.values()):,} bytes) to:"
     )
-    print_text("\n".join(str(file.path) for file in made))
+    terminal.print_text("\n".join(str(file.path) for file in made))
     if stored.omitted:
-        print_text(
+        terminal.print_text(
             f"{len(stored.omitted)} frozen weights are not included: checkpoint.trainable_only left them out of the "
             "checkpoint"
         )

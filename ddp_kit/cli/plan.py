@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
@@ -15,6 +15,7 @@ from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.processes import die_with_parent
+from ddp_kit.terminal import Terminal
 
 _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
@@ -51,17 +52,20 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
-    devices = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
-    per_node = len(devices) if args.gpus is None else args.gpus
-    memory = min((gpu.memory_total for gpu in devices), default=0) if args.memory is None else size_of(args.memory)
+    per_node = args.gpus
+    memory = None if args.memory is None else size_of(args.memory)
+    if per_node is None or memory is None:
+        here = [gpu for _, gpu in gpus.visible(gpus.gpus(), terminal.env)]
+        if per_node is None:
+            per_node = len(here)
+        if memory is None:
+            memory = min((gpu.memory_total for gpu in here), default=0)
     if per_node < 1:
-        raise UsageError(
-            f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
-            "give the number of GPUs on each node, such as --gpus 8",
-        )
+        problem = "this machine has no GPU" if args.gpus is None else f"--gpus {args.gpus} is less than 1"
+        raise UsageError(problem, "give the number of GPUs on each node, such as --gpus 8")
     if args.nodes < 1:
         raise UsageError(f"--nodes {args.nodes} is less than 1", "give the number of nodes, such as --nodes 2")
     if not memory:
@@ -73,7 +77,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     process = Popen(
         [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
         env={
-            **env,
+            **terminal.env,
             PLAN_RANKS: str(args.nodes * per_node),
             PLAN_RANKS_PER_NODE: str(per_node),
             PLAN_MEMORY: str(memory),

@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,8 +15,10 @@ from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.clusters.request import Request, hosts_of, job_name
 from ddp_kit.errors import UsageError, nearest, printable
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.spec import LaunchSpec
+from ddp_kit.terminal import Terminal
 
 _EPILOG = """\
 everything after these flags is passed to `ddpkit launch` on every node: its flags, the script, the script's arguments
@@ -35,14 +37,13 @@ exit codes of the job, on every engine; docs/clusters.md lists the exceptions:
 _NOT_UTF8 = "".join(map(chr, range(0xDC80, 0xDD00)))  # how Python decodes bytes that are not UTF-8
 
 
-def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Submit a job to an engine, or only print the job file.
 
-    `write`: a function that writes a line to standard error. Raises `UsageError` if the arguments are invalid, or if
-    the engine cannot be used from this machine.
+    Raises `UsageError` if the arguments are invalid, or if the engine cannot be used from this machine.
     """
     flag_parser = parser()
-    submit_words, launch_words = _split(words, flag_parser)
+    submit_words, launch_words = _split(argv, flag_parser)
     flags = vars(flag_parser.parse_args(submit_words))
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
     name, dry_run = flags.pop("on"), flags.pop("dry_run")
@@ -55,7 +56,7 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
     launch = _parse_launch(launch_words, flag_parser) if launch_words else None
     if launch is None and engine.script_needed:
         raise UsageError("there is no script to run", "put the script and its arguments after all flags")
-    request = _request(flags, launch, launch_words, words)
+    request = _request(flags, launch, launch_words, argv)
     if launch is not None and not launch.torchrun["module"] and not launch.torchrun["no_python"]:
         _check_script(engine, request, launch.script)
     if engine.image_needed and request.image is None:
@@ -68,14 +69,14 @@ def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable
             "rename the script, its folder or the file that an argument names, using only valid UTF-8",
         )
     if dry_run:
-        print_text(text.rstrip("\n"))
-        return 0
+        terminal.print_exactly(text.rstrip("\n"))
+        return ExitCode.OK
     if shutil.which(engine.program) is None:
         raise UsageError(
             f"{engine.program} was not found, so no job can be submitted to {name} from here",
             f"{engine.install}; or use --dry-run to print the job file",
         )
-    return engine.submit(request, text, write)
+    return engine.submit(request, text, terminal.write_stderr)
 
 
 def parser() -> Parser:

@@ -2,12 +2,13 @@
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_kit.arguments import Parser
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.warm.kept_client import kept_processes
+from ddp_kit.terminal import Terminal
 from ddp_kit.texts import size_text
 
 _EPILOG = """\
@@ -30,7 +31,7 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """List or stop the kept processes, and return the exit code."""
     stops = parser().parse_args(argv).action == "stop"
     lines = []
@@ -42,9 +43,9 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
             f"{kept['launches']} launches; {imported}"
         )
     if lines:
-        print_text("\n".join([*lines, *(["stopped"] if stops else [])]))
+        terminal.print_text("\n".join([*lines, *(["stopped"] if stops else [])]))
     else:
-        print_text("no process is kept")
+        terminal.print_text("no process is kept")
     return ExitCode.OK
 
 

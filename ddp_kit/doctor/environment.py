@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from ddp_kit.env import reported_variables
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.masking import masked_env
+from ddp_kit.terminal import Terminal
 from ddp_kit.texts import size_text
 
 _FURTHER_PACKAGES = (
@@ -39,11 +40,11 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Print versions, hardware and environment variables, with secrets masked, and return the exit code."""
     args = parser().parse_args(argv)
-    report = facts(env)
-    print_text(json.dumps(report, indent=1) if args.json else _lines(report))
+    report = facts(terminal.env)
+    terminal.print_text(json.dumps(report, indent=1) if args.json else _lines(report))
     return ExitCode.OK
 
 

@@ -25,6 +25,7 @@ from ddp_kit.devices.gpus import GpuUsage
 from ddp_kit.errors import LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase
+from ddp_kit.terminal import Terminal
 from ddp_kit.texts import GIB
 from ddp_kit.watching.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 
@@ -73,7 +74,7 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Show the jobs once, or update the display until the user quits. Returns the exit code."""
     args = parser().parse_args(argv)
     if args.json and not args.once:
@@ -92,7 +93,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         hosts_read = read()
         if hosts_read.problems:
             raise LaunchError("; ".join(hosts_read.problems), "for details, run `ssh HOST ddpkit top --once`")
-        print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
+        terminal.print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         console = Console(soft_wrap=True, markup=False, emoji=False)
         console.print(render(read(), console.width))

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from launching import BIN, PROGRAMS, free_port, run
 
-from ddp_kit.cli import main as cli
+from ddp_kit.cli import launch
 from ddp_kit.devices.cpus import Cpus
 from ddp_kit.devices.gpus import Gpu
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import dry_run, plan, spec
 from ddp_kit.launcher.warm import client
 from ddp_kit.masking import masked_env
+from ddp_kit.terminal import Terminal
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 Environments = dict[str, dict[str, str]]
@@ -310,7 +311,7 @@ def test_dry_run_with_a_rank_without_a_gpu_is_refused() -> None:
 def test_dry_run_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "t.py").touch()
     monkeypatch.delattr(client.WarmServer, "__init__")  # a start would fail
-    assert cli.launch(["--dry-run", str(tmp_path / "t.py")]) == 0
+    assert launch.run(["--dry-run", str(tmp_path / "t.py")], Terminal(os.environ)) == 0
 
 
 def test_may_fork_is_false_only_for_flags_before_the_script_or_variables() -> None:

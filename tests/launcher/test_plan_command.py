@@ -9,6 +9,7 @@ from ddp_kit.cli.plan import run, size_of
 from ddp_kit.devices.gpus import Gpu
 from ddp_kit.env import plan_request
 from ddp_kit.errors import UsageError
+from ddp_kit.terminal import Terminal
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_size_of_other_words_raises_usage_error(text: str) -> None:
 )
 def test_plan_command_with_invalid_arguments_names_them(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run(words, {"CUDA_VISIBLE_DEVICES": ""})
+        run(words, Terminal({"CUDA_VISIBLE_DEVICES": ""}))
 
 
 def test_plan_command_defaults_to_the_gpus_of_this_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,9 +65,9 @@ def test_plan_command_defaults_to_the_gpus_of_this_node(monkeypatch: pytest.Monk
     monkeypatch.setattr(plan, "Popen", Started)
     script = tmp_path / "train.py"
     script.touch()
-    assert run([str(script), "--gpus=7"], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
-    assert run(["--gpus", "3", str(script), "x"], {}) == 128 + 9
-    assert run(["--nodes", "2", str(script)], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
+    assert run([str(script), "--gpus=7"], Terminal({"CUDA_VISIBLE_DEVICES": "0,1"})) == 128 + 9
+    assert run(["--gpus", "3", str(script), "x"], Terminal({})) == 128 + 9
+    assert run(["--nodes", "2", str(script)], Terminal({"CUDA_VISIBLE_DEVICES": "0,1"})) == 128 + 9
     (first, asked), (_, other), (_, nodes) = started
     assert first == [str(script), "--gpus=7"]
     assert (asked.ranks, asked.memory) == (2, 80)
