@@ -27,6 +27,7 @@ def some(names: Sequence[str]) -> str:
 # --- Sizes as text ----------------------------------------------------------------------------------------------------
 
 
+MIB = 1024**2
 GIB = 1024**3
 
 
@@ -49,6 +50,45 @@ def distinct_sizes(first: int, second: int) -> tuple[str, str]:
         if first == second or texts[0] != texts[1]:
             return texts
     return f"{first:,} bytes", f"{second:,} bytes"
+
+
+def used_of(used: int, total: int) -> str:
+    """Used and total memory in bytes as text: `1.5 of 80 GiB`."""
+    return f"{used / GIB:.1f} of {total / GIB:.0f} GiB"
+
+
+# --- Durations and numbers as text ------------------------------------------------------------------------------------
+
+
+def duration_text(seconds: float) -> str:
+    """A number of seconds as text: `35 ms`, `2.4 s`, `4 min 10 s`, `3 h 12 min`, `2 d 5 h`."""
+    if 0 < seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 59.5:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+def clock(seconds: float) -> str:
+    """A number of seconds as hours, minutes and seconds: `1:02:03`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def count_text(number: int) -> str:
+    """A large number as text, rounded if it is at least a million: `812,544`, `1.54 million`, `7 billion`."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,}"
 
 
 def plural(number: int, noun: str, plural_noun: str = "") -> str:

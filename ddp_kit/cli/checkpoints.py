@@ -27,7 +27,7 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.terminal import Terminal
-from ddp_kit.texts import size_text
+from ddp_kit.texts import duration_text, size_text
 
 _EPILOG = f"""\
 exit codes:
@@ -116,13 +116,10 @@ def _row(checkpoint: StoredCheckpoint) -> list[str]:
 
 def _age(created: str) -> str:
     try:
-        seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()))
+        age = datetime.now(UTC) - datetime.fromisoformat(created)
     except (ValueError, TypeError):
         return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
+    return duration_text(max(0, int(age.total_seconds())))
 
 
 # --- Differences ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """`ddpkit export`: write the weights of a checkpoint, whether sharded or not, to safetensors files."""
 
-import argparse
 import json
 import math
 import mmap
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, size
 from ddp_kit.checkpoint.format import (
     INDEX,
     ITEM_BYTES,
@@ -39,9 +37,6 @@ from ddp_kit.checkpoint.weight_files import (
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
 from ddp_kit.terminal import Terminal
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
-
 Weights = Mapping[str, Whole]
 
 
@@ -56,7 +51,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        type=_size,
+        type=size,
         default=math.inf,
         help="split the weights into files of at most this size, such as 5GB, and write an index; a larger tensor "
         "gets a file of its own",
@@ -96,14 +91,6 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
             f"choose another checkpoint; `ddpkit checkpoints {checkpoint.path.parent} --verify` shows damaged ones",
         ) from None
     return 0
-
-
-def _size(text: str) -> float:
-    match = _SIZE.fullmatch(text.upper())
-    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MiB")
-    return size
 
 
 def _checkpoint(source: Path, wants_best: bool, terminal: Terminal) -> StoredCheckpoint:

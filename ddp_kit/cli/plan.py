@@ -2,14 +2,13 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, size
 from ddp_kit.devices import gpus
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
@@ -18,8 +17,6 @@ from ddp_kit.launcher.processes import die_with_parent
 from ddp_kit.terminal import Terminal
 
 _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_POWERS = "BKMGT"
 _EPILOG = """\
 examples:
   ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1              8 GPUs on one node
@@ -45,6 +42,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--memory",
         metavar="SIZE",
+        type=size,
         help="memory of each device: 80GiB, 80GB or a number of bytes (default: the memory of this node's GPUs)",
     )
     flags.add_argument("script", metavar="SCRIPT", help="the training script")
@@ -55,8 +53,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
-    per_node = args.gpus
-    memory = None if args.memory is None else size_of(args.memory)
+    per_node, memory = args.gpus, args.memory
     if per_node is None or memory is None:
         here = [gpu for _, gpu in gpus.visible(gpus.gpus(), terminal.env)]
         if per_node is None:
@@ -86,16 +83,3 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     )
     code = process.wait()
     return code if code >= 0 else ExitCode.of_signal(-code)
-
-
-def size_of(text: str) -> int:
-    """Convert a size such as 80GiB, 80GB or 85899345920 to bytes. Raises `UsageError` if the size is invalid."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"--memory {text} is not a size", "use a size such as 80GiB or 80GB, or a number of bytes")
-    number, unit = match.groups()
-    unit = (unit or "B").upper()
-    size = int(float(number) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0]))
-    if size < 1:
-        raise UsageError(f"--memory {text} is less than one byte", "use a size such as 80GiB, or a number of bytes")
-    return size

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, count, duration, whole_number
 from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.clusters.request import Request, hosts_of, job_name
@@ -102,15 +101,15 @@ def parser() -> Parser:
         flags.add_argument(*names, help=f"{only}{help}", **options)
 
     add("--on", metavar="ENGINE", help=f"the engine, one of: {', '.join(ENGINES)}")
-    add("--nodes", metavar="N", type=_count, help="the number of nodes; default with --hosts: all hosts")
+    add("--nodes", metavar="N", type=count, help="the number of nodes; default with --hosts: all hosts")
     add("--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs per node, such as 8 or H100:8; default: none")
     add(
         "--cpus",
         metavar="C",
-        type=_count,
+        type=count,
         help="number of CPU cores per node; default: 8 per GPU, which is more than some nodes have",
     )
-    add("--time", metavar="TIME", help="the time limit, such as 90m, 12h, 2d or 1-12:00:00")
+    add("--time", metavar="TIME", type=_time_limit, help="the time limit, such as 90m, 12h, 2d or 1-12:00:00")
     add("--name", metavar="NAME", help="the job's name; default: the script's name")
     add("--image", metavar="IMAGE", help="the container image, which must contain ddpkit")
     add("--queue", "--partition", metavar="NAME", help="the queue or partition")
@@ -120,23 +119,23 @@ def parser() -> Parser:
     add(
         "--retries",
         metavar="N",
-        type=_number,
+        type=whole_number,
         help="maximum number of restarts after the exit codes 3, 124 and 129-255; default: 3",
     )
     add(
         "--grace",
         metavar="SECONDS",
-        type=_count,
+        type=count,
         help="seconds from SIGTERM to SIGKILL when the job is stopped; default: 120",
     )
     add("--dry-run", action="store_true", help="print the job file, and submit nothing")
     return flags
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def _time_limit(text: str) -> int:
+    if text.isdecimal():  # minutes for Slurm, seconds for others
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: use such as 90m, 12h, 2d or 1-12:00:00")
+    return int(duration(text))
 
 
 def _gpus(text: str) -> tuple[str | None, int]:
@@ -145,28 +144,6 @@ def _gpus(text: str) -> tuple[str | None, int]:
     if not number.isdecimal() or int(number) < 1 or (colon and not kind):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of GPUs nor TYPE:NUMBER")
     return kind or None, int(number)
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
-def seconds_of(text: str) -> int:
-    """Convert a time limit such as `90m`, `12h`, `2d`, `24:00:00` or `1-12:00:00` to seconds.
-
-    Raises `UsageError` for any other format.
-    """
-    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    if match := re.fullmatch(r"(\d+)([smhd])", text):
-        return int(match[1]) * units[match[2]]
-    if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    raise UsageError(
-        f"--time {text} is not a valid time limit", "for example: --time 90m, --time 12h or --time 1-12:00:00"
-    )
 
 
 def _split(words: Sequence[str], flag_parser: Parser) -> tuple[list[str], list[str]]:
@@ -226,7 +203,7 @@ def _request(
         raise UsageError(
             f"--nodes is {nodes}, but --hosts names {len(hosts)} hosts", f"use --nodes {len(hosts)}, or add hosts"
         )
-    time, name = flags.pop("time"), flags.pop("name")
+    name = flags.pop("name")
     if name is None:
         script = "train" if launch is None else launch.script
         is_module = launch is not None and launch.torchrun["module"]
@@ -237,7 +214,7 @@ def _request(
         words=tuple(launch_words),
         name=name,
         command="\n# ".join(printable(line, keep=_NOT_UTF8) for line in shlex.join(shown).splitlines()),  # a comment
-        seconds=None if time is None else seconds_of(time),
+        seconds=flags.pop("time"),
         hosts=hosts[:nodes],
         folder=PurePosixPath(Path.cwd()),
         programs=str(Path(sys.executable).parent),

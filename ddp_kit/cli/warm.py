@@ -9,7 +9,7 @@ from ddp_kit.arguments import Parser
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.warm.kept_client import kept_processes
 from ddp_kit.terminal import Terminal
-from ddp_kit.texts import size_text
+from ddp_kit.texts import clock, size_text
 
 _EPILOG = """\
 examples:
@@ -36,7 +36,7 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     stops = parser().parse_args(argv).action == "stop"
     lines = []
     for kept in kept_processes("stop" if stops else "description"):
-        age = time.strftime("%H:%M:%S", time.gmtime(time.time() - kept["since"]))
+        age = clock(time.time() - kept["since"])
         imported = ", ".join(kept["imports"]) or "imports torch"
         lines.append(
             f"{kept['script']}: pid {kept['pid']}, {age} old, {size_text(_memory(kept['pid']))}, "

@@ -11,7 +11,7 @@ import pynvml
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.masking import masked
-from ddp_kit.texts import GIB
+from ddp_kit.texts import used_of
 
 # --- NVML queries -----------------------------------------------------------------------------------------------------
 # Every query may fail.
@@ -156,7 +156,7 @@ class Gpu:
         """The used and the total memory, such as `1.5 of 80 GiB`, or an empty string if not known."""
         if not self.memory_total:
             return ""
-        return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"
+        return used_of(self.memory_used, self.memory_total)
 
     def state(self, holder: str = "") -> str:
         """The state in words, such as held, busy or free. `holder`: the launch that holds the GPU, if any."""

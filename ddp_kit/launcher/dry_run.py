@@ -30,6 +30,7 @@ from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.warm import imports, kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
+from ddp_kit.texts import MIB
 
 AT_THE_START = "chosen when the job starts"
 AT_RENDEZVOUS = "assigned at the rendezvous"
@@ -40,7 +41,6 @@ _BY_FLAG = {
     RUN_ID: "--rdzv-id",
     SIGNALS: "--signals-to-handle",
 }
-_MIB = 1024**2
 _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
@@ -197,7 +197,7 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     rendezvous = plan.rendezvous
     nodes, per_node = rendezvous.nodes or rendezvous.limits.min_nodes, max(1, len(plan.workers))
     known = [gpu.memory_total for worker in plan.workers for gpu in worker.gpus if gpu.memory_total]
-    size = f"{min(known) // _MIB}MiB" if known else "80GiB"
+    size = f"{min(known) // MIB}MiB" if known else "80GiB"
     command = f"ddpkit plan --gpus {per_node}{f' --nodes {nodes}' if nodes > 1 else ''} --memory {size}"
     command += f" {shlex.join(masked_words([plan.script, *plan.script_arguments], {**env, **plan.env}))}"
     return [["memory", f"run `{command}` to estimate it" + ("" if known else " (80 GiB is an example)")]]

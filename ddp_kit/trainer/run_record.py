@@ -41,7 +41,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
-from ddp_kit.texts import size_text
+from ddp_kit.texts import count_text, duration_text, size_text
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.updates import optimizer_kind
 
@@ -50,17 +50,16 @@ from ddp_kit.trainer.updates import optimizer_kind
 
 _WORTH_SAYING = 0.05
 """Phases with a smaller share of the time are left out."""
-_UNITS = ((1e9, "billion"), (1e6, "million"))
 
 
 def described_model(model: nn.Module) -> str:
     """A one-line description of a model that is not distributed yet: class, number of parameters, and size."""
     every = list(model.parameters())
     total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
-    share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
+    share = "" if trained == total else f", {count_text(trained)} of them trained ({100 * trained / total:.3g}%)"
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in every})
     size = sum(parameter.numel() * parameter.element_size() for parameter in every)
-    return f"{type(model).__name__}: {_count(total)} parameters{share}, {size_text(size)} in {' and '.join(kinds)}"
+    return f"{type(model).__name__}: {count_text(total)} parameters{share}, {size_text(size)} in {' and '.join(kinds)}"
 
 
 def announce(
@@ -127,17 +126,17 @@ def conclude(
         return
     rows = list(result.history)
     trained = sum(steps * row.step_seconds for steps, row in _lengths(rows, began))
-    parts = [f"{result.steps - began} steps in {_duration(seconds)}"]
+    parts = [f"{result.steps - began} steps in {duration_text(seconds)}"]
     shares = time_shares(rows, began)
     if shares:
         each = trained / (rows[-1].step - began)
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _WORTH_SAYING)
-        parts.append(f"{_duration(each)} each: {spent}")
+        parts.append(f"{duration_text(each)} each: {spent}")
     used = [(steps * row.step_seconds, row.mfu) for steps, row in _lengths(rows, began) if row.mfu is not None]
     if used:
         parts.append(f"MFU {sum(share * mfu for share, mfu in used) / sum(share for share, _ in used):.1%}")
     if seconds - trained > _WORTH_SAYING * seconds:
-        parts.append(f"{_duration(seconds - trained)} for evaluations, checkpoints and callbacks")
+        parts.append(f"{duration_text(seconds - trained)} for evaluations, checkpoints and callbacks")
     values = {"loss": result.loss} | {f"eval {name}": value for name, value in result.metrics.items()}
     parts.append(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
     if best is not None:
@@ -165,22 +164,6 @@ def _lengths(rows: Sequence[LogRow], began: int) -> list[tuple[int, LogRow]]:
     """Pairs of (number of steps since the previous row, row)."""
     ends = [began, *(row.step for row in rows)]
     return [(row.step - before, row) for before, row in zip(ends, rows, strict=False)]
-
-
-def _count(number: int) -> str:
-    for unit, name in _UNITS:
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:,}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 120 else f"{minutes} min"
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------
