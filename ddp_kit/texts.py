@@ -1,6 +1,7 @@
 """Values as text, for messages and tables."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 
 def first_line(error: Exception) -> str:
@@ -22,6 +23,12 @@ def kind_of(value: object) -> str:
 def some(names: Sequence[str]) -> str:
     """The first five names, separated by commas, and the number of the remaining names, as in "a, b and 3 more"."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def ranges(numbers: Sequence[int], separator: str = ",") -> str:
+    """Ascending numbers as text, with ranges abbreviated, as in `0,2-7`."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # --- Sizes as text ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`ddpkit devices`: list the GPUs of this machine, and the processes and launches that use them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 
 from ddp_kit.arguments import Parser
 from ddp_kit.devices.gpus import MEANING, Gpu, GpuProcess, Process, gpus, links, visible
@@ -10,7 +9,7 @@ from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.warm.kept_client import kept_processes_text
 from ddp_kit.terminal import Terminal
-from ddp_kit.texts import size_text
+from ddp_kit.texts import ranges, size_text
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
 
@@ -81,13 +80,7 @@ def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
     yield from ("", "links")
     for gpu, others in table.items():
         kinds = dict.fromkeys(others.values())
-        leads = (f"{kind} to {_ranges([other for other in others if others[other] == kind])}" for kind in kinds)
+        leads = (f"{kind} to {ranges([other for other in others if others[other] == kind], ', ')}" for kind in kinds)
         yield f"  {gpu}: {', '.join(leads)}"
     seen = {kind.rstrip("0123456789") for others in table.values() for kind in others.values()}
     yield f"  ({'; '.join(f'{kind}: {meaning}' for kind, meaning in MEANING.items() if kind in seen)})"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """The numbers as text, with ranges abbreviated, such as `0, 2-7`."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
