@@ -31,6 +31,12 @@ def ranges(numbers: Sequence[int], separator: str = ",") -> str:
     return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with aligned columns. The last column is not padded."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, [*widths[:-1], 0])) for row in rows]
+
+
 # --- Sizes as text ----------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import OWN_FLAGS, TORCHRUN_FLAGS
 from ddp_kit.launcher.warm import imports, kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
-from ddp_kit.texts import MIB, ranges
+from ddp_kit.texts import MIB, aligned, ranges
 
 AT_THE_START = "chosen when the job starts"
 AT_RENDEZVOUS = "assigned at the rendezvous"
@@ -69,9 +69,9 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
     return "\n\n".join(
         [
             f"Nothing was started. This would run on {host}{assumed}:",
-            _aligned(_processes(plan, env, host)),
-            f"Settings, and where each comes from:\n\n{_aligned(_settings(plan, env))}",
-            f"Rendezvous:\n\n{_aligned(_rendezvous(plan, env))}",
+            _table(_processes(plan, env, host)),
+            f"Settings, and where each comes from:\n\n{_table(_settings(plan, env))}",
+            f"Rendezvous:\n\n{_table(_rendezvous(plan, env))}",
             *_cluster(plan.rendezvous.place),
             *_environment(plan, env),
             *_memory(plan, env),
@@ -172,7 +172,7 @@ def _cluster(place: JobPlace | None) -> list[str]:
     if place.end_time is not None:
         values["end of the job"] = time.ctime(place.end_time)
     rows = [[name, source, str(values[name])] for name, source in place.sources.items() if values.get(name) is not None]
-    return [f"{place.environment}; command-line flags override these values:", *filter(None, [_aligned(rows)])]
+    return [f"{place.environment}; command-line flags override these values:", *filter(None, [_table(rows)])]
 
 
 def _origin_of(setting: str, plan: Plan, env: Mapping[str, str]) -> str:
@@ -238,9 +238,9 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     yours = [[name, value] for name, value in values.items() if name not in origin]
     by_rank = [[env[name] if name not in known_later else known_later[name] for name in differing] for env in envs]
     return [
-        f"Variables that the launcher sets, with the same value on every rank:\n\n{_aligned(ours)}",
-        f"Variables from your environment:\n\n{_aligned(yours)}",
-        f"Variables that differ between the ranks:\n\n{_aligned([differing, *by_rank])}",
+        f"Variables that the launcher sets, with the same value on every rank:\n\n{_table(ours)}",
+        f"Variables from your environment:\n\n{_table(yours)}",
+        f"Variables that differ between the ranks:\n\n{_table([differing, *by_rank])}",
     ]
 
 
@@ -347,10 +347,5 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as lines with aligned columns. The last column is not padded."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return "\n".join(
-        "  " + "  ".join([*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    )
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"  {line}" for line in aligned(rows))
