@@ -37,6 +37,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, [*widths[:-1], 0])) for row in rows]
 
 
+def shortened(text: str, most: int) -> str:
+    """The text if it has at most this many characters, else its beginning and `...`."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 3]}..."
+
+
 # --- Sizes as text ----------------------------------------------------------------------------------------------------
 
 

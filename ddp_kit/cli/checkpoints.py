@@ -28,7 +28,7 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.terminal import Terminal
-from ddp_kit.texts import aligned, duration_text, plural, size_text
+from ddp_kit.texts import aligned, duration_text, plural, shortened, size_text
 
 _EPILOG = f"""\
 exit codes:
@@ -228,9 +228,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 
 def _value_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) > _MOST_CHARACTERS:
-        return f"{text[: _MOST_CHARACTERS - 3]}..."
-    return text
+    return shortened(text, _MOST_CHARACTERS)
 
 
 def _values(checkpoint: StoredCheckpoint) -> dict[str, Any]:

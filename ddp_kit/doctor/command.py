@@ -59,6 +59,7 @@ CHECKS: dict[str, Check] = {
 }
 """All checks by name, in the order in which they run."""
 
+_KEPT = "\n"  # of control characters
 _COLOURS = {Status.OK: 32, Status.WARN: 33, Status.FAIL: 31}
 _EPILOG = f"""\
 exit codes:
@@ -89,9 +90,11 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         results[name] = result
         if not args.json:
             status = f"{result.status:<4}"
-            status = f"\033[{_COLOURS[result.status]}m{status}\033[0m" if colour else status
-            fix = f"\n      -> {result.fix}" if result.fix else ""
-            terminal.print_exactly(f"{status}  " + printable(f"{result.found}{fix}", keep="\n"))
+            if colour:
+                status = f"\033[{_COLOURS[result.status]}m{status}\033[0m"
+            terminal.print_exactly(f"{status}  {printable(result.found, keep=_KEPT)}")
+            if result.fix:
+                terminal.print_exactly(f"      -> {printable(result.fix, keep=_KEPT)}")
     counts = {status: sum(result.status == status for result in results.values()) for status in Status}
     if args.json:
         listed = [{"name": name, **asdict(result)} for name, result in results.items()]
