@@ -22,7 +22,10 @@ def kind_of(value: object) -> str:
 
 def some(names: Sequence[str]) -> str:
     """The first five names, separated by commas, and the number of the remaining names, as in "a, b and 3 more"."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    text = ", ".join(names[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text
 
 
 def ranges(numbers: Sequence[int], separator: str = ",") -> str:
@@ -53,11 +56,13 @@ GIB = 1024**3
 
 def size_text(number: float, decimals: int = 1) -> str:
     """A number of bytes as text, in the largest unit that does not exceed it: `640 bytes`, `3.1 KiB`, `25.0 GiB`."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.{decimals}f} {unit}"
+    if number < 1024:
+        return f"{number:.0f} bytes"
+    for unit in ("KiB", "MiB"):
         number /= 1024
-    return f"{number:,.{decimals}f} GiB"
+        if number < 1024:
+            return f"{number:.{decimals}f} {unit}"
+    return f"{number / 1024:,.{decimals}f} GiB"
 
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:
@@ -113,4 +118,6 @@ def count_text(number: int) -> str:
 
 def plural(number: int, noun: str, plural_noun: str = "") -> str:
     """A number and a noun: `1 rank`, `3 ranks`. `plural_noun`: the plural if it is not the noun and an `s`."""
-    return f"{number} {noun if number == 1 else plural_noun or f'{noun}s'}"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {plural_noun or f'{noun}s'}"

@@ -145,10 +145,12 @@ def _checkpoint(word: str, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoi
 
 
 def _differences(title: str, old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:
-    old_pieces, new_pieces = _pieces(old), _pieces(new)
+    old_pieces = _pieces(old)
+    new_pieces = _pieces(new)
     tables = [{name: str(record) for name, record in pieces} for pieces in (old_pieces, new_pieces)]
     lines = [*_changed(*tables), *_changed_tensors(old_pieces, new_pieces), *_changed(_values(old), _values(new))]
-    yield f"{title}: {plural(len(lines), 'difference') if lines else 'no differences'}"
+    count = plural(len(lines), "difference") if lines else "no differences"
+    yield f"{title}: {count}"
     yield from lines
     alone = old_pieces.keys() ^ new_pieces.keys()
     divided = {name for name, _ in alone if tables[0].get(name) == tables[1].get(name)}
@@ -247,7 +249,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, dict) and value and "$" not in {key[:1] for key in value}:
         for key, one in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, one)
+            yield from _leaves(f"{path}.{key}".removeprefix("."), one)
     elif isinstance(value, dict) and ("$ordered" in value or "$dict" in value):
         for key, one in next(iter(value.values())):
             yield from _leaves(f"{path}[{json.dumps(key)}]", one)

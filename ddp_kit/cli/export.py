@@ -80,9 +80,11 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     try:
         _export(checkpoint, target, args.max_shard_size, args.ema, terminal)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
+        reason = str(error.strerror or error)
+        if error.filename:
+            reason += f": {error.filename}"
         raise CheckpointError(
-            f"the weights of {checkpoint.path} could not be exported: {error.strerror or error}{where}",
+            f"the weights of {checkpoint.path} could not be exported: {reason}",
             advice_for(error, "check that path and its permissions"),
         ) from None
     except (ValueError, TypeError, KeyError) as error:
@@ -129,14 +131,17 @@ def _export(checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, 
     weights = {name: files.tensors[key] for name, key in names.items()}
     shards = _shards(weights, most)
     stem = target.name.removesuffix(TENSORS)
-    paths = [
-        target if len(shards) == 1 else target.with_name(f"{stem}-{number:05d}-of-{len(shards):05d}{TENSORS}")
-        for number in range(1, len(shards) + 1)
-    ]
     index = target.with_name(f"{stem}{INDEX}")
-    _check_new([*paths, *([index] if len(shards) > 1 else [])])
+    if len(shards) == 1:
+        paths = [target]
+        _check_new(paths)
+    else:
+        numbers = range(1, len(shards) + 1)
+        paths = [target.with_name(f"{stem}-{number:05d}-of-{len(shards):05d}{TENSORS}") for number in numbers]
+        _check_new([*paths, index])
     with ExitStack() as stack:
-        made, places = [], dict[Key, list[Destination]]()
+        made = []
+        places: dict[Key, list[Destination]] = {}
         for path, shard in zip(paths, shards, strict=True):
             aliases = {alias: name for alias, name in tied.items() if name in shard}
             made.append(stack.enter_context(_NewFile(path)))
@@ -180,7 +185,8 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
         if key in first:
             tied[name] = first[key]
         else:
-            names[name], first[key] = key, name
+            names[name] = key
+            first[key] = name
     if not names:
         raise ValueError("it has no model weights")
     return names, tied
@@ -227,7 +233,8 @@ class _NewFile:
         os.posix_fallocate(self._file, 0, size)
         os.pwrite(self._file, begin, 0)
         content = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
-        places, at = {}, len(begin)
+        places = {}
+        at = len(begin)
         for name in order:
             whole = weights[name]
             places[name] = whole.places(content[at : at + whole.bytes], whole.shape, (0,) * len(whole.shape))

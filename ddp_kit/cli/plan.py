@@ -53,7 +53,8 @@ def parser() -> Parser:
 def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
-    per_node, memory = args.gpus, args.memory
+    per_node = args.gpus
+    memory = args.memory
     if per_node is None or memory is None:
         here = [gpu for _, gpu in gpus.visible(gpus.gpus(), terminal.env)]
         if per_node is None:
@@ -82,4 +83,6 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
     )
     code = process.wait()
-    return code if code >= 0 else ExitCode.of_signal(-code)
+    if code < 0:
+        return ExitCode.of_signal(-code)
+    return code

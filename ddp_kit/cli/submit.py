@@ -45,26 +45,24 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     submit_words, launch_words = _split(argv, flag_parser)
     flags = vars(flag_parser.parse_args(submit_words))
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
-    name, dry_run = flags.pop("on"), flags.pop("dry_run")
-    if name not in ENGINES:
-        names, close = ", ".join(ENGINES), nearest(name or "", list(ENGINES))
-        what = "no engine is given" if name is None else f"there is no engine {name!r}; the engines are: {names}"
-        raise UsageError(what, f"use --on {close}" if close else f"use --on and one of: {names}")
-    engine = ENGINES[name]
+    dry_run = flags.pop("dry_run")
+    engine = _engine(flags.pop("on"))
     _check_flags(engine, flags, flag_parser)
-    launch = _parse_launch(launch_words, flag_parser) if launch_words else None
-    if launch is None and engine.script_needed:
+    launch = None
+    if launch_words:
+        launch = _parse_launch(launch_words, flag_parser)
+    elif engine.script_needed:
         raise UsageError("there is no script to run", "put the script and its arguments after all flags")
     request = _request(flags, launch, launch_words, argv)
     if launch is not None and not launch.torchrun["module"] and not launch.torchrun["no_python"]:
         _check_script(engine, request, launch.script)
     if engine.image_needed and request.image is None:
-        raise UsageError(f"{name} runs a job in a container, but --image is not given", "use --image IMAGE")
+        raise UsageError(f"{engine.name} runs a job in a container, but --image is not given", "use --image IMAGE")
     engine.check(request)
     text = engine.text(request)
     if engine.suffix == ".yaml" and not {*_NOT_UTF8}.isdisjoint(text):
         raise UsageError(
-            f"a name or an argument of the job is not valid UTF-8, and a job file for {name} is written in UTF-8",
+            f"a name or an argument of the job is not valid UTF-8, and a job file for {engine.name} is written in UTF-8",
             "rename the script, its folder or the file that an argument names, using only valid UTF-8",
         )
     if dry_run:
@@ -72,10 +70,22 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         return ExitCode.OK
     if shutil.which(engine.program) is None:
         raise UsageError(
-            f"{engine.program} was not found, so no job can be submitted to {name} from here",
+            f"{engine.program} was not found, so no job can be submitted to {engine.name} from here",
             f"{engine.install}; or use --dry-run to print the job file",
         )
     return engine.submit(request, text, terminal.write_stderr)
+
+
+def _engine(name: str | None) -> Engine:
+    hint = f"use --on and one of: {', '.join(ENGINES)}"
+    if name is None:
+        raise UsageError("no engine is given", hint)
+    if name not in ENGINES:
+        close = nearest(name, list(ENGINES))
+        if close:
+            hint = f"use --on {close}"
+        raise UsageError(f"there is no engine {name!r}; the engines are: {', '.join(ENGINES)}", hint)
+    return ENGINES[name]
 
 
 def parser() -> Parser:
@@ -97,8 +107,9 @@ def parser() -> Parser:
 
     def add(*names: str, help: str, **options: Any) -> None:
         supporting = [engine.name for engine in engines if names[0].strip("-") in engine.flags]
-        only = f"for {supporting[0]}: " if len(supporting) == 1 else ""
-        flags.add_argument(*names, help=f"{only}{help}", **options)
+        if len(supporting) == 1:
+            help = f"for {supporting[0]}: {help}"
+        flags.add_argument(*names, help=help, **options)
 
     add("--on", metavar="ENGINE", help=f"the engine, one of: {', '.join(ENGINES)}")
     add("--nodes", metavar="N", type=count, help="the number of nodes; default with --hosts: all hosts")
@@ -154,7 +165,8 @@ def _split(words: Sequence[str], flag_parser: Parser) -> tuple[list[str], list[s
     actions = {flag: action for action in flag_parser.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
-        position += 1 if "=" in words[position] or action.nargs == 0 else 2
+        has_value = "=" not in words[position] and action.nargs != 0
+        position += 1 + has_value
     return list(words[:position]), list(words[position:])
 
 
@@ -205,9 +217,12 @@ def _request(
         )
     name = flags.pop("name")
     if name is None:
-        script = "train" if launch is None else launch.script
-        is_module = launch is not None and launch.torchrun["module"]
-        name = job_name(script.rpartition(".")[2] if is_module else PurePosixPath(script).stem)
+        script = "train"
+        if launch is not None:
+            script = (
+                launch.script.rpartition(".")[2] if launch.torchrun["module"] else PurePosixPath(launch.script).stem
+            )
+        name = job_name(script)
     shown = ["ddpkit", "submit", *(word for word in words if word != "--dry-run")]
     return Request(
         nodes=nodes,
@@ -227,13 +242,11 @@ def _check_script(engine: Engine, request: Request, script: str) -> None:
     path = Path(script)
     if request.image is None and not path.exists():  # with an image, it is in the image
         close = nearest(path.stem, [other.stem for other in path.parent.glob("*.py")])
-        raise UsageError(
-            f"there is no script {script!r} in {Path.cwd()}",
-            f"did you mean {path.with_stem(close)}?" if close else "check the path",
-        )
+        hint = f"did you mean {path.with_stem(close)}?" if close else "check the path"
+        raise UsageError(f"there is no script {script!r} in {Path.cwd()}", hint)
     relative = Path(os.path.relpath(script))
     if engine.copies_folder and (".." in relative.parts or path.is_absolute()):
+        hint = f"cd {path.parent}" if ".." in relative.parts else f"give {relative}"
         raise UsageError(
-            f"{engine.name} copies the working folder to the nodes, but {script} is not a relative path inside it",
-            f"cd {path.parent}" if ".." in relative.parts else f"give {relative}",
+            f"{engine.name} copies the working folder to the nodes, but {script} is not a relative path inside it", hint
         )

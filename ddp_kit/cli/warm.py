@@ -42,10 +42,9 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
             f"{kept['script']}: pid {kept['pid']}, {age} old, {size_text(_memory(kept['pid']))}, "
             f"{kept['launches']} launches; {imported}"
         )
-    if lines:
-        terminal.print_text("\n".join([*lines, *(["stopped"] if stops else [])]))
-    else:
-        terminal.print_text("no process is kept")
+    if lines and stops:
+        lines.append("stopped")
+    terminal.print_text("\n".join(lines or ["no process is kept"]))
     return ExitCode.OK
 
 

@@ -270,7 +270,9 @@ def checkpoints(machine: Machine) -> CheckResult:
 
 def kept_processes(machine: Machine) -> CheckResult | None:
     """Name the kept processes, which use memory."""
-    return ok(machine.kept_processes) if machine.kept_processes else None
+    if not machine.kept_processes:
+        return None
+    return ok(machine.kept_processes)
 
 
 def _is_free(port: int) -> bool:

@@ -102,7 +102,9 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     else:
         warnings = plural(counts[Status.WARN], "warning")
         terminal.print_text(f"{counts[Status.OK]} ok, {warnings}, {counts[Status.FAIL]} failed")
-    return ExitCode.BROKEN if counts[Status.FAIL] else ExitCode.OK
+    if counts[Status.FAIL]:
+        return ExitCode.BROKEN
+    return ExitCode.OK
 
 
 def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[tuple[str, CheckResult]]:

@@ -98,7 +98,9 @@ def _cluster(env: Mapping[str, str]) -> str:
         return error.message
     except SystemExit:  # only process 0 reports an error in the cluster's variables
         return "the cluster's variables cannot be used; run `ddpkit env` in process 0 to see why"
-    return "none recognised" if place is None else place.environment
+    if place is None:
+        return "none recognised"
+    return place.environment
 
 
 def _packages() -> dict[str, str]:

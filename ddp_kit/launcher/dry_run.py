@@ -86,14 +86,21 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
 def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]:
     workers = plan.workers or (WorkerResources(),)
     group_rank = plan.rendezvous.group_rank
-    first = None if group_rank is None or (group_rank and not plan.workers) else group_rank * len(workers)
+    if group_rank and not plan.workers:  # the number of processes is not known
+        group_rank = None
     rows = [["rank", "host", "GPU", "cores", "program"]]
     for local_rank, worker in enumerate(workers):
-        rank = f"first + {local_rank}" if first is None else str(first + local_rank)
+        rank = f"first + {local_rank}"
+        if group_rank is not None:
+            rank = str(group_rank * len(workers) + local_rank)
+        if not plan.workers:
+            rank += ", ..."
         gpus = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in worker.gpus) or "-"
-        cores = "set by --numa-binding" if plan.numa_binding else ranges(sorted(worker.cpus)) or "any"
+        cores = ranges(sorted(worker.cpus)) or "any"
+        if plan.numa_binding:
+            cores = "set by --numa-binding"
         program = shlex.join(masked_words(plan.command_line(local_rank), {**env, **plan.env}))
-        rows.append([rank if plan.workers else f"{rank}, ...", host, gpus, cores, program])
+        rows.append([rank, host, gpus, cores, program])
     return rows
 
 
@@ -211,11 +218,10 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[str]:
     if nodes > 1:
         words += ["--nodes", str(nodes)]
     known = [gpu.memory_total for worker in plan.workers for gpu in worker.gpus if gpu.memory_total]
-    size, example = "80GiB", " (80 GiB is an example)"
-    if known:
-        size, example = f"{min(known) // MIB}MiB", ""
+    size = f"{min(known) // MIB}MiB" if known else "80GiB"
     script = masked_words([plan.script, *plan.script_arguments], {**env, **plan.env})
     command = shlex.join(["ddpkit", "plan", *words, "--memory", size, *script])
+    example = "" if known else " (80 GiB is an example)"
     return [f"To estimate the memory, run `{command}`{example}."]
 
 
@@ -226,17 +232,22 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     """Three tables of variables: set by the launcher, from the user's environment, and different on each rank."""
     assignment = _assignment(plan)
     envs = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.workers)))]
-    known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
-    differing = [*_RANKS, *([VISIBLE_GPUS] if plan.virtual_local_rank else [])]
-    shown = {**masked_env(envs[0]), ERROR_FILE: ""}
-    values = {
-        name: known_later.get(name) or (value if value.isprintable() else repr(value))
-        for name, value in sorted(shown.items())
-        if name not in differing
-    }
-    ours = [[name, origin[name], value] for name, value in values.items() if name in origin]
-    yours = [[name, value] for name, value in values.items() if name not in origin]
-    by_rank = [[env[name] if name not in known_later else known_later[name] for name in differing] for env in envs]
+    known_later = _known_later(plan.rendezvous)
+    origin = _origin(plan, env)
+    differing = list(_RANKS)
+    if plan.virtual_local_rank:
+        differing.append(VISIBLE_GPUS)
+    by_rank = [[known_later.get(name, env[name]) for name in differing] for env in envs]
+    ours = []
+    yours = []
+    for name, value in sorted({**masked_env(envs[0]), **known_later}.items()):
+        if name in differing:
+            continue
+        text = value if value.isprintable() else repr(value)
+        if name in origin:
+            ours.append([name, origin[name], text])
+        else:
+            yours.append([name, text])
     return [
         f"Variables that the launcher sets, with the same value on every rank:\n\n{_table(ours)}",
         f"Variables from your environment:\n\n{_table(yours)}",
@@ -246,8 +257,10 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 def _assignment(plan: Plan) -> RankAssignment:
     """This node's rank assignment, assuming equally many processes on all nodes; unknown values get placeholders."""
-    rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
-    group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
+    rendezvous = plan.rendezvous
+    count = max(1, len(plan.workers))
+    group_rank = rendezvous.group_rank or 0
+    nodes = rendezvous.nodes or 1
     return RankAssignment(
         round=0,
         restarts=0,
@@ -283,15 +296,17 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     rendezvous = plan.rendezvous
     set_by_launcher = plan.environment(_assignment(plan), 0, plan.env)
     origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "as in torchrun") | _BY_FLAG
-    where = "--local-addr" if rendezvous.local_addr and rendezvous.endpoint_source else rendezvous.endpoint_source
-    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "default for a single node")
-    if not rendezvous.endpoint_source:
-        origin[RUN_ID] = origin[MASTER_ADDR]
+    where = rendezvous.endpoint_source
+    if not where:
+        where = origin[RUN_ID] = "default for a single node"
+    elif rendezvous.local_addr:
+        where = "--local-addr"
+    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where)
     if NCCL_ERROR_HANDLING in env:
         del origin[NCCL_ERROR_HANDLING]
     if rendezvous.group_rank is not None and rendezvous.limits.max_nodes > 1:
-        place = rendezvous.place
-        origin[GROUP_RANK] = "--node-rank" if place is None else place.sources.get("node rank", "--node-rank")
+        sources = {} if rendezvous.place is None else rendezvous.place.sources
+        origin[GROUP_RANK] = sources.get("node rank", "--node-rank")
     return origin | dict(plan.origin)
 
 
@@ -304,17 +319,17 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
     PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
     """
-    wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
+    words = ["torchrun"]
+    omitted = {"training_script", "training_script_args", *plan.read_by_torchrun}
     if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
-        wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
-    del wanted["training_script"], wanted["training_script_args"]
-    usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}
-    flags = [_flag(name, value) for name, value in wanted.items() if name not in usual | plan.read_by_torchrun]
+        omitted |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id"}
+    for name, value in plan.torchrun.items():
+        if name in defaults.keys() - omitted and value is not None and value != defaults[name]:
+            words.append(_flag(name, value))
     # torchrun drops the first `--`, which must not be the script's own.
-    protect = plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, wanted)
-    dashes = ["--"] if protect else []
-    words = ["torchrun", *flags, *dashes, plan.script, *plan.script_arguments]
-    command = masked_words(words, {**env, **plan.env})
+    if plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, defaults):
+        words.append("--")
+    command = masked_words([*words, plan.script, *plan.script_arguments], {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
 
 
@@ -339,7 +354,9 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     ours = {"shutdown_timeout": GRACE_SECONDS}
     settings = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
     missing = settings - plan.read_by_torchrun - defaults.keys()
-    but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
+    but = []
+    if any(worker.cpus for worker in plan.workers):
+        but.append("which does not bind processes to cores")
     but += [f"which does not support --{name.replace('_', '-')} in this version" for name in sorted(missing)]
     return "".join(f", {text}" for text in but)
 
