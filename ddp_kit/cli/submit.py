@@ -62,7 +62,8 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     text = engine.text(request)
     if engine.suffix == ".yaml" and not {*_NOT_UTF8}.isdisjoint(text):
         raise UsageError(
-            f"a name or an argument of the job is not valid UTF-8, and a job file for {engine.name} is written in UTF-8",
+            "a name or an argument of the job is not valid UTF-8, "
+            f"and a job file for {engine.name} is written in UTF-8",
             "rename the script, its folder or the file that an argument names, using only valid UTF-8",
         )
     if dry_run:
@@ -219,9 +220,9 @@ def _request(
     if name is None:
         script = "train"
         if launch is not None:
-            script = (
-                launch.script.rpartition(".")[2] if launch.torchrun["module"] else PurePosixPath(launch.script).stem
-            )
+            script = PurePosixPath(launch.script).stem
+        if launch is not None and launch.torchrun["module"]:
+            script = launch.script.rpartition(".")[2]
         name = job_name(script)
     shown = ["ddpkit", "submit", *(word for word in words if word != "--dry-run")]
     return Request(

@@ -72,7 +72,7 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
             _table(_processes(plan, env, host)),
             f"Settings, and where each comes from:\n\n{_table(_settings(plan, env))}",
             f"Rendezvous:\n\n{_table(_rendezvous(plan, env))}",
-            *_cluster(plan.rendezvous.place),
+            *_cluster(plan.rendezvous.place, env),
             *_environment(plan, env),
             *_memory(plan, env),
             f"The equivalent torchrun command{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
@@ -171,14 +171,15 @@ def _rendezvous(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     return [[name, source, masked(value, env)] for name, source, value in rows if value != "None"]
 
 
-def _cluster(place: JobPlace | None) -> list[str]:
+def _cluster(place: JobPlace | None, env: Mapping[str, str]) -> list[str]:
     """A table of the values of the cluster's environment variables, with the names of these variables."""
     if place is None:
         return []
     values = vars(place) | {"node rank": place.node_rank, "GPUs": place.gpus}
     if place.end_time is not None:
         values["end of the job"] = time.ctime(place.end_time)
-    rows = [[name, source, str(values[name])] for name, source in place.sources.items() if values.get(name) is not None]
+    known = [name for name in place.sources if values.get(name) is not None]
+    rows = [[name, place.sources[name], masked(str(values[name]), env)] for name in known]
     return [f"{place.environment}; command-line flags override these values:", *filter(None, [_table(rows)])]
 
 
