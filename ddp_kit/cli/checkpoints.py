@@ -81,7 +81,7 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         title = " -> ".join(re.sub(r"^(\d+)$", r"step \1", word) for word in args.diff)
         terminal.print_text("\n".join(_differences(title, *stored)))
         return ExitCode.OK
-    terminal.print_text("\n".join(aligned([*_rows(stored)])))
+    terminal.print_text("\n".join(aligned([*_overview(stored)])))
     for path in left:
         terminal.print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
@@ -94,7 +94,7 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
 # --- Table ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(stored: Sequence[StoredCheckpoint]) -> Iterator[list[str]]:
+def _overview(stored: Sequence[StoredCheckpoint]) -> Iterator[list[str]]:
     yield ["step", "age", "size", "files", "state"]
     best = "whole, the best"  # the newest of those that were the best when they were saved
     for checkpoint in stored:
@@ -148,7 +148,8 @@ def _differences(title: str, old: StoredCheckpoint, new: StoredCheckpoint) -> It
     old_pieces = _pieces(old)
     new_pieces = _pieces(new)
     tables = [{name: str(record) for name, record in pieces} for pieces in (old_pieces, new_pieces)]
-    lines = [*_changed(*tables), *_changed_tensors(old_pieces, new_pieces), *_changed(_values(old), _values(new))]
+    lines = [*_value_changes(*tables), *_tensor_changes(old_pieces, new_pieces)]
+    lines += _value_changes(_values(old), _values(new))
     count = plural(len(lines), "difference") if lines else "no differences"
     yield f"{title}: {count}"
     yield from lines
@@ -206,7 +207,7 @@ def _pieces(checkpoint: StoredCheckpoint) -> _Pieces:
     return dict(sorted(pieces.items(), key=lambda item: not item[0][0].startswith("model: ")))
 
 
-def _changed_tensors(old: _Pieces, new: _Pieces) -> list[str]:
+def _tensor_changes(old: _Pieces, new: _Pieces) -> list[str]:
     """A line for each tensor whose values have other hashes. Files with equal hashes are not read."""
     changed = {}
     for (name, record), piece in old.items():
@@ -218,7 +219,7 @@ def _changed_tensors(old: _Pieces, new: _Pieces) -> list[str]:
     return [*changed.values()]
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def _value_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys((*old, *new)):
         if name not in old:
             yield f"+ {name}: {_value_text(new[name])}"

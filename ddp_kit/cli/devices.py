@@ -37,13 +37,13 @@ def text(env: Mapping[str, str]) -> str:
     if not machine:
         return "\n".join(["this machine has no NVIDIA GPU, or no driver for one", *kept])
     positions = {gpu.uuid: str(position) for position, (_, gpu) in enumerate(visible(machine, env))}
-    lines = [*_table(machine, positions, holders())]
+    lines = [*_gpu_lines(machine, positions, holders())]
     if VISIBLE_GPUS in env:
         lines += ["", f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}: --gpus can use {len(positions)} of {len(machine)} GPUs"]
-    return "\n".join([*lines, *_links(links()), *kept])
+    return "\n".join([*lines, *_link_lines(links()), *kept])
 
 
-def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], holders: Mapping[str, Process]) -> Iterator[str]:
+def _gpu_lines(machine: tuple[Gpu, ...], positions: Mapping[str, str], holders: Mapping[str, Process]) -> Iterator[str]:
     rows = [["GPU", "--gpus", "name", "memory used", "load", "NUMA", "UUID", "state"]]
     for gpu in machine:
         load = "?" if gpu.load is None else f"{gpu.load} %"
@@ -62,7 +62,7 @@ def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], holders: Mapp
             yield f"      {memory}{user.process}"
 
 
-def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
+def _link_lines(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
     """Yield one line per GPU with its links to other GPUs, such as `0: NV18 to 1-3`, and a line that explains them."""
     if not any(table.values()):
         return

@@ -117,8 +117,8 @@ class _Request:
     def _not_found(self, count: int, which: str = "") -> UsageError:
         if not self.machine:
             return UsageError(
-                f"{self._what()} is not available: this machine has no NVIDIA GPU, or no driver for one",
-                self._run(f"--nproc-per-node {count}", "to train on the CPU"),
+                f"{self._wanted()} is not available: this machine has no NVIDIA GPU, or no driver for one",
+                self._command(f"--nproc-per-node {count}", "to train on the CPU"),
             )
         summary = f"found {len(self.seen)}" if self.seen else "none of these is usable"
         if self.mask is not None:
@@ -126,20 +126,20 @@ class _Request:
         return self._refusal(f"{summary}{which}", count)
 
     def _refusal(self, why: str, count: int) -> UsageError:
-        lines = [self._line(position, gpu) for position, (_, gpu) in enumerate(self.seen)]
+        lines = [self._gpu_text(position, gpu) for position, (_, gpu) in enumerate(self.seen)]
         listed = "\n    ".join(lines or [gpu.described(self.held.get(gpu.uuid, "")) for gpu in self.machine])
-        return UsageError(f"{self._what()} is not available: {why}:\n    {listed}", self._hint(count))
+        return UsageError(f"{self._wanted()} is not available: {why}:\n    {listed}", self._hint(count))
 
-    def _line(self, position: int, gpu: Gpu) -> str:
+    def _gpu_text(self, position: int, gpu: Gpu) -> str:
         line = gpu.described(self.held.get(gpu.uuid, ""))
         if gpu.label == str(position):
             return line
         return f"position {position} is GPU {line}"
 
-    def _what(self) -> str:
+    def _wanted(self) -> str:
         return "the default (all visible GPUs)" if self.asked is None else f"--gpus {self.asked}"
 
-    def _run(self, flags: str, why: str) -> str:
+    def _command(self, flags: str, why: str) -> str:
         return f"run `ddpkit launch {flags} {self.command}` {why}"
 
     def _hint(self, count: int) -> str:
@@ -147,9 +147,11 @@ class _Request:
         free = [pair for pair in available if not pair[1].busy]
         only_free = (self.asked or "").strip().startswith("free:")
         if only_free and free:
-            return self._run(f"--gpus free:{min(count, len(free))}", "to use the free GPUs")
+            return self._command(f"--gpus free:{min(count, len(free))}", "to use the free GPUs")
         if available:
-            return self._run(f"--gpus {min(count, len(available))}", "to use the available GPUs, free ones first")
+            return self._command(f"--gpus {min(count, len(available))}", "to use the available GPUs, free ones first")
         if self.seen:
-            return self._run(f"--nproc-per-node {count}", "to share GPUs with those launches, or wait for them to end")
-        return self._run(f"--nproc-per-node {count}", "to train on the CPU")
+            return self._command(
+                f"--nproc-per-node {count}", "to share GPUs with those launches, or wait for them to end"
+            )
+        return self._command(f"--nproc-per-node {count}", "to train on the CPU")

@@ -298,10 +298,10 @@ def gpu_usage() -> tuple[GpuUsage, ...]:
 def gpu_usage_reader() -> Iterator[Callable[[], tuple[GpuUsage, ...]]]:
     """Yield a function that does the same as `gpu_usage`, but keeps NVML initialised between calls."""
     with handles() as pairs:
-        yield lambda: tuple(_read(pairs))
+        yield lambda: tuple(_usage(pairs))
 
 
-def _read(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
+def _usage(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
     for index, handle in pairs:
         memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle)
         load = query(pynvml.nvmlDeviceGetUtilizationRates, handle)

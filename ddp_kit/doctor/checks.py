@@ -350,8 +350,8 @@ def orphaned_processes(machine: Machine) -> CheckResult | None:
         if not (proc / str(pid)).exists():
             lines.append(f"GPU {index}: pid {pid}, which is not in {proc}")
         elif _is_orphan(proc, pid):
-            command = masked(" ".join(_words(proc, pid))) or _text(proc / str(pid) / "comm")
-            lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {command}")
+            command = masked(" ".join(_argv(proc, pid))) or _content(proc / str(pid) / "comm")
+            lines.append(f"GPU {index}: pid {pid} of {_owner(proc, pid)}, {command}")
             kills.append(str(pid))
     if not lines:
         return ok("no orphaned process uses a GPU")
@@ -382,7 +382,7 @@ def _evidence_of_gpu(machine: Machine) -> str:
     if nodes:
         return f"{nodes[0]} exists"
     for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
-        if _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY_CLASS):
+        if _content(device / "vendor") == _NVIDIA and _content(device / "class").startswith(_DISPLAY_CLASS):
             return f"there is an NVIDIA card at {device.name} on the PCI bus"
     return ""
 
@@ -401,11 +401,11 @@ def _is_orphan(proc: Path, pid: int) -> bool:
 
     In a container, process 1 may be a Python launcher instead. Its children are not orphans.
     """
-    after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
-    return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
+    after_name = _content(proc / str(pid) / "stat").rpartition(")")[2].split()
+    return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _argv(proc, _INIT_PID)[:1])
 
 
-def _user(proc: Path, pid: int) -> str:
+def _owner(proc: Path, pid: int) -> str:
     number = (proc / str(pid)).stat().st_uid
     try:
         return pwd.getpwuid(number).pw_name
@@ -413,11 +413,11 @@ def _user(proc: Path, pid: int) -> str:
         return f"user {number}"
 
 
-def _words(proc: Path, pid: int) -> list[str]:
-    return [word for word in _text(proc / str(pid) / "cmdline").split("\0") if word]
+def _argv(proc: Path, pid: int) -> list[str]:
+    return [word for word in _content(proc / str(pid) / "cmdline").split("\0") if word]
 
 
-def _text(file: Path) -> str:
+def _content(file: Path) -> str:
     try:
         return file.read_text(errors="replace").strip()
     except OSError:

@@ -47,7 +47,7 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     if args.json:
         terminal.print_text(json.dumps(report, indent=1))
     else:
-        terminal.print_text("\n".join(_lines(report)))
+        terminal.print_text("\n".join(_report_lines(report)))
     return ExitCode.OK
 
 
@@ -74,7 +74,7 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
         "torch": torch.error or f"{about['version']}, CUDA {about['cuda']}, NCCL {about['nccl']}",
         "system": f"{platform.platform()}, {distribution}",
         "processors": processors,
-        "memory": _memory(),
+        "memory": _memory_text(),
         "driver": driver,
         "GPUs": [f"{card.gpu.label}: {card.gpu.name}, {size_text(card.gpu.memory_total)}" for card in nvidia.cards],
         "cluster": _cluster(env),
@@ -83,7 +83,7 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _memory() -> str:
+def _memory_text() -> str:
     total = psutil.virtual_memory().total
     limit = memory_limit() or total
     if limit < total:
@@ -116,7 +116,7 @@ def _packages() -> dict[str, str]:
     return versions
 
 
-def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, value in report.items():
         if name == "packages":
             value = ", ".join(f"{key} {of}" for key, of in value.items())

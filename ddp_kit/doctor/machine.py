@@ -221,7 +221,7 @@ class _RunningProbe:
             if failed is not None:
                 self._result = ProbeResult(error=self._reason(failed))
             elif None not in codes:
-                self._result = ProbeResult(facts=json.loads(self._lines(0)[-1]))
+                self._result = ProbeResult(facts=json.loads(self._output_lines(0)[-1]))
             elif time.monotonic() - self._start > self._limit:
                 self._result = ProbeResult(error=f"no answer within {self._limit:g} s", ran_out_of_time=True)
             else:
@@ -239,9 +239,9 @@ class _RunningProbe:
         code = self._processes[place].returncode
         if code < 0:
             return f"killed by {signal.strsignal(-code) or f'signal {-code}'}"
-        return (self._lines(place) or [f"exit code {code}"])[-1]
+        return (self._output_lines(place) or [f"exit code {code}"])[-1]
 
-    def _lines(self, place: int) -> list[str]:
+    def _output_lines(self, place: int) -> list[str]:
         self._outputs[place].seek(0)
         return [line for line in self._outputs[place].read().decode(errors="replace").splitlines() if line.strip()]
 

@@ -93,7 +93,7 @@ def _is_own(family: int, address: Any) -> bool:
     return True
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The type and first line of an error, followed by the last line if it contains NCCL's own message."""
     lines = str(error).strip().splitlines() or [""]
     reason = f"{type(error).__name__}: {lines[0]}"
@@ -107,6 +107,6 @@ if __name__ == "__main__":
     try:
         answer = question(*sys.argv[2:])  # type: ignore[operator]
     except Exception as error:
-        sys.exit(_why(error))
+        sys.exit(_reason(error))
     print(json.dumps(answer), flush=True)
     os._exit(0)  # torch's threads could abort during the interpreter's shutdown

@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddp_kit.clusters.request import JobPlace
@@ -30,7 +30,7 @@ from ddp_kit.env import (
     WORLD_SIZE,
 )
 from ddp_kit.launcher.job import RankAssignment
-from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
+from ddp_kit.launcher.plan import GRACE_SECONDS, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import OWN_FLAGS, TORCHRUN_FLAGS
 from ddp_kit.launcher.warm import imports, kept_client
@@ -39,6 +39,7 @@ from ddp_kit.texts import MIB, aligned, ranges
 
 AT_THE_START = "chosen when the job starts"
 AT_RENDEZVOUS = "assigned at the rendezvous"
+_TEMPORARY = f"the directory for temporary files, {AT_THE_START}"
 
 _BY_FLAG = {
     ROLE_NAME: "--role",
@@ -63,15 +64,14 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
     `env`: the launcher's environment. `host`: this machine's name. `defaults`: the default settings of the installed
     torchrun.
     """
-    assumed = ""
-    if plan.rendezvous.group_rank is not None and plan.rendezvous.limits.max_nodes > 1:
-        assumed = ", if every node has the same number of processes"
+    known = plan.rendezvous.group_rank is not None and plan.rendezvous.limits.max_nodes > 1
+    assumed = ", if every node has the same number of processes" if known else ""
     return "\n\n".join(
         [
             f"Nothing was started. This would run on {host}{assumed}:",
-            _table(_processes(plan, env, host)),
-            f"Settings, and where each comes from:\n\n{_table(_settings(plan, env))}",
-            f"Rendezvous:\n\n{_table(_rendezvous(plan, env))}",
+            _indented(_processes(plan, env, host)),
+            f"Settings, and where each comes from:\n\n{_indented(_settings(plan, env))}",
+            f"Rendezvous:\n\n{_indented(_rendezvous(plan, env))}",
             *_cluster(plan.rendezvous.place, env),
             *_environment(plan, env),
             *_memory(plan, env),
@@ -86,12 +86,10 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
 def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]:
     workers = plan.workers or (WorkerResources(),)
     group_rank = plan.rendezvous.group_rank
-    if group_rank and not plan.workers:  # the number of processes is not known
-        group_rank = None
     rows = [["rank", "host", "GPU", "cores", "program"]]
     for local_rank, worker in enumerate(workers):
         rank = f"first + {local_rank}"
-        if group_rank is not None:
+        if group_rank == 0 or (group_rank and plan.workers):
             rank = str(group_rank * len(workers) + local_rank)
         if not plan.workers:
             rank += ", ..."
@@ -115,7 +113,9 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
         settings["hang_timeout"] = "300 s, but only in scripts with a Trainer"
     elif own["hang_timeout"] == 0:
         settings["hang_timeout"] = "no limit"
-    settings["log_dir"] = _log_dir(plan.logs)
+    settings["log_dir"] = "not kept"
+    if plan.logs.are_kept:
+        settings["log_dir"] = f"a new folder in {plan.logs.log_dir or _TEMPORARY}"
     settings |= _imports(plan, env)
     return [
         [name, _origin_of(name, plan, env), masked(_value_text(name, value), env)]
@@ -123,14 +123,6 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
         if not name.startswith(_READ_BY_RENDEZVOUS) and name not in _SHOWN_ELSEWHERE
         if value is not None and value is not False and value not in ("", "0", [])
     ]
-
-
-def _log_dir(logs: Logs) -> str:
-    if not logs.are_kept:
-        return "not kept"
-    if logs.log_dir is None:
-        return f"a new folder in the directory for temporary files, {AT_THE_START}"
-    return f"a new folder in {logs.log_dir}"
 
 
 def _imports(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
@@ -180,7 +172,7 @@ def _cluster(place: JobPlace | None, env: Mapping[str, str]) -> list[str]:
         values["end of the job"] = time.ctime(place.end_time)
     known = [name for name in place.sources if values.get(name) is not None]
     rows = [[name, place.sources[name], masked(str(values[name]), env)] for name in known]
-    return [f"{place.environment}; command-line flags override these values:", *filter(None, [_table(rows)])]
+    return [f"{place.environment}; command-line flags override these values:", *filter(None, [_indented(rows)])]
 
 
 def _origin_of(setting: str, plan: Plan, env: Mapping[str, str]) -> str:
@@ -250,9 +242,9 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
         else:
             yours.append([name, text])
     return [
-        f"Variables that the launcher sets, with the same value on every rank:\n\n{_table(ours)}",
-        f"Variables from your environment:\n\n{_table(yours)}",
-        f"Variables that differ between the ranks:\n\n{_table([differing, *by_rank])}",
+        f"Variables that the launcher sets, with the same value on every rank:\n\n{_indented(ours)}",
+        f"Variables from your environment:\n\n{_indented(yours)}",
+        f"Variables that differ between the ranks:\n\n{_indented([differing, *by_rank])}",
     ]
 
 
@@ -321,14 +313,15 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
     """
     words = ["torchrun"]
-    omitted = {"training_script", "training_script_args", *plan.read_by_torchrun}
+    names = defaults.keys() - {"training_script", "training_script_args"}
+    omitted = set(plan.read_by_torchrun)
     if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
         omitted |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id"}
     for name, value in plan.torchrun.items():
-        if name in defaults.keys() - omitted and value is not None and value != defaults[name]:
+        if name in names - omitted and value not in (None, defaults[name]):
             words.append(_flag(name, value))
     # torchrun drops the first `--`, which must not be the script's own.
-    if plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, defaults):
+    if plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, names):
         words.append("--")
     command = masked_words([*words, plan.script, *plan.script_arguments], {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
@@ -343,7 +336,7 @@ def _flag(name: str, value: Any) -> str:
     return f"{flag}={value}"
 
 
-def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
+def _taken_for_flags(arguments: Sequence[str], names: Iterable[str]) -> bool:
     """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
     flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
     flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
@@ -355,15 +348,16 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     ours = {"shutdown_timeout": GRACE_SECONDS}
     settings = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
     missing = settings - plan.read_by_torchrun - defaults.keys()
-    but = []
+    text = ""
     if any(worker.cpus for worker in plan.workers):
-        but.append("which does not bind processes to cores")
-    but += [f"which does not support --{name.replace('_', '-')} in this version" for name in sorted(missing)]
-    return "".join(f", {text}" for text in but)
+        text = ", which does not bind processes to cores"
+    for name in sorted(missing):
+        text += f", which does not support --{name.replace('_', '-')} in this version"
+    return text
 
 
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _indented(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"  {line}" for line in aligned(rows))
