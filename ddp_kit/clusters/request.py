@@ -43,7 +43,8 @@ class JobPlace:
     def __post_init__(self) -> None:
         """Raise `UsageError` if the node rank is not less than the number of nodes."""
         if self.node_rank >= self.nodes:
-            rank, nodes = self.sources["node rank"], self.sources["nodes"]
+            rank = self.sources["node rank"]
+            nodes = self.sources["nodes"]
             raise UsageError(
                 f"the variables of {self.environment} contradict each other: {rank} says node rank {self.node_rank}, "
                 f"{nodes} says {plural(self.nodes, 'node')}",

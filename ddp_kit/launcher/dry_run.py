@@ -55,6 +55,7 @@ _READ_BY_RENDEZVOUS = ("nnodes", "node_rank", "max_restarts", "standalone", "loc
 _SHOWN_ELSEWHERE = {"training_script", "training_script_args", "dry_run", "print_completion"}
 _FLAGS = {flag.dest: flag for flag in (*TORCHRUN_FLAGS, *OWN_FLAGS)}
 _TORCHRUN_VARIABLES = {"shutdown_timeout": GRACE_DEFAULT, "log_line_prefix_template": LINE_PREFIX_DEFAULT}
+_HANG_TIMEOUTS = {None: "300 s, but only in scripts with a Trainer", 0.0: "no limit"}
 _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
@@ -78,6 +79,10 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
             f"The equivalent torchrun command{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
         ]
     )
+
+
+def _indented(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"  {line}" for line in aligned(rows))
 
 
 # --- What runs --------------------------------------------------------------------------------------------------------
@@ -109,10 +114,7 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     """Rows of name, origin and value of the settings that are set, except those that the rendezvous is read from."""
     own = {flag.dest: getattr(plan.spec, flag.dest) for flag in OWN_FLAGS}
     settings = own | dict(plan.torchrun) | {"signals_to_handle": ",".join(plan.signals_to_handle) or "none"}
-    if own["hang_timeout"] is None:
-        settings["hang_timeout"] = "300 s, but only in scripts with a Trainer"
-    elif own["hang_timeout"] == 0:
-        settings["hang_timeout"] = "no limit"
+    settings["hang_timeout"] = _HANG_TIMEOUTS.get(plan.spec.hang_timeout, plan.spec.hang_timeout)
     settings["log_dir"] = "not kept"
     if plan.logs.are_kept:
         settings["log_dir"] = f"a new folder in {plan.logs.log_dir or _TEMPORARY}"
@@ -329,11 +331,9 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
 
 def _flag(name: str, value: Any) -> str:
     flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return flag
     if isinstance(value, list):
         value = ",".join(str(item).replace(",", ",,") for item in value)
-    return f"{flag}={value}"
+    return flag if value is True else f"{flag}={value}"
 
 
 def _taken_for_flags(arguments: Sequence[str], names: Iterable[str]) -> bool:
@@ -354,10 +354,3 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     for name in sorted(missing):
         text += f", which does not support --{name.replace('_', '-')} in this version"
     return text
-
-
-# --- Layout -----------------------------------------------------------------------------------------------------------
-
-
-def _indented(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"  {line}" for line in aligned(rows))
