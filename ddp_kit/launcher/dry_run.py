@@ -3,13 +3,17 @@
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_kit.clusters.request import JobPlace
 from ddp_kit.env import (
     ERROR_FILE,
+    FLAG_DEFAULT,
+    GRACE_DEFAULT,
     GROUP_RANK,
     GROUP_WORLD_SIZE,
+    LINE_PREFIX_DEFAULT,
     LOCAL_RANK,
     MASTER_ADDR,
     MASTER_PORT,
@@ -26,13 +30,16 @@ from ddp_kit.env import (
     WORLD_SIZE,
 )
 from ddp_kit.launcher.job import RankAssignment
-from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
+from ddp_kit.launcher.plan import GRACE_SECONDS, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
+from ddp_kit.launcher.spec import OWN_FLAGS, TORCHRUN_FLAGS
 from ddp_kit.launcher.warm import imports, kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
+from ddp_kit.texts import MIB, aligned, ranges
 
 AT_THE_START = "chosen when the job starts"
 AT_RENDEZVOUS = "assigned at the rendezvous"
+_TEMPORARY = f"the directory for temporary files, {AT_THE_START}"
 
 _BY_FLAG = {
     ROLE_NAME: "--role",
@@ -40,7 +47,15 @@ _BY_FLAG = {
     RUN_ID: "--rdzv-id",
     SIGNALS: "--signals-to-handle",
 }
-_MIB = 1024**2
+_SETTING_OF = {"backend": "rdzv_backend", "run_id": "rdzv_id", "min_nodes": "nnodes", "max_nodes": "nnodes"}
+"""The settings that fields of the rendezvous and its limits are read from, where the names differ."""
+_NO_SETTINGS = ("place", "limits", "endpoint_source", "served_by_ddpkit")
+_FROM_CLUSTER = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend")
+_READ_BY_RENDEZVOUS = ("nnodes", "node_rank", "max_restarts", "standalone", "local_addr", "rdzv_", "master_")
+_SHOWN_ELSEWHERE = {"training_script", "training_script_args", "dry_run", "print_completion"}
+_FLAGS = {flag.dest: flag for flag in (*TORCHRUN_FLAGS, *OWN_FLAGS)}
+_TORCHRUN_VARIABLES = {"shutdown_timeout": GRACE_DEFAULT, "log_line_prefix_template": LINE_PREFIX_DEFAULT}
+_HANG_TIMEOUTS = {None: "300 s, but only in scripts with a Trainer", 0.0: "no limit"}
 _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
@@ -50,15 +65,24 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
     `env`: the launcher's environment. `host`: this machine's name. `defaults`: the default settings of the installed
     torchrun.
     """
+    known = plan.rendezvous.group_rank is not None and plan.rendezvous.limits.max_nodes > 1
+    assumed = ", if every node has the same number of processes" if known else ""
     return "\n\n".join(
         [
-            f"Nothing was started. This would run on {host}:",
-            _table(_processes(plan, env, host)),
-            _table([*([name, masked(text, env)] for name, text in _settings(plan, env)), *_memory(plan, env)]),
+            f"Nothing was started. This would run on {host}{assumed}:",
+            _indented(_processes(plan, env, host)),
+            f"Settings, and where each comes from:\n\n{_indented(_settings(plan, env))}",
+            f"Rendezvous:\n\n{_indented(_rendezvous(plan, env))}",
+            *_cluster(plan.rendezvous.place, env),
             *_environment(plan, env),
+            *_memory(plan, env),
             f"The equivalent torchrun command{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
         ]
     )
+
+
+def _indented(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"  {line}" for line in aligned(rows))
 
 
 # --- What runs --------------------------------------------------------------------------------------------------------
@@ -67,140 +91,133 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
 def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]:
     workers = plan.workers or (WorkerResources(),)
     group_rank = plan.rendezvous.group_rank
-    first = None if group_rank is None or (group_rank and not plan.workers) else group_rank * len(workers)
     rows = [["rank", "host", "GPU", "cores", "program"]]
     for local_rank, worker in enumerate(workers):
-        rank = f"first + {local_rank}" if first is None else str(first + local_rank)
+        rank = f"first + {local_rank}"
+        if group_rank == 0 or (group_rank and plan.workers):
+            rank = str(group_rank * len(workers) + local_rank)
+        if not plan.workers:
+            rank += ", ..."
         gpus = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in worker.gpus) or "-"
-        cores = "set by --numa-binding" if plan.numa_binding else _ranges(worker.cpus) or "any"
+        cores = ranges(sorted(worker.cpus)) or "any"
+        if plan.numa_binding:
+            cores = "set by --numa-binding"
         program = shlex.join(masked_words(plan.command_line(local_rank), {**env, **plan.env}))
-        rows.append([rank if plan.workers else f"{rank}, ...", host, gpus, cores, program])
+        rows.append([rank, host, gpus, cores, program])
     return rows
 
 
-def _ranges(cpus: Sequence[int]) -> str:
-    """Core numbers in a compact notation, such as `0-3,8` for 0, 1, 2, 3 and 8."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1].append(cpu)
-        else:
-            runs.append([cpu])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+# --- Settings ---------------------------------------------------------------------------------------------------------
 
 
-def _settings(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
-    most = plan.rendezvous.limits.max_restarts
-    started = (
-        "forked from the warm server where possible" if plan.program(0) else "each started cold, in a new interpreter"
-    )
-    hangs, seconds = "not detected", plan.spec.hang_timeout
-    if seconds is None:
-        hangs = "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
-    elif seconds:
-        hangs = f"a process that makes no progress for {seconds:g} s or more is killed"
+def _settings(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
+    """Rows of name, origin and value of the settings that are set, except those that the rendezvous is read from."""
+    own = {flag.dest: getattr(plan.spec, flag.dest) for flag in OWN_FLAGS}
+    settings = own | dict(plan.torchrun) | {"signals_to_handle": ",".join(plan.signals_to_handle) or "none"}
+    settings["hang_timeout"] = _HANG_TIMEOUTS.get(plan.spec.hang_timeout, plan.spec.hang_timeout)
+    settings["log_dir"] = "not kept"
+    if plan.logs.are_kept:
+        settings["log_dir"] = f"a new folder in {plan.logs.log_dir or _TEMPORARY}"
+    settings |= _imports(plan, env)
     return [
-        ("processes", f"{len(plan.workers)}, {started}"),
-        *_imports(plan, env),
-        *_recognised(plan.rendezvous),
-        ("nodes", _nodes(plan.rendezvous)),
-        ("rendezvous", _endpoint(plan.rendezvous)),
-        *_timeouts(plan.rendezvous),
-        ("restarts", f"at most {most} consecutive restarts without progress" if most else "none"),
-        ("signals", ", ".join(plan.signals_to_handle) or "none"),
-        ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
-        ("hangs", hangs),
-        ("logs", _logs(plan.logs)),
-        *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
+        [name, _origin_of(name, plan, env), masked(_value_text(name, value), env)]
+        for name, value in settings.items()
+        if not name.startswith(_READ_BY_RENDEZVOUS) and name not in _SHOWN_ELSEWHERE
+        if value is not None and value is not False and value not in ("", "0", [])
     ]
 
 
-def _imports(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """A row with the packages that are imported once for all processes, and with the package at which this ends."""
+def _imports(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
+    """The packages that are imported once for all processes, the package at which this ends, and the kept process."""
     unfit = imports.unfit(env)
     request = plan.imports(env, unfit)
     if request is None:
-        return []
+        return {}
     packages = [each.package for each in imports.statements(request)]
-    text = f"once per node: {', '.join(dict.fromkeys(['torch', *packages]))}"
+    texts = {"preload": f"once per node: {', '.join(dict.fromkeys(['torch', *packages]))}"}
     first = imports.left_out(request, unfit)
     if first:
-        text += f"; in each process: {first}"
-    if plan.spec.keep_warm is None or sys.platform != "linux":
-        return [("imports", text)]
-    return [("imports", text), ("kept", kept_client.state_of(request.program, request.packages))]
+        texts["preload"] += f"; in each process: {first}"
+    if plan.spec.keep_warm is not None and sys.platform == "linux":
+        kept = kept_client.state_of(request.program, request.packages)
+        texts["keep_warm"] = f"{plan.spec.keep_warm:g} s; {kept}"
+    return texts
 
 
-def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:
-    """Rows with the name of the cluster, the values of its environment variables, and the names of these variables."""
-    place = rendezvous.place
+def _rendezvous(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
+    """Rows of name, origin and value of the fields of the rendezvous and its limits."""
+    rendezvous = plan.rendezvous
+    origin = rendezvous.endpoint_source or "default for a single node"
+    values = {name: value for name, value in vars(rendezvous).items() if name not in _NO_SETTINGS}
+    if not rendezvous.endpoint_source:
+        values |= {"port": f"a free port, {AT_THE_START}", "run_id": AT_THE_START}
+    if rendezvous.group_rank is None:
+        values["node_rank"] = AT_RENDEZVOUS
+    rows = []
+    for name, value in (values | vars(rendezvous.limits)).items():
+        if name in ("host", "port"):
+            rows.append([name, origin, str(value)])
+        elif not name.endswith("_timeout"):
+            setting = _SETTING_OF.get(name, name)
+            rows.append([name, _origin_of(setting, plan, env), _value_text(setting, value)])
+        elif rendezvous.limits.max_nodes > 1 and rendezvous.served_by_ddpkit:
+            rows.append([name, _origin_of("rdzv_conf", plan, env), f"{value:g} s"])
+    return [[name, source, masked(value, env)] for name, source, value in rows if value != "None"]
+
+
+def _cluster(place: JobPlace | None, env: Mapping[str, str]) -> list[str]:
+    """A table of the values of the cluster's environment variables, with the names of these variables."""
     if place is None:
         return []
-    values = {
-        "nodes": place.nodes,
-        "node rank": place.node_rank,
-        "host": place.host,
-        "port": place.port,
-        "GPUs": place.gpus,
-        "end of the job": None if place.end_time is None else time.ctime(place.end_time),
-    }
-    known = {name: value for name, value in values.items() if value is not None and name in place.sources}
-    rows = [("", f"{name} {value}, from {place.sources[name]}") for name, value in known.items()]
-    return [("cluster", f"{place.environment}; command-line flags override these values:"), *rows]
+    values = vars(place) | {"node rank": place.node_rank, "GPUs": place.gpus}
+    if place.end_time is not None:
+        values["end of the job"] = time.ctime(place.end_time)
+    known = [name for name in place.sources if values.get(name) is not None]
+    rows = [[name, place.sources[name], masked(str(values[name]), env)] for name in known]
+    return [f"{place.environment}; command-line flags override these values:", *filter(None, [_indented(rows)])]
 
 
-def _nodes(rendezvous: Rendezvous) -> str:
-    limits = rendezvous.limits
-    many = str(rendezvous.nodes or f"{limits.min_nodes} to {limits.max_nodes}")
-    if many == "1":
-        return many
-    if rendezvous.group_rank is None:
-        return f"{many}; ranks are {AT_RENDEZVOUS}"
-    same = "the ranks above assume the same number of processes on every node"
-    return f"{many}, this is node {rendezvous.group_rank}; {same}"
+def _origin_of(setting: str, plan: Plan, env: Mapping[str, str]) -> str:
+    """The flag, the variable or the cluster that set a setting."""
+    if setting in plan.spec.flags:
+        return f"--{setting.replace('_', '-')}"
+    flag = _FLAGS.get(setting)
+    if flag is not None and flag.has_variable:
+        names = (flag.variable, FLAG_DEFAULT.format(name=setting.upper()), _TORCHRUN_VARIABLES.get(setting, ""))
+        for name in names:
+            if name in env:
+                return name
+    place = plan.spec.place
+    if place is not None and setting in _FROM_CLUSTER and plan.rendezvous.endpoint_source:
+        return place.environment
+    if setting == "nproc_per_node":
+        return plan.origin.get(VISIBLE_GPUS, "default")
+    return "default"
 
 
-def _endpoint(rendezvous: Rendezvous) -> str:
-    if not rendezvous.endpoint_source:
-        return f"{rendezvous.master_addr}, on a free port {AT_THE_START}"
-    port = "" if rendezvous.port is None else f":{rendezvous.port}"
-    host = {None: "", True: ", hosted on this node", False: ", hosted on another node"}[rendezvous.is_host]
-    return f"{rendezvous.master_addr}{port} ({rendezvous.endpoint_source}){host}"
+def _value_text(setting: str, value: Any) -> str:
+    flag = _FLAGS.get(setting)
+    if flag is not None and flag.metavar == "SECONDS" and isinstance(value, int | float):
+        return f"{value:g} s"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value)
 
 
-def _timeouts(rendezvous: Rendezvous) -> list[tuple[str, str]]:
-    limits = rendezvous.limits
-    if limits.max_nodes == 1 or not rendezvous.served_by_ddpkit:
-        return []
-    waits = f"wait up to {limits.join_timeout:g} s for enough nodes, then {limits.last_call_timeout:g} s for more nodes"
-    lost = f"a node without a heartbeat for {limits.heartbeat_timeout:g} s counts as lost"
-    return [("timeouts", f"{waits}; {lost}; wait up to {limits.replacement_timeout:g} s for a replacement")]
-
-
-def _logs(logs: Logs) -> str:
-    where = "not kept"
-    if logs.are_kept:
-        temporary = f"in the directory for temporary files, {AT_THE_START}"
-        where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
-    settings = {name: value for name, value in vars(logs).items() if name != "log_dir"}
-    set_values = {name: value for name, value in settings.items() if value and value != "0"}
-    shown = (
-        f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in set_values.items()
-    )
-    return ", ".join([where, *shown])
-
-
-def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
-    """A row that suggests the command that estimates this job's memory. Running it here would run the script."""
+def _memory(plan: Plan, env: Mapping[str, str]) -> list[str]:
+    """The command that estimates this job's memory. Running it here would run the script."""
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
-    rendezvous = plan.rendezvous
-    nodes, per_node = rendezvous.nodes or rendezvous.limits.min_nodes, max(1, len(plan.workers))
+    nodes = plan.rendezvous.nodes or plan.rendezvous.limits.min_nodes
+    words = ["--gpus", str(max(1, len(plan.workers)))]
+    if nodes > 1:
+        words += ["--nodes", str(nodes)]
     known = [gpu.memory_total for worker in plan.workers for gpu in worker.gpus if gpu.memory_total]
-    size = f"{min(known) // _MIB}MiB" if known else "80GiB"
-    command = f"ddpkit plan --gpus {per_node}{f' --nodes {nodes}' if nodes > 1 else ''} --memory {size}"
-    command += f" {shlex.join(masked_words([plan.script, *plan.script_arguments], {**env, **plan.env}))}"
-    return [["memory", f"run `{command}` to estimate it" + ("" if known else " (80 GiB is an example)")]]
+    size = f"{min(known) // MIB}MiB" if known else "80GiB"
+    script = masked_words([plan.script, *plan.script_arguments], {**env, **plan.env})
+    command = shlex.join(["ddpkit", "plan", *words, "--memory", size, *script])
+    example = "" if known else " (80 GiB is an example)"
+    return [f"To estimate the memory, run `{command}`{example}."]
 
 
 # --- Environment ------------------------------------------------------------------------------------------------------
@@ -210,28 +227,35 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     """Three tables of variables: set by the launcher, from the user's environment, and different on each rank."""
     assignment = _assignment(plan)
     envs = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.workers)))]
-    known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
-    differing = [*_RANKS, *([VISIBLE_GPUS] if plan.virtual_local_rank else [])]
-    shown = {**masked_env(envs[0]), ERROR_FILE: ""}
-    values = {
-        name: known_later.get(name) or (value if value.isprintable() else repr(value))
-        for name, value in sorted(shown.items())
-        if name not in differing
-    }
-    ours = [[name, origin[name], value] for name, value in values.items() if name in origin]
-    yours = [[name, value] for name, value in values.items() if name not in origin]
-    by_rank = [[env[name] if name not in known_later else known_later[name] for name in differing] for env in envs]
+    known_later = _known_later(plan.rendezvous)
+    origin = _origin(plan, env)
+    differing = list(_RANKS)
+    if plan.virtual_local_rank:
+        differing.append(VISIBLE_GPUS)
+    by_rank = [[known_later.get(name, env[name]) for name in differing] for env in envs]
+    ours = []
+    yours = []
+    for name, value in sorted({**masked_env(envs[0]), **known_later}.items()):
+        if name in differing:
+            continue
+        text = value if value.isprintable() else repr(value)
+        if name in origin:
+            ours.append([name, origin[name], text])
+        else:
+            yours.append([name, text])
     return [
-        f"Variables that the launcher sets, with the same value on every rank:\n\n{_table(ours)}",
-        f"Variables from your environment:\n\n{_table(yours)}",
-        f"Variables that differ between the ranks:\n\n{_table([differing, *by_rank])}",
+        f"Variables that the launcher sets, with the same value on every rank:\n\n{_indented(ours)}",
+        f"Variables from your environment:\n\n{_indented(yours)}",
+        f"Variables that differ between the ranks:\n\n{_indented([differing, *by_rank])}",
     ]
 
 
 def _assignment(plan: Plan) -> RankAssignment:
     """This node's rank assignment, assuming equally many processes on all nodes; unknown values get placeholders."""
-    rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
-    group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
+    rendezvous = plan.rendezvous
+    count = max(1, len(plan.workers))
+    group_rank = rendezvous.group_rank or 0
+    nodes = rendezvous.nodes or 1
     return RankAssignment(
         round=0,
         restarts=0,
@@ -267,15 +291,17 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     rendezvous = plan.rendezvous
     set_by_launcher = plan.environment(_assignment(plan), 0, plan.env)
     origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "as in torchrun") | _BY_FLAG
-    where = "--local-addr" if rendezvous.local_addr and rendezvous.endpoint_source else rendezvous.endpoint_source
-    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "default for a single node")
-    if not rendezvous.endpoint_source:
-        origin[RUN_ID] = origin[MASTER_ADDR]
+    where = rendezvous.endpoint_source
+    if not where:
+        where = origin[RUN_ID] = "default for a single node"
+    elif rendezvous.local_addr:
+        where = "--local-addr"
+    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where)
     if NCCL_ERROR_HANDLING in env:
         del origin[NCCL_ERROR_HANDLING]
     if rendezvous.group_rank is not None and rendezvous.limits.max_nodes > 1:
-        place = rendezvous.place
-        origin[GROUP_RANK] = "--node-rank" if place is None else place.sources.get("node rank", "--node-rank")
+        sources = {} if rendezvous.place is None else rendezvous.place.sources
+        origin[GROUP_RANK] = sources.get("node rank", "--node-rank")
     return origin | dict(plan.origin)
 
 
@@ -288,30 +314,29 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
     PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
     """
-    wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
+    words = ["torchrun"]
+    names = defaults.keys() - {"training_script", "training_script_args"}
+    omitted = set(plan.read_by_torchrun)
     if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
-        wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
-    del wanted["training_script"], wanted["training_script_args"]
-    usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}
-    flags = [_flag(name, value) for name, value in wanted.items() if name not in usual | plan.read_by_torchrun]
+        omitted |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id"}
+    for name, value in plan.torchrun.items():
+        if name in names - omitted and value not in (None, defaults[name]):
+            words.append(_flag(name, value))
     # torchrun drops the first `--`, which must not be the script's own.
-    protect = plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, wanted)
-    dashes = ["--"] if protect else []
-    words = ["torchrun", *flags, *dashes, plan.script, *plan.script_arguments]
-    command = masked_words(words, {**env, **plan.env})
+    if plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, names):
+        words.append("--")
+    command = masked_words([*words, plan.script, *plan.script_arguments], {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
 
 
 def _flag(name: str, value: Any) -> str:
     flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return flag
     if isinstance(value, list):
         value = ",".join(str(item).replace(",", ",,") for item in value)
-    return f"{flag}={value}"
+    return flag if value is True else f"{flag}={value}"
 
 
-def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
+def _taken_for_flags(arguments: Sequence[str], names: Iterable[str]) -> bool:
     """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
     flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
     flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
@@ -323,18 +348,9 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     ours = {"shutdown_timeout": GRACE_SECONDS}
     settings = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
     missing = settings - plan.read_by_torchrun - defaults.keys()
-    but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
-    but += [f"which does not support --{name.replace('_', '-')} in this version" for name in sorted(missing)]
-    return "".join(f", {text}" for text in but)
-
-
-# --- Layout -----------------------------------------------------------------------------------------------------------
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as lines with aligned columns. The last column is not padded."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return "\n".join(
-        "  " + "  ".join([*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    )
+    text = ""
+    if any(worker.cpus for worker in plan.workers):
+        text = ", which does not bind processes to cores"
+    for name in sorted(missing):
+        text += f", which does not support --{name.replace('_', '-')} in this version"
+    return text

@@ -4,8 +4,6 @@ Nothing here imports torch, so a command line is parsed in milliseconds, and a m
 """
 
 import argparse
-import math
-import re
 import shlex
 import shutil
 import sys
@@ -16,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, count, duration, seconds
 from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
@@ -56,36 +54,8 @@ exit codes:
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of seconds: use a number of at least 0")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of GPUs: use a whole number of at least 1")
-    return int(text)
-
-
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-
-
-def _duration(text: str) -> float | None:
-    """The seconds of a time such as `90`, `90s`, `10m` or `2h`; None for `off` and an empty variable."""
-    if text in ("", "off"):
-        return None
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
-    seconds = float(number) * _UNITS[unit] if re.fullmatch(r"\d{1,9}(\.\d+)?", number) else 0.0
-    if not seconds:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m, 2h or off"
-        )
-    return seconds
+def _time_to_keep(text: str) -> float | None:
+    return None if text in ("", "off") else duration(text)
 
 
 def _modules(text: str) -> str:
@@ -302,7 +272,7 @@ OWN_FLAGS = (
         "N",
         "give each process N GPUs, for a model that spans several devices (see device_map); --gpus is then the total"
         " for all processes of this node. Default: 1",
-        type=_count,
+        type=count,
         has_variable=False,
     ),
     Flag(
@@ -311,7 +281,7 @@ OWN_FLAGS = (
         "keep a process that has imported torch and what the script imports, so that the next launches of the script"
         " start at once. It ends when none has come for TIME, such as 90s or 2h. `ddpkit warm` lists and stops such"
         " processes. Without TIME: 10m",
-        type=_duration,
+        type=_time_to_keep,
         variable=KEEP_WARM,
         without_value="10m",
     ),
@@ -332,7 +302,7 @@ OWN_FLAGS = (
         "kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
         " longer), and print where every rank was. 0: no limit. Default: 300, but only for scripts with a Trainer. If"
         " given, the limit also applies to other scripts: collectives and executed Python code then count as progress",
-        type=_seconds,
+        type=seconds,
         has_variable=False,
     ),
     Flag(

@@ -20,9 +20,8 @@ from typing import Literal
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.parallel.strategy import Sizes, sizes_of, whole_gradients_fit
-from ddp_kit.texts import GIB, size_text
+from ddp_kit.texts import GIB, MIB, size_text
 
-MIB = 1024**2
 CONTEXT_BYTES = GIB // 2
 """Approximate memory of the CUDA context. NCCL's buffers are assumed to need the same amount."""
 

@@ -34,6 +34,7 @@ from ddp_kit.rehearsal.lines import (
     Recording,
     read_attempts,
 )
+from ddp_kit.terminal import Terminal
 
 _RUN = "{run}"
 _LAUNCH = child_code("from ddp_kit.cli.main import entry", "entry(['launch', *sys.argv[2:]])")
@@ -115,13 +116,20 @@ class Result:
     note: str = ""
 
 
-def run(
-    argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None], report: Callable[[str], None]
-) -> int:
-    """Run the rehearsal and print one line per disturbance. `report`: prints a message about the progress."""
-    settings, flags, words = _parse(argv, env)
+def run(argv: Sequence[str], terminal: Terminal) -> int:
+    """Run the rehearsal, print one line per disturbance, and return the exit code."""
+    try:
+        return _rehearse(argv, terminal)
+    except RehearsalError as error:
+        terminal.print_message(f"error: {error}")
+        return ExitCode.BROKEN
+
+
+def _rehearse(argv: Sequence[str], terminal: Terminal) -> int:
+    print_text, report = terminal.print_text, terminal.print_message
+    settings, flags, words = _parse(argv, terminal.env)
     with _folder(keep=settings.keep, report=report) as folder:
-        rehearsal = _Rehearsal(settings, _Command(flags, words, env, folder, settings.step_timeout, report))
+        rehearsal = _Rehearsal(settings, _Command(flags, words, terminal.env, folder, settings.step_timeout, report))
         try:
             results = rehearsal.results()
         finally:

@@ -12,6 +12,7 @@ from ddp_kit.report.comparison import first_differences
 from ddp_kit.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.report.page import MARK, page
 from ddp_kit.report.run_history import RunHistory, read_runs, repeated_folders
+from ddp_kit.terminal import Terminal
 
 _EPILOG = """\
 examples:
@@ -46,11 +47,12 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Write the report as an HTML page, print its findings, and return the exit code.
 
     Raises `UsageError` if a run cannot be read, or a file cannot be written.
     """
+    print_text = terminal.print_text
     args = parser().parse_args(argv)
     runs = read_runs(args.runs)
     try:

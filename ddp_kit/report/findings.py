@@ -9,7 +9,7 @@ from ddp_kit.errors import UsageError
 from ddp_kit.report.memory_file import MemorySummary, read_memory
 from ddp_kit.report.run_history import Attempt, Line, RunHistory
 from ddp_kit.report.trace_analysis import Operation, TraceSummary, lines, read_trace
-from ddp_kit.texts import size_text
+from ddp_kit.texts import duration_text, size_text
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 # Traces, and the largest allocations on GPUs.
@@ -113,7 +113,7 @@ def state(run: RunHistory) -> str:
     """Progress or outcome of a run in a few words."""
     total = run.last.begin.get("total_steps")
     of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
-    steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
+    steps = f"{run.steps:,}{of_total} steps in {duration_text(run.seconds)}"
     if run.is_live:
         return f"running, {steps}"
     if not run.last.ends:
@@ -122,17 +122,6 @@ def state(run: RunHistory) -> str:
     if all(end["exit_code"] == 0 for end in run.last.ends):
         return f"finished, {steps}"
     return f"exit code {run.last.ends[0]['exit_code']}, {steps}"
-
-
-def duration(seconds: float) -> str:
-    """A duration as text, such as 3 h 12 min, 4 min 10 s or 2.4 s."""
-    if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {seconds} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
 
 
 def _endings(run: RunHistory) -> Iterator[Finding]:
@@ -147,7 +136,8 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
             repeats |= saved < min(end["time"] for end in before.ends)
     if lost >= _WORTH_SAYING:
         yield Finding(
-            f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True
+            f"Failed attempts cost {duration_text(lost)}{', including repeated steps' if repeats else ''}",
+            is_problem=True,
         )
     last = run.last
     if not last.ends and last.done is None and last.stop is None and not run.is_live:

@@ -13,15 +13,15 @@ from typing import Any
 from ddp_kit import __version__
 from ddp_kit.report.charts import Chart, charts_of_run, comparing_charts
 from ddp_kit.report.comparison import differences, first_differences, settings
-from ddp_kit.report.findings import Finding, Profile, duration, findings, state
+from ddp_kit.report.findings import Finding, Profile, findings, state
 from ddp_kit.report.memory_file import MemorySummary
 from ddp_kit.report.run_history import Attempt, RunHistory
+from ddp_kit.texts import MIB, duration_text
 
 # The page is self-contained: it loads nothing from the network.
 
 MARK = '<meta name="generator" content="ddpkit report'
 """Tag by which `ddpkit report` recognises its own files."""
-_MIB = 1 << 20
 _UPLOT = "uplot-1.6.32.min"
 _OPEN_RUNS = 2
 """Maximum number of runs whose own sections are open at first."""
@@ -208,7 +208,7 @@ def _allocations(memory: MemorySummary) -> str:
     parts.append(("allocated before the recording", "", memory.earlier))
     rows = [
         f"<tr><th scope=row>{escape(name[:_LONGEST_NAME])}</th>"
-        f"{_cells((count, f'{size / _MIB:,.4g}', f'{size / max(memory.bytes, 1):.1%}'))}</tr>\n"
+        f"{_cells((count, f'{size / MIB:,.4g}', f'{size / max(memory.bytes, 1):.1%}'))}</tr>\n"
         for name, count, size in parts
     ]
     return _table("Memory at the peak", rows, ("allocated by", "tensors", "MiB", "share"))
@@ -233,7 +233,7 @@ def _verdict(attempt: Attempt) -> str:
 def _duration_of(attempt: Attempt) -> str:
     """Text about how long `fit` took; empty if it has not ended."""
     seconds = attempt.done.get("seconds") if attempt.done else None
-    return f"fit ended after {duration(seconds)}" if isinstance(seconds, int | float) else ""
+    return f"fit ended after {duration_text(seconds)}" if isinstance(seconds, int | float) else ""
 
 
 def _stacks(attempt: Attempt) -> str:

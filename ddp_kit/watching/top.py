@@ -25,7 +25,8 @@ from ddp_kit.devices.gpus import GpuUsage
 from ddp_kit.errors import LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase
-from ddp_kit.texts import GIB
+from ddp_kit.terminal import Terminal
+from ddp_kit.texts import GIB, clock, used_of
 from ddp_kit.watching.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 
 _EPILOG = """\
@@ -73,7 +74,7 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Show the jobs once, or update the display until the user quits. Returns the exit code."""
     args = parser().parse_args(argv)
     if args.json and not args.once:
@@ -92,7 +93,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         hosts_read = read()
         if hosts_read.problems:
             raise LaunchError("; ".join(hosts_read.problems), "for details, run `ssh HOST ddpkit top --once`")
-        print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
+        terminal.print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         console = Console(soft_wrap=True, markup=False, emoji=False)
         console.print(render(read(), console.width))
@@ -172,7 +173,7 @@ def _title(job: JobReading, width: int) -> Text:
     nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
     if read > 1:
         nodes = f" on {job.nodes} nodes" if read == job.nodes else f" on {read} of {job.nodes} nodes"
-    parts = [f"{job.world_size} {'rank' if job.world_size == 1 else 'ranks'}{nodes}", f"for {_duration(job.seconds)}"]
+    parts = [f"{job.world_size} {'rank' if job.world_size == 1 else 'ranks'}{nodes}", f"for {clock(job.seconds)}"]
     if job.restarts:
         parts.append(f"{job.restarts} {'restart' if job.restarts == 1 else 'restarts'}")
     parts.append(f"launcher {job.launcher}")
@@ -196,7 +197,7 @@ def _progress(job: JobReading, width: int) -> str:
         if (loss := ranks[0].loss) is not None:
             parts.append(f"loss {loss:.4g}")
         if total is not None and (pace := max(rank.seconds_per_step or 0.0 for rank in ranks)):
-            parts.append(f"{_duration(max(0, total - step) * pace)} left")
+            parts.append(f"{clock(max(0, total - step) * pace)} left")
     if job.folder:
         parts.append(printable(f"in {job.folder}"))
     while len(parts) > 1 and len(", ".join(parts)) > width:
@@ -225,7 +226,7 @@ def _hang(job: JobReading) -> str:
         who = f"{'it is' if len(ranks) == 1 else 'all ranks are'} in {phases} after step {ranks[0].step or 0:,}"
     pid, host = (behind or ranks[0]).pid, (behind or ranks[0]).host
     where = f" on {printable(host)}" if len({rank.host for rank in job.ranks}) > 1 else ""
-    return f"no progress for {_duration(still)}: {who}; `py-spy dump --pid {pid}`{where} shows its stack"
+    return f"no progress for {clock(still)}: {who}; `py-spy dump --pid {pid}`{where} shows its stack"
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _of_gpus(value: Callable[[GpuUsage], str]) -> Callable[[RankReading], str]:
 def _gpu_memory(gpu: GpuUsage) -> str:
     if gpu.memory_used is None or not gpu.memory_total:
         return "?"
-    return f"{gpu.memory_used / GIB:.1f} of {gpu.memory_total / GIB:.0f} GiB"
+    return used_of(gpu.memory_used, gpu.memory_total)
 
 
 _COLUMNS = (
@@ -293,9 +294,3 @@ def _table(job: JobReading, width: int) -> Table:
         style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
         table.add_row(*(Text(cells[column][number]) for column in columns), style=style)
     return table
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 GROUND = [
-    *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments"),
+    *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments", "terminal"),
     *("config", "checkpoint.format", "checkpoint.weight_files"),
 ]
 WORKER = [

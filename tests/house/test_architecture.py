@@ -231,7 +231,7 @@ def test_environment_is_accessed_in_few_modules() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
-    starting = {"launcher.function", "cli.main", "clusters.ray_driver"}
+    starting = {"launcher.function", "cli.main", "cli.launch", "clusters.ray_driver"}
     assert touching <= {"env", "heartbeat", *starting, *folder("launcher.agent"), *folder("launcher.warm")}
 
 

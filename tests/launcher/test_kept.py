@@ -120,8 +120,9 @@ class Row(typing.NamedTuple):
 """
 OF_THE_CLIENT = {
     "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.cli", "ddp_kit.cli.main",
+    "ddp_kit.cli.commands", "ddp_kit.cli.stopped", "ddp_kit.cli.launch", "ddp_kit.terminal", "ddp_kit.texts",
     "ddp_kit.arguments", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
-    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.kept_client", "ddp_kit.launcher.wire", "ddp_kit.texts",
+    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.kept_client", "ddp_kit.launcher.wire",
 }  # fmt: skip
 
 

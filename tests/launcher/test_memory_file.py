@@ -12,6 +12,7 @@ from ddp_kit.report.command import run as report
 from ddp_kit.report.findings import profiles_of
 from ddp_kit.report.memory_file import LineMemory, MemorySummary, read_memory
 from ddp_kit.report.run_history import read_runs
+from ddp_kit.terminal import Terminal
 
 from recorded_run import begin, write_record  # isort: skip
 
@@ -89,7 +90,7 @@ def test_report_shows_memory_files(tmp_path: Path) -> None:
     config = {"profile": {"steps": [10, 12], "dir": "profile"}}
     record = write_record(tmp_path / "run", [begin(folder=str(tmp_path), config=config)])
     said: list[str] = []
-    assert report([str(record), "--out", str(tmp_path / "report.html")], said.append) == 0
+    assert report([str(record), "--out", str(tmp_path / "report.html")], Terminal({}, said.append)) == 0
     told = [line.strip() for line in said]
     at = told.index("Memory of rank 1, steps 10 to 12 (memory_rank1_steps10-12.json):")
     assert told[at + 1 : at + 5] == [
