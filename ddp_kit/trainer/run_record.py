@@ -115,7 +115,7 @@ def announce(
         length += f", {plural(config.last_epoch, 'epoch')}"
     if planned is not None:
         length += f"; planned memory {size_text(planned)} per device"
-    logger.info("{} on {}, {}: {}; {}", rank_count(world.world_size), device, config.precision, division, length)
+    logger.info("{} on {}, {}: {}; {}", plural(world.world_size, "rank"), device, config.precision, division, length)
 
 
 def conclude(
