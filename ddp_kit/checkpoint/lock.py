@@ -15,13 +15,14 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.errors import CheckpointError
 
 NAME = ".lock"
@@ -161,3 +162,69 @@ def _close_in_forked_children() -> None:
                 os.close(_open.pop())
 
     os.register_at_fork(after_in_child=close)
+
+
+# --- Use by all ranks -------------------------------------------------------------------------------------------------
+
+
+class FolderUse:
+    """Exclusive use of a checkpoint folder. One rank per folder locks it; if that fails, all ranks raise an error."""
+
+    def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
+        self._world = world
+        self._folder = folder
+        self._lock = lock  # None on ranks that do not lock the folder
+        self._depth = 0
+
+    @contextmanager
+    def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
+        """Context manager that keeps other runs from writing to the folder. Entering the outermost one is a collective.
+
+        `resuming`: whether the run resumes from the folder's checkpoints, even if another run wrote them.
+        Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
+        """
+        if self._depth == 0 and self._folder is not None:
+            self._acquire(resuming)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.unlock()
+
+    def unlock(self) -> None:
+        """Unlock the folder for other runs; also before the context ends."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def note_save(self) -> None:
+        """Record that the newest checkpoint is now from this run."""
+        assert self._lock is not None, "only the first writer of a checkpoint calls this"
+        self._lock.note_save()
+
+    def _acquire(self, resuming: bool) -> None:
+        try:
+            with raised_on_all_ranks(self._world):
+                if self._lock is not None:
+                    self._lock.acquire(resuming=resuming)
+        except CheckpointError:
+            self.unlock()
+            raise
+
+
+@contextmanager
+def raised_on_all_ranks(world: World) -> Iterator[None]:
+    """Context manager that raises a `CheckpointError` of any rank on all ranks. Leaving it is a collective."""
+    own_error: list[Any] = []
+    try:
+        yield
+    except CheckpointError as error:
+        own_error = [error.message, error.hint, error.transient]
+    errors = [json.loads(text) for text in gathered_bytes(json.dumps(own_error).encode(), world)]
+    for source_rank, error_of_rank in enumerate(errors):
+        if error_of_rank:
+            message, hint, transient = error_of_rank
+            problem = CheckpointError(message, hint, transient=transient)
+            problem.reported_elsewhere = world.rank != source_rank
+            raise problem

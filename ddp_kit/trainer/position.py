@@ -325,7 +325,7 @@ def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_stat
                 )
             steps.close()
             try:
-                (checkpoints.save_final if due else checkpoints.wait_for_saves)()
+                (checkpoints.at_end if due else checkpoints.wait_for_saves)()
             except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
                 logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
             raise
