@@ -596,10 +596,10 @@ def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterab
 
 
 def _data_offsets(entry: Any) -> tuple[int, int]:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise ValueError("the data_offsets of a tensor are not a list of two non-negative integers")
-    return offsets[0], offsets[1]
+    match entry:
+        case {"data_offsets": [begin, end]} if is_size(begin) and is_size(end):
+            return begin, end
+    raise ValueError("the data_offsets of a tensor are not a list of two non-negative integers")
 
 
 def _pieces(metadata: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ excludes a second Trainer in the same process, and works over NFS, where Linux m
 file. A file system without locks gives no protection.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -22,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.checkpoint.writer import try_lock
 from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.errors import CheckpointError
 
@@ -30,7 +30,6 @@ _OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about
 _SAME_JOB_SECONDS = 30.0  # how long to wait for this job's previous attempt: NFS is slow to notice that a host is gone
 _POLL_SECONDS = 0.1
 _LONGEST = 4096  # the maximum size of a lock file, in bytes
-_HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 _open: set[int] = set()  # the descriptors of this process's lock files
 
 
@@ -89,7 +88,8 @@ class FolderLock:
 
     def _wait(self) -> None:
         began = time.monotonic()
-        while not self._try_lock():
+        assert self._descriptor is not None
+        while try_lock(self._descriptor, fcntl.LOCK_EX) is False:  # None: the file system has no locks
             holder = self._read_holder()
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
                 raise CheckpointError(
@@ -97,20 +97,13 @@ class FolderLock:
                     "use a separate checkpoint.dir for each Trainer, or finish one before starting the next",
                 )
             same_job = bool(self._job) and holder.get("job") == self._job
-            if time.monotonic() - began > (_SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS):
+            seconds = _SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS
+            if time.monotonic() - began > seconds:
                 raise CheckpointError(
                     f"another run is writing checkpoints to {self._folder}: {self._holder()}",
                     "wait until that run ends, stop it, or use a separate checkpoint.dir for each run",
                 )
             time.sleep(_POLL_SECONDS)
-
-    def _try_lock(self) -> bool:
-        assert self._descriptor is not None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in _HELD_BY_ANOTHER  # other errors: the file system has no locks
-        return True
 
     def _write_holder(self, wrote: Any) -> None:
         """Record this process in the lock file. `wrote`: the run that wrote to the folder last."""

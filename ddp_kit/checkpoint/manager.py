@@ -181,8 +181,10 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The last checkpoint in the run's folder that this run has saved or loaded; None if it is not on disk."""
-        path = None if self._folder is None else self._folder / name_of(max(0, self._saved_step))
-        return path if path is not None and path.is_dir() else None
+        if self._folder is None:
+            return None
+        path = self._folder / name_of(max(0, self._saved_step))
+        return path if path.is_dir() else None
 
     @property
     def best(self) -> tuple[str, float] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry
+from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry, local_tensor
 from ddp_kit.checkpoint.state import (
     LONGEST_TEXT,
     SavedPart,
@@ -90,8 +90,7 @@ class FrozenWeights:
         return {name: value for name, value in self._strategy.model_state().items() if name in names}
 
     def _local_bits(self) -> list[int]:
-        values = self._weights().values()
-        return self._read([bits([value.tensor if isinstance(value, Piece) else value]) for value in values])
+        return self._read([bits([local_tensor(value)]) for value in self._weights().values()])
 
     def _read(self, scalars: Sequence[Tensor]) -> list[int]:
         """The values of scalar tensors, which are on any device. Waits for the devices once."""
@@ -344,7 +343,7 @@ class OptimizerPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         form_of_ranks, texts_of_ranks = zip(*ranks, strict=True)
         self._check_equal(texts_of_ranks)
-        state = state_of(self._optimizer) if self._state is None else self._state
+        state = self._state or state_of(self._optimizer)
         self._state = None
         by_parameter, shared = by_parameter_and_shared(state["state"])
         if self._strategy.shards:

@@ -316,7 +316,9 @@ def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int,
         lines.append("settings that fit, cheapest first:")
         for candidate in found:
             line = f"  {candidate.text}: {size_text(candidate.plan.total)}"
-            lines.append(f"{line} ({candidate.note})" if candidate.note else line)
+            if candidate.note:
+                line += f" ({candidate.note})"
+            lines.append(line)
     else:
         tried = candidates(model, ParallelConfig(), MemoryConfig(), ranks, device_memory, per_node)
         smallest = min(tried, key=lambda candidate: candidate.plan.total)

@@ -63,7 +63,7 @@ class ParameterRow:
     @property
     def gradient(self) -> int:
         """Bytes of the parameter's gradient; 0 if there is none, or if it is sparse."""
-        return self.size if self.trained and not self.has_sparse_gradient else 0
+        return self.size * (self.trained and not self.has_sparse_gradient)
 
     @property
     def state(self) -> int:
@@ -264,7 +264,7 @@ def plan_memory(
     if updating > 1:
         state, padding = _flat_state(rows, updating)
         weights += padding
-    copies = -(-gradients // updating) if model.copies_weights else 0
+    copies = -(-gradients // updating) * model.copies_weights
     whole = 0
     if sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained]):
         whole = sum(row.gradient for row in rows)
