@@ -208,7 +208,7 @@ def left_branches(folder: Path) -> tuple[Path, ...]:
 def part_of(file: str) -> str | None:
     """The part of the state whose tensors a file holds, such as `model`; None if the file holds no tensors."""
     named = _TENSOR_FILE.fullmatch(file)
-    return None if named is None else named[1]
+    return named and named[1]
 
 
 def examine(path: Path) -> StoredCheckpoint:

@@ -52,14 +52,13 @@ def fingerprint(value: Tensor | Piece) -> Tensor:
 
     Returns an int64 scalar on the device of `value`, without waiting for the device.
     """
-    piece = value if isinstance(value, Piece) else None
     tensor = local_tensor(value).detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
-    offset, rows = _rows(tensor, piece)
+    offset, rows = _rows(tensor, value)
     numbers = tensor.contiguous().reshape(len(rows), -1)
     size = numbers.shape[1]
     step = max(1, _CHUNK // size)
@@ -98,13 +97,13 @@ def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
     )
 
 
-def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The positions of a piece's contiguous ranges in the whole tensor, as row-major indices.
+def _rows(tensor: Tensor, piece: Tensor | Piece) -> tuple[int, Tensor]:
+    """The positions of a piece's contiguous ranges in the whole tensor, as row-major indices. `tensor`: its values.
 
     Returns the index of the piece's first value, and the offset of each range's first value from this index.
     """
     one = torch.zeros(1, dtype=torch.int64)
-    if piece is None or not piece.offsets:
+    if not isinstance(piece, Piece) or not piece.offsets:
         return 0, one
     if piece.flat:
         return piece.offsets[0], one

@@ -522,7 +522,8 @@ class Checkpoints:
                 ", ".join(map(str, bad)),
                 problems[bad[0]].decode(),
             )
-        return None if bad else state
+            return None
+        return state
 
 
 def _lineage(path: Path | None) -> Lineage:

@@ -465,7 +465,11 @@ class Saver:
         if self._number >= division.writers:
             return
         writer = self._open()
-        text = _dumps(packed.text).encode() if self._number == 0 else b""
+        text = b""
+        files = division.layout.files
+        if self._number == 0:
+            text = _dumps(packed.text).encode()
+            files = (*files, Region(STATE, division.layout.bytes, len(text)))
         tensors = [packed.tensors[number] for number in division.numbers]
         with _enough_memory(division.layout.bytes):
             self._buffer.prepare(division.layout, [stored.tensor for stored in tensors], text)
@@ -475,9 +479,6 @@ class Saver:
             copies = later if overlap and is_replicated else now
             copies.append((target, stored))
         begin_copy((target, stored.tensor) for target, stored in now)()
-        files = division.layout.files
-        if self._number == 0:
-            files = (*files, Region(STATE, division.layout.bytes, len(text)))
         task = WriteTask(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
             token, self._number, division.writers, division.bytes + len(text), division.tensors, overlap,
