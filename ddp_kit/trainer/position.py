@@ -332,7 +332,7 @@ def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_stat
             steps.close()
             try:
                 if due:
-                    checkpoints.save_final()
+                    checkpoints.at_end()
                 else:
                     checkpoints.wait_for_saves()
             except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
