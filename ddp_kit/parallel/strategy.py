@@ -275,8 +275,8 @@ class Strategy(ABC):
     shards: bool = False
     """Whether each rank's optimizer holds only a part of the trained parameters."""
     divides_weights: bool = False
-    """Whether each rank holds only a part of the weights, so that passes contain collectives and `model_state` returns
-    pieces."""
+    """Whether each rank holds only a part of the weights: passes, also those of evaluations, contain collectives, and
+    `model_state` returns pieces."""
     replaces_parameters: bool = False
     """Whether `setup` replaces the model's parameters, so that the optimizer must be created after it."""
     parameters_on_host: bool = False

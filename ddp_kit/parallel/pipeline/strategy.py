@@ -493,8 +493,6 @@ class PipelineStrategy(Strategy):
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T]) -> Iterator[tuple[int, T]]:
-        # Run a collective: a rank may end an evaluation alone only if it counts no collectives (trainer/evaluation.py).
-        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
         try:
             yield from equal_batches(batches, filler_batch, self.world) if self.equal_passes else batches
         finally:
