@@ -35,7 +35,7 @@ from ddp_kit.parallel.pipeline.model import (
     sharded_parameters,
 )
 from ddp_kit.parallel.pipeline.stage import Stage
-from ddp_kit.parallel.shards import Shards
+from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of, stored
 from ddp_kit.parallel.tensor import (
     is_divided,
@@ -156,13 +156,7 @@ class PipelineStrategy(Strategy):
                 f"a pipeline cannot train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
                 "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
             )
-        embeddings = nn.Embedding | nn.EmbeddingBag
-        sparse = [name for name, module in model.named_modules() if isinstance(module, embeddings) and module.sparse]
-        if sparse:
-            raise ConfigError(
-                f"a pipeline does not support modules with sparse gradients: {some(sparse)}",
-                "remove sparse=True, or use parallel='ddp'",
-            )
+        check_dense_gradients(model, "a pipeline")
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
