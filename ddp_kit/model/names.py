@@ -19,14 +19,27 @@ def matching(pattern: str, names: Iterable[str], model: nn.Module, setting: str,
 
     `kind`: what the names stand for.
     """
-    known = [*names]
-    matches = fnmatch.filter(known, pattern)
+    matches = fnmatch.filter(names, pattern)
     if not matches:
-        raise ConfigError(
-            f"{setting} names {pattern!r}, but the model {type(model).__name__} has no such {kind}",
-            suggestion(pattern, [name for name in known if name], f"{kind}s"),
-        )
+        raise unknown_name(pattern, names, model, setting, kind)
     return matches
+
+
+def unknown_name(name: str, names: Iterable[str], model: nn.Module, setting: str, kind: str = "module") -> ConfigError:
+    """The error for a name in a setting that is not among the `names` in the model."""
+    return ConfigError(
+        f"{setting} names {name!r}, but the model {type(model).__name__} has no such {kind}",
+        suggestion(name, [known for known in names if known], f"{kind}s"),
+    )
+
+
+def trained_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """The embeddings whose weights are trained, by name."""
+    return {
+        name or "the model": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.requires_grad
+    }
 
 
 def refuse(names: Sequence[str], problem: str, hint: str) -> None:

@@ -74,9 +74,11 @@ class Precision:
         """Whether the loss is scaled; steps with non-finite gradients are then expected, and skipped."""
         self._device = device
         self._fp8_layers = fp8_layers if name == "fp8" else None
-        self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
+        self._scaler: torch.amp.GradScaler | None = None
+        if self.scales:
+            self._scaler = _scaler(device, sharded=sharded)
         self._overflow: Tensor | None = None  # whether `unscale` has found gradients that are not finite
-        self._skipped: Tensor | None = None  # on the device: the number of skipped steps not yet reported
+        self._skipped: Tensor | int = 0  # the number of skipped steps not yet reported; a tensor on the device
         self.overflowed: Tensor | None = None
         """Whether the last step overflowed, as a scalar on the device; None before the first step and without fp16."""
         if device.type == "cuda":
@@ -260,13 +262,13 @@ class Precision:
         self.overflowed = overflowed = scale_on_device(self._scaler) < before  # type: ignore[operator]
         if wait:
             return not bool(overflowed)
-        self._skipped = overflowed.long() if self._skipped is None else self._skipped + overflowed
+        self._skipped = self._skipped + overflowed
         return True
 
     def take_skipped_steps(self) -> int:
         """The number of steps that `apply(wait=False)` has skipped since the last call. Waits for the device."""
-        skipped = 0 if self._skipped is None else int(self._skipped)
-        self._skipped = None
+        skipped = int(self._skipped)
+        self._skipped = 0
         return skipped
 
 

@@ -373,10 +373,9 @@ class FsdpStrategy(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
-        sizes, device = self.sizes, self.world.device
-        self._mesh = init_device_mesh(
-            device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
-        )
+        sizes = (self.sizes.replicate, self.sizes.shard, self.sizes.tensor)
+        names_of_sizes = ("replicate", "shard", "tensor")
+        self._mesh = init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names_of_sizes)
         names = [name for name, _ in model.named_parameters()]
         if self.options.parallelize is None:
             self._spread(model)
@@ -391,7 +390,7 @@ class FsdpStrategy(Strategy):
         self.parameters = trained(model.parameters())
         self._buffers = SharedBuffers(self.world, model)
         fit = fit_whole_on_all_ranks(self.parameters, self.world)
-        self._units = FsdpUnits(self._named_units.values(), whole_gradients=fit, replicated=sizes.replicate > 1)
+        self._units = FsdpUnits(self._named_units.values(), whole_gradients=fit, replicated=self.sizes.replicate > 1)
         self._order = UnitOrder(self.world, self._named_units)
         self._shards = Shards(pieces_of_dtensors(model), dict(zip(model.parameters(), names, strict=True)))
         shards = {parameter: self._shards.of.get(parameter, parameter) for parameter in self.parameters}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
-from ddp_kit.model.names import refuse
+from ddp_kit.model.names import refuse, trained_embeddings
 from ddp_kit.parallel.optimizer_trial import check_elementwise
 from ddp_kit.state_values import Piece
 from ddp_kit.texts import some
@@ -91,13 +91,11 @@ def check_dense_gradients(model: nn.Module, setting: str, instead: str = "use pa
 
     They cannot be sharded, and torch cannot add them up in float16. `instead`: the alternative, for the hint.
     """
-    sparse = [
-        name or "the model"
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
-    ]
-    problem = f"{setting} does not support modules with sparse gradients"
-    refuse(sparse, problem, f"leave out sparse=True, or {instead}")
+    refuse(
+        [name for name, layer in trained_embeddings(model).items() if layer.sparse],
+        f"{setting} does not support modules with sparse gradients",
+        f"leave out sparse=True, or {instead}",
+    )
 
 
 def check_no_hooks(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from ddp_kit.parallel.pipeline.model import (
     holders_before_first_pass,
     leaves_of,
     sharded_parameters,
+    unusable_value,
 )
 from ddp_kit.parallel.pipeline.stage import Stage
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
@@ -510,7 +511,9 @@ class PipelineStrategy(Strategy):
         if isinstance(value, nn.Parameter):
             return self._piece(value)
         stage = self.buffers.stage_of(name)
-        return None if stage is None else self._piece_on(value, value.shape, (stage,))
+        if stage is None:
+            return None
+        return self._piece_on(value, value.shape, (stage,))
 
     def _piece(self, parameter: nn.Parameter) -> Piece:
         """The part of a parameter that this rank holds; an empty piece of the same dtype if it holds none."""
@@ -530,8 +533,10 @@ class PipelineStrategy(Strategy):
         return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
-        whole = self._whole.get(parameter, parameter)
-        return self._piece(whole) if whole in self._holders else None  # type: ignore[arg-type]
+        whole: Any = self._whole.get(parameter, parameter)
+        if whole not in self._holders:
+            return None
+        return self._piece(whole)
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -643,5 +648,4 @@ def _new_group(groups_of_ranks: list[list[int]], backend: str | None = None) -> 
 def _free(parameter: nn.Parameter) -> None:
     """Free a parameter's memory. The parameter keeps its shape, and its values become NaN to reveal accidental use."""
     part = memory_of(parameter)
-    kind = torch.nan if part.is_floating_point() else 0
-    part.data = torch.full((), kind, dtype=part.dtype, device=part.device).expand(part.shape)
+    part.data = unusable_value(part).expand(part.shape)
