@@ -85,7 +85,7 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
             return inf
         return cost_to[end] - cost_to[begin]
 
-    largest, _ = _best(len(costs), len(capacities), stage_cost, max)
+    largest, _ = _best_division(len(costs), len(capacities), stage_cost, max)
     if largest == inf:
         raise ConfigError(
             f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, and the largest block needs "
@@ -98,11 +98,11 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
         cost = stage_cost(stage, begin, end)
         return cost * cost if cost <= largest else inf
 
-    _, ends = _best(len(costs), len(capacities), squared, lambda before, cost: before + cost)
+    _, ends = _best_division(len(costs), len(capacities), squared, lambda before, cost: before + cost)
     return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
 
 
-def _best(
+def _best_division(
     blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Find the division with the smallest combined cost; returns this cost, and the end of each stage.

@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.shards import check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast, trained
 from ddp_kit.structures import sparse_weights
-from ddp_kit.texts import some
 
 Reduction = torch.futures.Future[Tensor]
 
@@ -147,13 +146,12 @@ class DdpStrategy(Strategy):
 
     def _check_reached(self, missing: Collection[Tensor]) -> None:
         """Raise `LossError` if there are parameters that no backward pass, or not the last one, has reached."""
-        if missing:
-            names = [name for name, parameter in self.model.named_parameters() if parameter in {*missing}]
-            raise LossError(
-                f"{some(names)} got no gradient in a step, but DDP waits for the gradients of all parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
-                'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
-            )
+        self._check_gradients(
+            missing,
+            "a step, but DDP waits for the gradients of all parameters",
+            "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
+            'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
+        )
 
     # --- State --------------------------------------------------------------------------------------------------------
 

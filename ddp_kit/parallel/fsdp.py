@@ -505,14 +505,8 @@ class FsdpStrategy(Strategy):
             for whole, shard in self._shards.trained:
                 shard.grad = reduced_gradient(whole.grad, whole)
         missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
-        if missing:
-            names_of = self.parameter_names()
-            names = [names_of[id(parameter)] for parameter in missing]
-            when = "the last micro-batch of a step" if self._units.add_up else "a step"
-            raise LossError(
-                f"{some(names)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
-            )
+        when = "the last micro-batch of a step" if self._units.add_up else "a step"
+        self._check_gradients(missing, f"{when}, but FSDP needs the gradients of all trained parameters")
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
 
@@ -557,7 +551,7 @@ class FsdpStrategy(Strategy):
         return state_with_pieces(self.model, self._piece_in_model)
 
     def _piece_in_model(self, _name: str, value: Tensor) -> Piece | None:
-        return self._written(piece_of_dtensor(value), split=is_divided(value, "tensor"))
+        return self._with_owner(piece_of_dtensor(value), split=is_divided(value, "tensor"))
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         local = self.model.state_dict()
@@ -574,9 +568,9 @@ class FsdpStrategy(Strategy):
         return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
-        return self._written(self._shards.pieces.get(id(parameter)), split=parameter in self._split)
+        return self._with_owner(self._shards.pieces.get(id(parameter)), split=parameter in self._split)
 
-    def _written(self, piece: Piece | None, *, split: bool) -> Piece | None:
+    def _with_owner(self, piece: Piece | None, *, split: bool) -> Piece | None:
         """A copy of a piece, with `owned` set only on the first rank that holds it, which writes it to checkpoints."""
         if piece is None:
             return None

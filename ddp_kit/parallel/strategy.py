@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.parallel.writes import check_no_max_norm
 from ddp_kit.state_values import Piece
 from ddp_kit.texts import plural, some
@@ -179,7 +179,7 @@ class SharedBuffers:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
         self._model = model
-        self._kinds = [_kind(buffer) for buffer in persistent_buffers(model)]
+        self._kinds = [_shape_and_dtype(buffer) for buffer in persistent_buffers(model)]
         self._named = self._names()
 
     def checked(self) -> list[Tensor]:
@@ -188,7 +188,7 @@ class SharedBuffers:
         All ranks call it in the same order. They communicate only if buffers have changed since the last call.
         """
         buffers = persistent_buffers(self._model)
-        kinds = [_kind(buffer) for buffer in buffers]
+        kinds = [_shape_and_dtype(buffer) for buffer in buffers]
         if kinds != self._kinds:
             named = self._names()
             both = {name: (self._named.get(name, "none"), named.get(name, "none")) for name in self._named | named}
@@ -207,7 +207,7 @@ class SharedBuffers:
         }
 
 
-def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_dtype(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
     return buffer.shape, buffer.dtype
 
 
@@ -252,6 +252,8 @@ _WRAPPERS = {
     "FullyShardedDataParallel": f'{_USE_ITS_MODULE}, with parallel="fsdp"',
     "FSDPModule": 'do not call fully_shard(model): set parallel="fsdp", and the Trainer shards the model',
 }
+
+_USE_OR_FREEZE = "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer"
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
 """A function that distributes a model in place over a mesh with the dimensions replicate, shard and tensor."""
@@ -441,6 +443,13 @@ class Strategy(ABC):
 
     def end_step(self) -> None:
         """End a step, after the update and when gradients are None. Raises `LossError` if the reduction failed."""
+
+    def _check_gradients(self, missing: Collection[Tensor], problem: str, hint: str = _USE_OR_FREEZE) -> None:
+        """Raise `LossError` if parameters got no gradient. `problem`: when they got none, and why this is an error."""
+        if missing:
+            numbers = set(map(id, missing))
+            names = [name for number, name in self.parameter_names().items() if number in numbers]
+            raise LossError(f"{some(names)} got no gradient in {problem}", hint)
 
     @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:

@@ -411,8 +411,7 @@ class PipelineStrategy(Strategy):
         self._reshard()
         self.buffers.check_passes()
         self._check_foreign(parameter for parameter in self.parameters if parameter.grad is not None)
-        names = self.parameter_names()
-        without_gradient: list[str] = []
+        missing: list[nn.Parameter] = []
         by_holders: dict[tuple[int, ...], list[Tensor]] = {}
         for parameter in self.parameters:
             if self._stage_index not in self._holders[parameter]:
@@ -420,7 +419,7 @@ class PipelineStrategy(Strategy):
             updated = self._optimizer_parameter(parameter)
             gradient = reduced_gradient(parameter.grad, parameter)
             if gradient is None:
-                without_gradient.append(names[id(parameter)])
+                missing.append(parameter)
                 gradient = torch.zeros_like(updated)
             updated.grad = gradient
             if parameter not in self._sharded:  # FSDP has reduced the others
@@ -434,12 +433,8 @@ class PipelineStrategy(Strategy):
                     sums = torch.split(flat, [gradient.numel() for gradient in bucket])
                     for gradient, total in zip(bucket, sums, strict=True):
                         gradient.copy_(total.view_as(gradient))
-        if without_gradient and self._has_passes:
-            raise LossError(
-                f"{some(without_gradient)} got no gradient in a step, but a pipeline needs the gradients of all "
-                "trained parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
-            )
+        if self._has_passes:
+            self._check_gradients(missing, "a step, but a pipeline needs the gradients of all trained parameters")
 
     def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield the gradients in buckets. Each bucket has one dtype and a size of about `bucket_mb` MiB."""
@@ -456,11 +451,12 @@ class PipelineStrategy(Strategy):
 
     def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
         """Raise `LossError` for weights that this rank has used but does not hold."""
-        names = self.parameter_names()
-        foreign = [names[id(parameter)] for parameter in used if self._stage_index not in self._holders[parameter]]
+        foreign = [parameter for parameter in used if self._stage_index not in self._holders[parameter]]
         if foreign:
+            names = self.parameter_names()
+            listed = some([names[id(parameter)] for parameter in foreign])
             raise LossError(
-                f"stage {self._stage_index} (rank {self.world.rank}) used {some(foreign)}, which it does not hold: "
+                f"stage {self._stage_index} (rank {self.world.rank}) used {listed}, which it does not hold: "
                 "besides the weights of its own blocks, a stage has only those that it used in the run's first pass",
                 "use weights only inside the model's blocks, and the same weights in every pass; or use "
                 "parallel='fsdp', where every rank can use all weights",
