@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.optim import Optimizer
 
@@ -373,9 +373,7 @@ class FsdpStrategy(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
-        sizes = (self.sizes.replicate, self.sizes.shard, self.sizes.tensor)
-        names_of_sizes = ("replicate", "shard", "tensor")
-        self._mesh = init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names_of_sizes)
+        self._mesh = self.sizes.mesh(self.world.device.type, "replicate", "shard", "tensor")
         names = [name for name, _ in model.named_parameters()]
         if self.options.parallelize is None:
             self._spread(model)

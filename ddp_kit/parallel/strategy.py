@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
@@ -53,6 +53,11 @@ class Sizes:
     def rank(self, pipeline: int, replicate: int, shard: int, tensor: int) -> int:
         """The rank at these coordinates."""
         return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
+
+    def mesh(self, device_type: str, *dimensions: str) -> DeviceMesh:
+        """A mesh of all ranks with these dimensions, slowest first. A collective."""
+        sizes = tuple(getattr(self, dimension) for dimension in dimensions)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=dimensions)
 
 
 def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:

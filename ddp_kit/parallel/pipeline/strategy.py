@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
@@ -172,9 +172,7 @@ class PipelineStrategy(Strategy):
         self.model = model
         self._chain = chain = chain_of(model, self.config)
         if self.replaces_parameters:
-            names = ("pipeline", "replicate", "shard", "tensor")
-            sizes = tuple(getattr(self.sizes, name) for name in names)
-            self._mesh = init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
+            self._mesh = self.sizes.mesh(self.world.device.type, "pipeline", "replicate", "shard", "tensor")
         self._distribute(model)  # may replace parameters
         self._stage_model = StageModel(model, chain, self._stage_index)
         self._holders, self._outer = holders_before_first_pass(model, chain)
