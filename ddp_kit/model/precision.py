@@ -190,13 +190,13 @@ class Precision:
     def forward(self) -> AbstractContextManager[object]:
         """The context in which the user's loss function runs."""
         if self.weights_dtype is not None:
-            return self._explained()
+            return self._dtype_errors_explained()
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast_dtype, cache_enabled=self._caches_casts)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _dtype_errors_explained(self) -> Iterator[None]:
         """Context manager that re-raises torch's error about mixed dtypes, common with bf16-true, as a `LossError`."""
         try:
             yield
@@ -214,9 +214,13 @@ class Precision:
             if self._unconverted:
                 kept += [f"tensors in objects of the class {name} in the batch" for name in sorted(self._unconverted)]
                 fixes.append("or in a function data.device_transform, which gets each batch")
-            problem = f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are"
-            dtypes = f"bfloat16, and {' and '.join(kept)} keep their dtype" if kept else "bfloat16"
-            raise LossError(f"{problem} {dtypes}", "; ".join(fixes)).with_traceback(error.__traceback__) from error
+            dtypes = "weights are bfloat16"
+            if kept:
+                dtypes += f", and {' and '.join(kept)} keep their dtype"
+            raise LossError(
+                f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', {dtypes}",
+                "; ".join(fixes),
+            ).with_traceback(error.__traceback__) from error
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by the loss scale if there is one."""

@@ -488,7 +488,7 @@ class FsdpStrategy(Strategy):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
         self._last_pass = last
-        return _explained()
+        return _sharding_errors_explained()
 
     def backward(self, loss: Tensor) -> None:
         self._units.before_backward(last=self._last_pass)
@@ -598,7 +598,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _sharding_errors_explained() -> Iterator[None]:
     """A context that re-raises FSDP's errors about weights that it has sharded or freed as `LossError`."""
     try:
         yield
