@@ -248,7 +248,10 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
     units = tuple(required_blocks(model, "parallel.device_map='auto'", hint))
     links, sizes, work = _chain(model, units)
     ranges = split_chain(work, sizes, capacities[: len(links)])
-    device_of = {name: index for index, links_of in enumerate(ranges) for link in links_of for name in links[link]}
+    device_of: dict[str, int] = {}
+    for index, links_on_device in enumerate(ranges):
+        for link in links_on_device:
+            device_of |= dict.fromkeys(links[link], index)
     order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in device_of]
     return {name: device_of[name] for name in order}
 

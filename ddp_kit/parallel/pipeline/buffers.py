@@ -30,12 +30,11 @@ class PipelineBuffers:
         self._world = world
         self._kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
         blocks = chain.blocks(model)
-        self._block_stages = {
-            f"{chain.names[number]}.{name}": stage
-            for stage, numbers in enumerate(chain.stages)
-            for number in numbers
-            for name, _ in blocks[number].named_buffers(remove_duplicate=False)
-        }
+        self._block_stages: dict[str, int] = {}
+        for stage, numbers in enumerate(chain.stages):
+            for number in numbers:
+                for name, _ in blocks[number].named_buffers(chain.names[number], remove_duplicate=False):
+                    self._block_stages[name] = stage
         self._broadcasters: dict[str, int] = {}  # buffer that passes change -> stage
         self._constant: Versions = {}  # buffers that no pass may change
 
