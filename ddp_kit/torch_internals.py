@@ -87,8 +87,9 @@ def compile_like(wrapper: Any, module: nn.Module) -> None:
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper that `torch.compile` has returned; None if `module` is not such a wrapper."""
-    # Recognised by its class name, because the class is in torch._dynamo, which takes a second to import.
-    return dict(module.named_children()).get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    if type(module).__name__ != "OptimizedModule":  # the class itself is in torch._dynamo: a second to import
+        return None
+    return dict(module.named_children()).get("_orig_mod")
 
 
 def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
