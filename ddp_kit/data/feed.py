@@ -20,12 +20,9 @@ from ddp_kit.data.loader_batches import LoaderBatches, bytes_of_tensors, iterate
 from ddp_kit.data.loading import build_loader
 from ddp_kit.data.sampler import (
     BatchPlan,
-    DividedTrainBatches,
-    EvalBatches,
-    ExactDistributedSampler,
-    TrainBatches,
-    UserEvalBatches,
-    UserTrainBatches,
+    Epochs,
+    RankBatches,
+    passes_of,
     split,
 )
 from ddp_kit.data.source import (
@@ -162,12 +159,13 @@ class MapFeed:
     def __init__(
         self,
         loader: Iterable[Any],
-        batches: TrainBatches | UserTrainBatches,
+        batches: RankBatches,
         move: EpochMover,
         facts: Callable[[], Facts],
         dataset_epoch: DatasetEpoch,
         check: Callable[[], None],
         filler_batch: Callable[[], Any] | None = None,
+        division: str = "",
     ) -> None:
         """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
@@ -181,7 +179,7 @@ class MapFeed:
         self._filler_batch = filler_batch
         self._left = 0  # remaining passes of the step that have samples
         self._last: Any = None  # a copy of the last batch, for passes with zero weight
-        self.division = batches.division
+        self.division = division
         self._facts = facts
         self._loader = loader
         self._batches = batches
@@ -193,7 +191,7 @@ class MapFeed:
         return self._batches.steps
 
     def steps_in(self, epochs: range) -> int:
-        return self._batches.steps_in(epochs)
+        return self._batches.epochs.steps_in(epochs)
 
     def facts(self, epoch: int) -> Facts:
         self._go_to(epoch, 0)
@@ -481,6 +479,7 @@ class FeedBuilder:
         options = train_batching(dataset, template, config.data)
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
         check_batch_size(options, self.plan.micro_batch, asked=asked)
+        options = options or Batching(None, shuffle=config.data.shuffle, drop_last=False)
         seed = mixed_seed(config.seed, step)
         own = None
         if template is not None and iterates_itself(template):
@@ -508,14 +507,14 @@ class FeedBuilder:
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, options, epoch)
-        if asked and isinstance(batches, TrainBatches) and self.plan.global_batch > len(dataset) and world.is_main:
+        if asked and options.batches is None and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
                 "the global batch is {} samples, but train_data has only {}: each step uses all samples",
                 self.plan.global_batch,
                 len(dataset),
             )
         epoch_facts = partial(self._map_facts, dataset, options, batches)
-        self._check_epoch(batches, epoch_facts)
+        self._check_epoch(batches, options, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(
@@ -523,9 +522,11 @@ class FeedBuilder:
         )
         filler_batch = None
         if self.data_rank.equal_passes:
-            filler_batch = lambda: self._read(dataset, batches.filler_batch(), template, transform)[1]  # noqa: E731
-        check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
-        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch)
+            filler_batch = lambda: self._read(dataset, batches.epochs.first_batch(), template, transform)[1]  # noqa: E731
+        # In host memory, because the device is still computing steps.
+        check = partial(self._check_epoch, batches, options, epoch_facts, on_host=True)
+        division = self._division(options)
+        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch, division)
 
     def _first_of_stream(self, build: Callable[[], Stream], epoch: int) -> list[Any]:
         """[the first batch of a stream in an epoch], or []. Random states are kept, as in `_read`."""
@@ -534,27 +535,25 @@ class FeedBuilder:
             stream.set_position(epoch)
             return [batch for _, batch in islice(counted(stream, self._move(epoch, 0)), 1)]
 
-    def _map_facts(self, dataset: Any, options: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
+    def _map_facts(self, dataset: Any, options: Batching, batches: RankBatches) -> Facts:
         """Properties that determine the samples of each step of the current epoch."""
         config = self.config
         facts: Facts = {
             "the setting seed": config.seed,
             "the number of samples": len(dataset),
-            "drop_last": config.data.drop_last or bool(options and options.drop_last),
+            "drop_last": config.data.drop_last or options.drop_last,
         }
-        if order := batches.fingerprint():
-            configured = options is not None and (
-                options.divided or (options.size is None and options.sampler is not None)
-            )
+        if order := batches.epochs.fingerprint():
+            configured = options.divided or (options.size is None and options.sampler is not None)
             facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
         chosen = subset_indices(dataset)
         if chosen:
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
-        if isinstance(batches, UserTrainBatches):
-            kind = type(options.batches).__name__ if options else ""
-            return facts | {"the sampler": kind, "the batches of a step over all ranks": batches.per_step}
-        kind = "in random order" if (options.shuffle if options else config.data.shuffle) else "in the dataset's order"
-        if options is not None and options.sampler is not None:
+        if options.batches is not None:
+            kind = type(options.batches).__name__
+            return facts | {"the sampler": kind, "the batches of a step over all ranks": self._per_step(options)}
+        kind = "in random order" if options.shuffle else "in the dataset's order"
+        if options.sampler is not None:
             kind = type(options.sampler).__name__
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
@@ -605,8 +604,9 @@ class FeedBuilder:
         `role`: such as "eval_data", for messages.
         """
         dataset, template = open_data(data, role)
-        options, config = batching(template), self.config
-        size = options.size if options and options.size else self.plan.micro_batch
+        config = self.config
+        options = batching(template) or Batching(None, shuffle=False, drop_last=False)
+        size = options.size or self.plan.micro_batch
         own = None
         if template is not None and iterates_itself(template):
             own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=True, role=role)
@@ -625,23 +625,27 @@ class FeedBuilder:
 
             order = partial(own.check_order, role) if own is not None else lambda: None
             return EvaluationData(batches_of_stream, _raise_no_batch, order=order)
-        batches: EvalBatches | UserEvalBatches
-        if options is not None and options.batches is not None:
-            batches = UserEvalBatches(options.batches, self.data_rank.rank, self.data_rank.ranks, seed=config.seed)
-        else:
-            batches = EvalBatches(self._sampler(dataset, options, shuffle=False), size)
+        epochs = Epochs(dataset, config.seed, sampler=options.sampler, batch_sampler=options.batches)
+        divide = partial(passes_of, size if options.batches is None else 1, self.data_rank.ranks)
+        batches = RankBatches(epochs, self.data_rank.rank, divide)
+
+        def sizes() -> tuple[int, ...]:
+            batches.set_position(0, 0)  # the dataset may have another length than before
+            return batches.pass_sizes(0)
+
         transform = config.data.eval_device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
         return EvaluationData(
             lambda: (
-                unpacked(size, batch)
-                for size, batch in zip(batches.sizes(), self._move_to_evaluate(loader), strict=True)
+                unpacked(size, batch) for size, batch in zip(sizes(), self._move_to_evaluate(loader), strict=True)
             ),
-            lambda: self._read(dataset, batches.filler_batch(), template, transform)[1],
-            lambda: [self._read(dataset, batch, template, transform) for batch in islice(batches, 1)],
-            lambda: len(batches.sizes()),
-            batches.order,
+            lambda: self._read(dataset, batches.epochs.first_batch(), template, transform)[1],
+            lambda: [
+                self._read(dataset, batch, template, transform) for _, batch in zip(sizes()[:1], batches, strict=False)
+            ],
+            lambda: len(sizes()),
+            epochs.order,
         )
 
     def _read(
@@ -660,37 +664,47 @@ class FeedBuilder:
             loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
             return unpacked(len(indices), next(iter(self._on_device(loader, self._transform(transform)))))
 
-    def _train_batches(self, dataset: Any, options: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
+    def _train_batches(self, dataset: Any, options: Batching, epoch: int) -> RankBatches:
         config = self.config
-        drop_last, seed = config.data.drop_last or bool(options and options.drop_last), config.seed
-        if options is not None and options.batches is not None:
-            passes = config.accumulation_steps or 1
-            if options.divided:
-                micro_batch = config.micro_batch_size
-                largest = micro_batch if isinstance(micro_batch, int) else sys.maxsize
-                plan = BatchPlan(1, largest, passes, self.data_rank.ranks)
-                return DividedTrainBatches(options.batches, self.data_rank.rank, plan, seed=seed, epoch=epoch)
-            return UserTrainBatches(
-                options.batches,
-                self.data_rank.rank,
-                self.data_rank.ranks,
-                passes,
-                drop_last=drop_last,
-                seed=seed,
-                epoch=epoch,
-            )
-        sampler = self._sampler(dataset, options, shuffle=options.shuffle if options else config.data.shuffle)
-        sampler.set_epoch(epoch)
-        return TrainBatches(sampler, self.plan, drop_last=drop_last)
+        divide = self.plan.micro_batches
+        if options.divided:
+            largest = config.micro_batch_size if isinstance(config.micro_batch_size, int) else sys.maxsize
+            divide = BatchPlan(1, largest, config.accumulation_steps or 1, self.data_rank.ranks).micro_batches
+        elif options.batches is not None:
+            divide = partial(passes_of, 1, self.data_rank.ranks)
+        epochs = Epochs(
+            dataset,
+            config.seed,
+            self._per_step(options),
+            shuffle=options.shuffle,
+            sampler=options.sampler,
+            batch_sampler=options.batches,
+            divided=options.divided,
+            drop_last=config.data.drop_last or options.drop_last,
+            epoch=epoch,
+        )
+        return RankBatches(epochs, self.data_rank.rank, divide)
 
-    def _sampler(self, dataset: Any, options: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
-        seed, order = self.config.seed, options.sampler if options else None
-        return ExactDistributedSampler(
-            dataset, self.data_rank.rank, self.data_rank.ranks, shuffle=shuffle, seed=seed, user_sampler=order
+    def _per_step(self, options: Batching) -> int:
+        """The number of samples in a step over all ranks; of batches, if the user's own batch sampler makes them."""
+        if options.batches is None:
+            return self.plan.global_batch
+        return 1 if options.divided else (self.config.accumulation_steps or 1) * self.data_rank.ranks
+
+    def _division(self, options: Batching) -> str:
+        """The division of a step into batches of the user's own batch sampler, as text; "" without one."""
+        kind = type(options.batches).__name__
+        if options.batches is None:
+            return ""
+        if options.divided:
+            return f"a step = a batch of {kind}"
+        return (
+            f"a step = {self._per_step(options)} batches of the DataLoader's {kind} = "
+            f"accumulation {self.config.accumulation_steps or 1} x {self.data_rank.ranks}"
         )
 
     def _check_epoch(
-        self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False
+        self, batches: RankBatches, options: Batching, facts: Callable[[], Facts], *, on_host: bool = False
     ) -> None:
         """Raise an error if the ranks cannot train on the current epoch. A collective.
 
@@ -699,7 +713,9 @@ class FeedBuilder:
         """
         if self.world.world_size > 1:
             check_agreement(self.world, facts(), on_host=on_host)
-        self._check_equal_samples(batches)
+        # All steps have the global batch, except the last; batches that a user has made may all differ.
+        steps = range(batches.steps) if options.divided else (0, batches.steps - 1)
+        self._check_equal_samples(map(batches.samples, steps))
 
     def _check_stream(self) -> None:
         """Raise `ConfigError` for settings that do not work with a stream."""
@@ -710,20 +726,16 @@ class FeedBuilder:
                 "reads its own stream",
                 f"set global_batch_size to {ranks} or more",
             )
-        self._check_equal_samples(None)
+        self._check_equal_samples([1])  # a stream may end after any number of samples
 
-    def _check_equal_samples(self, batches: TrainBatches | UserTrainBatches | None) -> None:
+    def _check_equal_samples(self, samples: Iterable[int]) -> None:
         """Raise `ConfigError` if the model has SyncBatchNorm and a step cannot be divided equally among the ranks.
 
         SyncBatchNorm runs a collective in every pass, so all ranks need the same number of samples in each pass.
-        `batches`: None for a stream, whose length is unknown.
+        `samples`: the number of samples of each step.
         """
         ranks = self.data_rank.ranks
-        steps: Sequence[int] = ()
-        if batches is not None:
-            steps = range(batches.steps) if isinstance(batches, DividedTrainBatches) else (0, batches.steps - 1)
-        uneven = batches is None or any(batches.samples(step) % ranks for step in steps)
-        if self.needs_equal_samples and ranks > 1 and uneven:
+        if self.needs_equal_samples and ranks > 1 and any(number % ranks for number in samples):
             raise ConfigError(
                 f"the model has SyncBatchNorm, but some global batches cannot be divided equally among {ranks} ranks",
                 f"set data.drop_last=True and a global_batch_size that is a multiple of {ranks}",
