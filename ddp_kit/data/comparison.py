@@ -1,4 +1,4 @@
-"""Comparison of datasets between ranks: properties of each dataset, and a few of its samples."""
+"""Comparison of datasets: between ranks, by properties and a few samples; and with those of an interrupted epoch."""
 
 import time
 import weakref
@@ -18,6 +18,9 @@ from ddp_kit.data.collate import checked_batches, identity_collate
 from ddp_kit.data.loading import expose_user_dataset, loader_options
 from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
 from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states_kept, seed_generators
+from ddp_kit.errors import DataError
+from ddp_kit.log import logger
+from ddp_kit.texts import plural
 
 # Length, type, batching and a few samples are compared. Each rank uses its share of the same indices: if datasets
 # differed in their order or in the split between training and evaluation, samples would silently be skipped, trained on
@@ -59,6 +62,41 @@ def subset_indices(dataset: object) -> list[list[Any]]:
         indices.append([*dataset.indices])
         dataset = dataset.dataset
     return indices
+
+
+RANKS = "the number of ranks"
+"""The name of a fact about streams. If a run resumes with a different number, it logs a warning and continues."""
+_PER_RANK = ("the micro-batch", "data.num_workers")
+"""Names of facts about streams that may differ after a resume if the number of ranks has changed."""
+
+
+def check_same_samples(before: Facts, now: Facts, epoch: int, steps: int) -> None:
+    """Raise `DataError` if a run that resumes within an epoch would continue with different samples.
+
+    `before`, `now`: facts that determine the samples of each step. `steps`: the number of steps done in the epoch.
+    """
+    if RANKS in now and before.get(RANKS, now[RANKS]) != now[RANKS]:
+        logger.warning(
+            "epoch {} was started with {} and resumes with {}: each rank skips the part of its own stream "
+            "before this step, so samples of this epoch may be left out or used twice, depending on how the "
+            "dataset divides them among the ranks",
+            epoch + 1,
+            plural(int(before[RANKS]), "rank"),
+            now[RANKS],
+        )
+        before = {name: value for name, value in before.items() if name not in _PER_RANK}
+    differ = [
+        f"{name} was {old} and is now {now.get(name)}"
+        for name, old in before.items()
+        if name != RANKS and old != now.get(name)
+    ]
+    if differ:
+        raise DataError(
+            f"the run resumes after {steps} steps of epoch {epoch + 1}, but the next steps "
+            f"would use different samples than before: {'; '.join(differ)}",
+            "resume with the same data and settings; they may change from the next epoch on. To start from step 0, "
+            "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
+        )
 
 
 class SampleComparison:

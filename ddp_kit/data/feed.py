@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import DeviceTransform, unpacked
-from ddp_kit.data.comparison import subset_indices
+from ddp_kit.data.comparison import RANKS, subset_indices
 from ddp_kit.data.device import on_device
 from ddp_kit.data.loader_batches import LoaderBatches, bytes_of_tensors, iterates_itself, loader_batches
 from ddp_kit.data.loading import build_loader
@@ -45,11 +45,6 @@ from ddp_kit.structures import with_copied_containers
 # --- Feeds ------------------------------------------------------------------------------------------------------------
 # Training data, one optimizer step at a time, from a dataset with a length or from a stream.
 
-
-RANKS = "the number of ranks"
-"""The name of a fact about streams. If a run resumes with a different number, it logs a warning and continues."""
-PER_RANK = ("the micro-batch", "data.num_workers")
-"""Names of facts about streams that may differ after a resume if the number of ranks has changed."""
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """A function that moves a loader's batches to the device."""
@@ -494,7 +489,7 @@ class FeedBuilder:
             build = partial(build_stream, dataset, sizes, config.data, reader, config.seed, template)
             first_batch = partial(self._first_of_stream, build)
             full = self.plan.global_batch if config.data.drop_last else None
-            stream, facts = build(record_states=True), self._stream_facts(template)
+            stream, facts = build(record_states=True), self._facts(dataset, template, options)
             return StreamFeed(
                 stream, len(sizes), world, self._move, facts, self.data_rank, first_batch, own, at_least=full
             )
@@ -513,7 +508,7 @@ class FeedBuilder:
                 self.plan.global_batch,
                 len(dataset),
             )
-        epoch_facts = partial(self._map_facts, dataset, options, batches)
+        epoch_facts = partial(self._facts, dataset, template, options, batches.epochs)
         self._check_epoch(batches, options, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
@@ -535,44 +530,37 @@ class FeedBuilder:
             stream.set_position(epoch)
             return [batch for _, batch in islice(counted(stream, self._move(epoch, 0)), 1)]
 
-    def _map_facts(self, dataset: Any, options: Batching, batches: RankBatches) -> Facts:
-        """Properties that determine the samples of each step of the current epoch."""
-        config = self.config
-        facts: Facts = {
-            "the setting seed": config.seed,
-            "the number of samples": len(dataset),
-            "drop_last": config.data.drop_last or options.drop_last,
-        }
-        if order := batches.epochs.fingerprint():
-            configured = options.divided or (options.size is None and options.sampler is not None)
-            facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
-        chosen = subset_indices(dataset)
-        if chosen:
-            facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
-        if options.batches is not None:
-            kind = type(options.batches).__name__
-            return facts | {"the sampler": kind, "the batches of a step over all ranks": self._per_step(options)}
-        kind = "in random order" if options.shuffle else "in the dataset's order"
-        if options.sampler is not None:
-            kind = type(options.sampler).__name__
-        return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
+    def _facts(
+        self, dataset: Any, template: DataLoader[Any] | None, options: Batching, epochs: Epochs | None = None
+    ) -> Facts:
+        """Properties that determine the samples of each step of the current epoch, or those of a stream.
 
-    def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """Properties that determine which samples of a stream each step gets.
-
-        They must be equal on all ranks, because a checkpoint stores them only once.
+        Those of a stream must be equal on all ranks, because a checkpoint stores them only once.
+        `epochs`: None for a stream.
         """
         config = self.config
-        workers = config.data.num_workers if template is None else template.num_workers
-        facts: Facts = {
-            "the setting seed": config.seed,
-            "the global batch": self.plan.global_batch,
-            "drop_last": config.data.drop_last or (template is not None and template.drop_last),
-            RANKS: self.data_rank.ranks,
-            "data.num_workers": workers or 1,  # the order is the same without workers and with one worker
-        }
-        if workers not in (0, 1) or (template is not None and template.batch_size is None):
-            facts["the micro-batch"] = self.plan.micro_batch
+        facts: Facts = {"the setting seed": config.seed, "drop_last": config.data.drop_last or options.drop_last}
+        if options.batches is None:
+            facts["the global batch"] = self.plan.global_batch
+        else:
+            facts["the batches of a step over all ranks"] = self._per_step(options)
+        if epochs is None:
+            workers = config.data.num_workers if template is None else template.num_workers
+            facts[RANKS] = self.data_rank.ranks
+            facts["data.num_workers"] = workers or 1  # the order is the same without workers and with one worker
+            if workers not in (0, 1) or (template is not None and template.batch_size is None):
+                facts["the micro-batch"] = self.plan.micro_batch
+            return facts
+        facts["the number of samples"] = len(dataset)
+        if order := epochs.fingerprint():
+            configured = options.divided or (options.size is None and options.sampler is not None)
+            facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
+        if chosen := subset_indices(dataset):
+            facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
+        own = options.sampler if options.batches is None else options.batches
+        facts["the sampler"] = "in random order" if options.shuffle else "in the dataset's order"
+        if own is not None:
+            facts["the sampler"] = type(own).__name__
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
