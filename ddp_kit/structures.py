@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -52,23 +53,46 @@ def _filled(function: Callable[[Any], Any], batch: Any) -> Any:
     """A copy of a container whose leaves are the results of `function`; for another object, this result."""
     if type(batch) is list or type(batch) is tuple:  # nearly all batches
         return type(batch)([each_leaf(function, value) for value in batch])
-    if isinstance(batch, MutableMapping) and type(batch) is not dict:
-        clone = copy(batch)
-        for name, value in batch.items():
-            clone[name] = each_leaf(function, value)
-        return clone
-    if isinstance(batch, Mapping):
-        return {name: each_leaf(function, value) for name, value in batch.items()}
+    inner = entries(batch)
+    if inner is None:
+        return function(batch)
+    values = [each_leaf(function, value) for _, value in inner]
     if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple
-        return batch._make(each_leaf(function, value) for value in batch)
+        return batch._make(values)
     if isinstance(batch, list | tuple):
-        return type(batch)(each_leaf(function, value) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
+        return type(batch)(values)
+    filled: Any = {}
+    put: Callable[[Any, Any], None] = filled.__setitem__
+    if not isinstance(batch, Mapping):
         filled = copy(batch)
-        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
-            object.__setattr__(filled, name, each_leaf(function, getattr(batch, name)))  # works for frozen classes too
-        return filled
-    return function(batch)
+        put = partial(object.__setattr__, filled)  # works for frozen dataclasses too
+    elif isinstance(batch, MutableMapping) and type(batch) is not dict:
+        filled = copy(batch)
+        put = filled.__setitem__
+    for (name, _), value in zip(inner, values, strict=True):
+        put(name, value)
+    return filled
+
+
+def entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """The (key, value) pairs in a mapping, list, tuple or dataclass; None for other objects, which are leaves."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [*value.items()]
+    if isinstance(value, list | tuple):
+        return [*enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)]
+    return None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested value: within mappings, lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    for _, inner in entries(value) or ():
+        yield from tensors_in(inner)
 
 
 # --- Training and evaluation mode ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from ddp_kit.distributed.world import World, random_states_kept, seed_pass
 from ddp_kit.errors import DataError
 from ddp_kit.log import logger
+from ddp_kit.structures import tensors_in
 from ddp_kit.torch_internals import pytree
 
 # --- Transforms on the device -----------------------------------------------------------------------------------------
@@ -111,21 +112,6 @@ def warn_about_left_out_samples() -> None:
         "the collate function or __getitems__ has left out samples of a batch: losses, gradients and metrics are "
         "weighted by the samples that remain; log rows and FitResult.samples count all samples"
     )
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, also within mappings, lists, tuples and dataclasses."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_in(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from tensors_in(getattr(batch, field.name, None))
 
 
 # --- Collation --------------------------------------------------------------------------------------------------------
@@ -253,18 +239,19 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """Yield (path, description) for each part of a sample, outer parts first, for comparison with other samples."""
+    inner: Iterable[tuple[Any, Any]] = ()
+    kind = type(sample).__name__
     if hasattr(sample, "shape"):
-        yield where, f"shape {tuple(sample.shape)}"
+        kind = f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):
-        yield where, f"keys {', '.join(map(repr, sample))}"
-        for name, value in sample.items():
-            yield from _parts(value, f"{where}[{name!r}]")
+        kind = f"keys {', '.join(map(repr, sample))}"
+        inner = sample.items()
     elif isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
-        yield where, f"length {len(sample)}"
-        for number, value in enumerate(sample):
-            yield from _parts(value, f"{where}[{number}]")
-    else:
-        yield where, type(sample).__name__
+        kind = f"length {len(sample)}"
+        inner = enumerate(sample)
+    yield where, kind
+    for key, value in inner:
+        yield from _parts(value, f"{where}[{key!r}]")
 
 
 # --- DataLoader errors ------------------------------------------------------------------------------------------------

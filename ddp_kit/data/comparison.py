@@ -4,9 +4,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import checked_batches, identity_collate
 from ddp_kit.data.loading import expose_user_dataset, loader_options
-from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
+from ddp_kit.distributed.consistency import UNKNOWN_DIGEST, Difference, Facts, digest_of_value, minority, which_differ
 from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import DataError
 from ddp_kit.log import logger
@@ -31,7 +29,6 @@ _PLAIN_SAMPLES = 16
 """The number of samples to compare if they are tensors or lists in memory, which are cheap to read."""
 _MAX_SECONDS = 2.0
 """The time limit for fetching a dataset's samples; the remaining samples are not compared."""
-_UNKNOWN = -1
 _REPEATS = 2
 """The number of times that a differing sample is fetched again, to find out whether it is nondeterministic."""
 
@@ -123,10 +120,10 @@ class SampleComparison:
             if not keys:
                 continue
             table = gathered(self._world, self._digests(dataset, keys, loader))
-            columns = [{*column} - {_UNKNOWN} for column in zip(*table, strict=True)]
+            columns = [{*column} - {UNKNOWN_DIGEST} for column in zip(*table, strict=True)]
             differ = [number for number, digests in enumerate(columns) if len(digests) > 1]
             if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
-                first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != _UNKNOWN}
+                first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != UNKNOWN_DIGEST}
                 difference = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
                 raise difference.error(
                     self._world,
@@ -166,12 +163,12 @@ class SampleComparison:
         before = [table[self._world.rank][number] for number in numbers]
         # Repeat in one call, and so in one process: a new DataLoader worker may repeat the last one's random numbers.
         repeated = self._fetch(dataset, [*keys] * _REPEATS, loader)
-        equal = all(new in (_UNKNOWN, old) for new, old in zip(repeated, before * _REPEATS, strict=True))
+        equal = all(new in (UNKNOWN_DIGEST, old) for new, old in zip(repeated, before * _REPEATS, strict=True))
         return all(on_rank for (on_rank,) in gathered(self._world, [equal]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
-        """The digest of each sample; `_UNKNOWN` if a sample has no digest or was not fetched within the time limit."""
-        digests = [_UNKNOWN] * len(keys)
+        """The digest of each sample; `UNKNOWN_DIGEST` for samples without one, and after the time limit."""
+        digests = [UNKNOWN_DIGEST] * len(keys)
         began = time.perf_counter()
         for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
             digests[number] = digest
@@ -206,47 +203,9 @@ class _Digests(Dataset[int]):
         seed_generators(mixed_seed(self._seed, key))
         try:
             several = getattr(self.dataset, "__getitems__", None)
-            return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
+            return digest_of_value(several([key])[0] if callable(several) else self.dataset[key])
         except Exception:  # the dataset has other keys, or training will raise the same error
-            return _UNKNOWN
-
-
-def digest_of_sample(sample: object) -> int:
-    """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it contains none of these."""
-    digest = blake2b(digest_size=7)
-    known = 0
-    for content in _contents(sample):
-        digest.update(content)
-        known += 1
-    return int.from_bytes(digest.digest()) if known else _UNKNOWN
-
-
-def _contents(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of each tensor, array, number and string in a sample, with dtypes, shapes and keys."""
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_quantized:
-            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
-            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, str | bytes | int | float | complex):
-        yield repr(value).encode()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _contents(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _contents(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _contents(getattr(value, field.name, None))
-    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
-        import numpy as np
-
-        array = np.asarray(value)
-        if not array.dtype.hasobject:  # object arrays contain addresses
-            yield f"{array.dtype} {array.shape}".encode()
-            yield array.tobytes()
+            return UNKNOWN_DIGEST
 
 
 def _in_memory(dataset: Any) -> bool:

@@ -16,7 +16,7 @@ from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import DeviceTransform, unpacked
 from ddp_kit.data.comparison import RANKS, subset_indices
 from ddp_kit.data.device import on_device
-from ddp_kit.data.loader_batches import LoaderBatches, bytes_of_tensors, iterates_itself, loader_batches
+from ddp_kit.data.loader_batches import LoaderBatches, iterates_itself, loader_batches
 from ddp_kit.data.loading import build_loader
 from ddp_kit.data.sampler import (
     BatchPlan,
@@ -36,11 +36,11 @@ from ddp_kit.data.source import (
     train_batching,
 )
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
-from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
+from ddp_kit.distributed.consistency import UNKNOWN_DIGEST, Facts, check_agreement, digest_of, digest_of_value
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed, random_states_kept
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.log import logger
-from ddp_kit.structures import with_copied_containers
+from ddp_kit.structures import tensors_in, with_copied_containers
 
 # --- Feeds ------------------------------------------------------------------------------------------------------------
 # Training data, one optimizer step at a time, from a dataset with a length or from a stream.
@@ -367,16 +367,14 @@ class StreamFeed:
 
         Raises `DataError` if ranks that share a model replica read different samples.
         """
-        bits = bytes_of_tensors(batches)
-        digests: dict[int, set[int]] = {}
-        for data_rank, digest in gathered(self._world, [self._data_rank.rank, digest_of(bits)]):
-            digests.setdefault(data_rank, set()).add(digest)
-        if any(len(of_replica) > 1 for of_replica in digests.values()):
+        own = digest_of_value([*tensors_in(batches)])
+        everyone = gathered(self._world, [self._data_rank.rank, own])
+        if len({*map(tuple, everyone)}) > len({data_rank for data_rank, _ in everyone}):
             raise DataError(
                 "ranks that share one replica of the model read different samples from their streams",
                 "divide the stream by trainer.data_rank and trainer.data_ranks, not by the rank of the process",
             )
-        if bits and len(digests) > 1 and len(set.union(*digests.values())) == 1:
+        if own != UNKNOWN_DIGEST and self._data_rank.ranks > 1 and len({digest for _, digest in everyone}) == 1:
             logger.warning(
                 "all {} ranks read the same samples from their streams: divide the samples in the dataset's __iter__, "
                 "for example with islice(samples, rank, None, world_size), and also among DataLoader workers "

@@ -26,7 +26,6 @@ from ddp_kit.data.collate import (
     checked_batches,
     data_error,
     identity_collate,
-    tensors_in,
     warn_about_left_out_samples,
 )
 from ddp_kit.data.loader_batches import name_of_stream
@@ -41,6 +40,7 @@ from ddp_kit.data.loading import (
 from ddp_kit.data.source import set_epoch
 from ddp_kit.distributed.world import RandomStates, World, mixed_seed, random_states, seed_generators, set_random_states
 from ddp_kit.errors import DataError
+from ddp_kit.structures import tensors_in
 
 _SKIPPED_TURN = 0
 """The sample count that a worker yields to skip a turn if, after a resume, another worker has the first turn."""

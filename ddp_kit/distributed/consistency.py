@@ -1,7 +1,7 @@
 """Checks that all ranks have the same model, settings and state."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice, takewhile
@@ -16,6 +16,7 @@ from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
 from ddp_kit.distributed.world import World, gathered, gathered_bytes, host_group
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.masking import masked
+from ddp_kit.structures import entries
 from ddp_kit.torch_internals import pytree
 
 # --- Checksums of weights and optimizer state -------------------------------------------------------------------------
@@ -407,3 +408,40 @@ _SETTING = "the setting "
 def digest_of(content: bytes) -> int:
     """A hash of `content`, below 2**63."""
     return int.from_bytes(blake2b(content, digest_size=7).digest())
+
+
+UNKNOWN_DIGEST = -1
+"""The digest of a value that contains nothing that `digest_of_value` can read."""
+
+
+def digest_of_value(value: object) -> int:
+    """A hash of the tensors, arrays, numbers and strings in a nested value, such as a sample, and of their keys."""
+    digest = blake2b(digest_size=7)
+    known = 0
+    for content in _contents(value):
+        digest.update(content)
+        known += 1
+    return int.from_bytes(digest.digest()) if known else UNKNOWN_DIGEST
+
+
+def _contents(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of each tensor, array, number and string in a nested value, with dtypes, shapes and keys."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_quantized:
+            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, str | bytes | int | float | complex):
+        yield repr(value).encode()
+    elif (inner := entries(value)) is not None:
+        for key, item in inner:
+            if isinstance(value, Mapping):
+                yield repr(key).encode()
+            yield from _contents(item)
+    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
+        import numpy as np
+
+        array = np.asarray(value)
+        if not array.dtype.hasobject:  # object arrays contain addresses
+            yield f"{array.dtype} {array.shape}".encode()
+            yield array.tobytes()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from ddp_kit import DataConfig, DataError, TrainerConfig
 from ddp_kit.config.settings import settings_equal_on_all_ranks
 from ddp_kit.data import comparison as comparing
-from ddp_kit.data.comparison import SampleComparison, digest_of_sample
+from ddp_kit.data.comparison import SampleComparison
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
 
@@ -59,12 +59,12 @@ class Fetched(Dataset[torch.Tensor]):
     ],
 )
 def test_digests_of_different_samples_differ(one: object, other: object) -> None:
-    assert digest_of_sample(one) != digest_of_sample(other)
-    assert digest_of_sample(one) == digest_of_sample(one)
+    assert consistency.digest_of_value(one) != consistency.digest_of_value(other)
+    assert consistency.digest_of_value(one) == consistency.digest_of_value(one)
 
 
 def test_digest_of_a_sample_without_a_value_is_none() -> None:
-    assert digest_of_sample(object()) == digest_of_sample(np.array([object()])) == -1
+    assert consistency.digest_of_value(object()) == consistency.digest_of_value(np.array([object()])) == -1
 
 
 def test_sample_comparison_fetches_few_samples_once_and_draws_nothing() -> None:
