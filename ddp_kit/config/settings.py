@@ -849,7 +849,7 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if not path:  # by a validator of several settings together
         return str(raised[0]["ctx"]["error"])
     if errors[0]["type"] == "extra_forbidden":
-        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(owner, path)}"
+        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _group(_field(owner, path)):
@@ -890,25 +890,6 @@ _EXAMPLES = {
     "MemoryConfig": 'activation_checkpointing="blocks"',
     "ProfileConfig": "steps=(10, 12)",
 }
-# Settings that had another name up to version 0.1.
-_RENAMED = {
-    "checkpoint.keep_best": "checkpoint.best_metric",
-    "checkpoint.background": 'checkpoint.save ("blocking", "background" or "overlapped")',
-    "checkpoint.overlap": 'checkpoint.save ("blocking", "background" or "overlapped")',
-    "memory.checkpointing": "memory.activation_checkpointing",
-    "memory.offload_optimizer": 'memory.offload ("optimizer")',
-    "memory.offload_parameters": 'memory.offload ("all")',
-    "parallel.optimizer": 'parallel.strategy ("zero1")',
-    "parallel.shard_optimizer": 'parallel.strategy ("zero1")',
-    "parallel.stages": "parallel.pipeline_stages",
-    "parallel.schedule": "parallel.pipeline_schedule",
-    "parallel.units": "parallel.fsdp_units",
-    "parallel.reshard": "parallel.reshard_after_forward",
-    "eval_every": "eval_every_steps",
-    "log_every": "log_every_steps",
-    "sanity": "sanity_check",
-    "non_finite": "non_finite_gradients",
-}
 _LONGEST_VALUE = 80
 
 
@@ -942,17 +923,14 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     if name in TrainerConfig.model_fields:
         return f"it is a setting: TrainerConfig({name}={_shown(value)})"
     close = nearest(name, known) if equivalent(name) is None else None
-    return f"did you mean {close}?" if close else _nearest_setting(TrainerConfig, (name,))
+    return f"did you mean {close}?" if close else _nearest_setting((name,))
 
 
-def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
+def _nearest_setting(path: tuple[str, ...]) -> str:
     """The replacement for an unknown setting, as text: the setting whose full name or last part is most similar."""
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     typed = ".".join(path)
-    within = [f"{name}." for name, field in TrainerConfig.model_fields.items() if field.annotation is owner]
-    if (renamed := _RENAMED.get("".join(within) + typed)) is not None:
-        return f"it is now called {renamed}"
     if (known := equivalent(path[-1])) is not None:
         return known
     names = list(_setting_names(TrainerConfig))
