@@ -474,10 +474,7 @@ class FeedBuilder:
         check_batch_size(options, self.plan.micro_batch, asked=asked)
         options = options or Batching(None, shuffle=config.data.shuffle, drop_last=False)
         seed = mixed_seed(config.seed, step)
-        own = None
-        if template is not None and iterates_itself(template):
-            own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=False, role="train_data")
-            dataset, template = own, own.as_loader()
+        dataset, template, own = self._own_batches(dataset, template, "train_data", in_order=False)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
             share = split(self.plan.global_batch, self.data_rank.ranks, self.data_rank.rank)
@@ -520,6 +517,18 @@ class FeedBuilder:
         check = partial(self._check_epoch, batches, options, epoch_facts, on_host=True)
         division = self._division(options)
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch, division)
+
+    def _own_batches(
+        self, dataset: Any, template: DataLoader[Any] | None, role: str, *, in_order: bool
+    ) -> tuple[Any, DataLoader[Any] | None, LoaderBatches | None]:
+        """Replace a DataLoader that iterates in its own way by this rank's batches of it, which are a stream.
+
+        Returns the dataset, the DataLoader and these batches; the arguments and None for other data.
+        """
+        if template is None or not iterates_itself(template):
+            return dataset, template, None
+        own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=in_order, role=role)
+        return own, own.as_loader(), own
 
     def _first_of_stream(self, build: Callable[[], Stream], epoch: int) -> list[Any]:
         """[the first batch of a stream in an epoch], or []. Random states are kept, as in `_read`."""
@@ -593,10 +602,7 @@ class FeedBuilder:
         config = self.config
         options = batching(template) or Batching(None, shuffle=False, drop_last=False)
         size = options.size or self.plan.micro_batch
-        own = None
-        if template is not None and iterates_itself(template):
-            own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=True, role=role)
-            dataset, template = own, own.as_loader()
+        dataset, template, own = self._own_batches(dataset, template, role, in_order=True)
         if isinstance(dataset, IterableDataset):
             reader = self._reader if own is None else own.reader(self._reader)
             stream = build_stream(dataset, [size], config.data, reader, config.seed, template)
