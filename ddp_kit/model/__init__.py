@@ -4,4 +4,5 @@ blocks.py        its repeated blocks, which the other files and parallel/ treat 
 precision.py     autocast, loss scaling and conversion; float8.py: products in float8
 compilation.py   torch.compile
 activations.py   activation checkpointing and offloading
+modes.py         training and evaluation mode
 """
