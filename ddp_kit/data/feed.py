@@ -31,6 +31,7 @@ from ddp_kit.data.source import (
     DatasetEpoch,
     batching,
     check_batch_size,
+    dataset_and_loader,
     open_data,
     parts_with_state,
     train_batching,
@@ -263,14 +264,14 @@ class StreamFeed:
         data_rank: DataRank,
         first_batch: Callable[[int], list[Any]],
         own: LoaderBatches | None = None,
-        at_least: int | None = None,
+        at_least: int = 1,
     ) -> None:
         self._data_rank = data_rank
         self._first_batch = first_batch
         self._own = own
         self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
-        self._at_least = at_least or 1
+        self._at_least = at_least
         self._loader = loader
         self._passes = passes
         self._world = world
@@ -315,8 +316,9 @@ class StreamFeed:
     def next(self) -> Share | None:
         self.stream_position = self._reached
         fetched = self._fetch()
-        passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
-        samples = self._over_all_ranks(sum(passes) if self._data_rank.contributes else 0, dist.ReduceOp.SUM)
+        passes = tuple(samples for samples, _ in fetched)
+        batches = [batch for _, batch in fetched]
+        samples = self._over_all_ranks(sum(passes) * self._data_rank.contributes, dist.ReduceOp.SUM)
         if self._data_rank.equal_passes and samples:
             passes, batches = self._padded(passes, batches)
         self._waiting = iter(batches)
@@ -428,8 +430,8 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
     """The batch size of the user's DataLoader; None without a DataLoader, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
-    options = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
-    return None if options is None else options.size
+    _, loader = dataset_and_loader(data)
+    return batching(loader).size  # also if a BatchSampler has the size
 
 
 @dataclass(frozen=True)
@@ -452,13 +454,14 @@ class FeedBuilder:
     moved: Callable[[], None]
     """A function that is called when a training batch is on the device."""
 
-    @property
-    def _reader(self) -> World:
+    def _reader(self, own: LoaderBatches | None = None) -> World:
         """The world for reading data: a copy of `world` with the rank and number of ranks of `data_rank`.
 
-        Ranks that read the same samples then draw the same random numbers.
+        Ranks that read the same samples then draw the same random numbers. `own`: the batches to read, if a DataLoader
+        that iterates in its own way makes them.
         """
-        return replace(self.world, rank=self.data_rank.rank, world_size=self.data_rank.ranks)
+        reader = replace(self.world, rank=self.data_rank.rank, world_size=self.data_rank.ranks)
+        return reader if own is None else own.reader(reader)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
         """Create the feed of training data, positioned at the start of an epoch.
@@ -468,11 +471,12 @@ class FeedBuilder:
         configuration.
         """
         dataset, template = open_data(data, "train_data")
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         options = train_batching(dataset, template, config.data)
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
-        check_batch_size(options, self.plan.micro_batch, asked=asked)
-        options = options or Batching(None, shuffle=config.data.shuffle, drop_last=False)
+        if template is not None:
+            check_batch_size(options, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
         dataset, template, own = self._own_batches(dataset, template, "train_data", in_order=False)
         if isinstance(dataset, IterableDataset):
@@ -480,13 +484,13 @@ class FeedBuilder:
             share = split(self.plan.global_batch, self.data_rank.ranks, self.data_rank.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            reader = self._reader if own is None else own.reader(self._reader)
-            build = partial(build_stream, dataset, sizes, config.data, reader, config.seed, template)
+            build = partial(build_stream, dataset, sizes, config.data, self._reader(own), config.seed, template)
             first_batch = partial(self._first_of_stream, build)
-            full = self.plan.global_batch if config.data.drop_last else None
-            stream, facts = build(record_states=True), self._facts(dataset, template, options)
+            stream = build(record_states=True)
+            facts = self._facts(dataset, template, batching(template))
+            at_least = self.plan.global_batch if config.data.drop_last else 1
             return StreamFeed(
-                stream, len(sizes), world, self._move, facts, self.data_rank, first_batch, own, at_least=full
+                stream, passes, world, self._move, facts, self.data_rank, first_batch, own, at_least=at_least
             )
         if world.is_main and config.checkpoint.dir is not None and (names := parts_with_state(dataset, options)):
             logger.warning(
@@ -508,7 +512,7 @@ class FeedBuilder:
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(
-            dataset, batches, config.data, self._reader, seed, template, keyed=keyed, dataset_epoch=dataset_epoch
+            dataset, batches, config.data, self._reader(), seed, template, keyed=keyed, dataset_epoch=dataset_epoch
         )
         filler_batch = None
         if self.data_rank.equal_passes:
@@ -552,22 +556,26 @@ class FeedBuilder:
         else:
             facts["the batches of a step over all ranks"] = self._per_step(options)
         if epochs is None:
-            workers = config.data.num_workers if template is None else template.num_workers
+            workers = config.data.num_workers
+            makes_batches = False
+            if template is not None:
+                workers = template.num_workers
+                makes_batches = template.batch_size is None
             facts[RANKS] = self.data_rank.ranks
             facts["data.num_workers"] = workers or 1  # the order is the same without workers and with one worker
-            if workers not in (0, 1) or (template is not None and template.batch_size is None):
+            if workers not in (0, 1) or makes_batches:
                 facts["the micro-batch"] = self.plan.micro_batch
             return facts
         facts["the number of samples"] = len(dataset)
         if order := epochs.fingerprint():
-            configured = options.divided or (options.size is None and options.sampler is not None)
-            facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
+            owner = "configuration" if template is None else "DataLoader"
+            facts[f"the order of the {owner}'s own sampler"] = order
         if chosen := subset_indices(dataset):
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
-        own = options.sampler if options.batches is None else options.batches
-        facts["the sampler"] = "in random order" if options.shuffle else "in the dataset's order"
-        if own is not None:
-            facts["the sampler"] = type(own).__name__
+        if options.own is not None:
+            facts["the sampler"] = type(options.own).__name__
+        else:
+            facts["the sampler"] = "in random order" if options.shuffle else "in the dataset's order"
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
@@ -584,12 +592,11 @@ class FeedBuilder:
                 "use a dataset with __getitem__ and __len__, or set micro_batch_size to a number",
             )
         keys = [number % len(dataset) for number in range(samples)]
-        config, world = self.config.data, self.world
+        config = self.config.data
         # Use a DataLoader worker if training does: its workers must not inherit files that the dataset opens here.
-        settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
-        ahead = config.prefetch_batches if world.device.type == "cuda" else 0
-        batches = [keys] * (1 + ahead)
-        loader = build_loader(dataset, batches, settings, world, self.config.seed)
+        settings = config.model_copy(update={"num_workers": int(config.num_workers != 0), "seed_samples": False})
+        ahead = config.prefetch_batches * (self.world.device.type == "cuda")
+        loader = build_loader(dataset, [keys] * (1 + ahead), settings, self.world, self.config.seed)
         moved = self._on_device(loader, self._transform(config.device_transform))
         return [unpacked(samples, batch)[1] for batch in moved]
 
@@ -600,23 +607,22 @@ class FeedBuilder:
         """
         dataset, template = open_data(data, role)
         config = self.config
-        options = batching(template) or Batching(None, shuffle=False, drop_last=False)
+        options = batching(template)
         size = options.size or self.plan.micro_batch
         dataset, template, own = self._own_batches(dataset, template, role, in_order=True)
         if isinstance(dataset, IterableDataset):
-            reader = self._reader if own is None else own.reader(self._reader)
-            stream = build_stream(dataset, [size], config.data, reader, config.seed, template)
+            stream = build_stream(dataset, [size], config.data, self._reader(own), config.seed, template)
 
-            def batches_of_stream() -> Iterator[tuple[int, Any]]:
+            if own is None:
+                return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _raise_no_batch)
+
+            def equal_on_all_ranks() -> Iterator[tuple[int, Any]]:
                 arriving = counted(stream, self._move_to_evaluate)
-                if own is None:
-                    return arriving
                 first = [*islice(arriving, 1)]
                 own.check_ranks(self.world, role)
                 return chain(first, arriving)
 
-            order = partial(own.check_order, role) if own is not None else lambda: None
-            return EvaluationData(batches_of_stream, _raise_no_batch, order=order)
+            return EvaluationData(equal_on_all_ranks, _raise_no_batch, order=partial(own.check_order, role))
         epochs = Epochs(dataset, config.seed, sampler=options.sampler, batch_sampler=options.batches)
         divide = partial(passes_of, size if options.batches is None else 1, self.data_rank.ranks)
         batches = RankBatches(epochs, self.data_rank.rank, divide)
@@ -627,7 +633,7 @@ class FeedBuilder:
 
         transform = config.data.eval_device_transform
         keyed = config.data.seed_samples and transform is not None
-        loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
+        loader = build_loader(dataset, batches, config.data, self._reader(), config.seed, template, keyed=keyed)
         return EvaluationData(
             lambda: (
                 unpacked(size, batch) for size, batch in zip(sizes(), self._move_to_evaluate(loader), strict=True)
@@ -681,7 +687,9 @@ class FeedBuilder:
         """The number of samples in a step over all ranks; of batches, if the user's own batch sampler makes them."""
         if options.batches is None:
             return self.plan.global_batch
-        return 1 if options.divided else (self.config.accumulation_steps or 1) * self.data_rank.ranks
+        if options.divided:
+            return 1
+        return (self.config.accumulation_steps or 1) * self.data_rank.ranks
 
     def _division(self, options: Batching) -> str:
         """The division of a step into batches of the user's own batch sampler, as text; "" without one."""
@@ -750,5 +758,5 @@ class FeedBuilder:
     def _on_device(
         self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]
     ) -> Iterator[Any]:
-        ahead, check = self.config.data.prefetch_batches, self.check_first
-        return on_device(loader, self.world.device, self.dtype, ahead, transform, *marks, check_first=check)
+        ahead = self.config.data.prefetch_batches
+        return on_device(loader, self.world.device, self.dtype, ahead, transform, *marks, check_first=self.check_first)

@@ -18,6 +18,7 @@ from torch.utils.data import Sampler
 
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError
+from ddp_kit.texts import plural
 
 # --- Batch plan -------------------------------------------------------------------------------------------------------
 # The division of an optimizer step's samples among ranks and into micro-batches: pure arithmetic on positions. Nothing
@@ -48,7 +49,8 @@ class BatchPlan:
             samples: Samples in the epoch, over all ranks.
             drop_last: Whether to count only complete steps.
         """
-        return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
+        whole, rest = divmod(samples, self.global_batch)
+        return whole + (rest > 0 and not drop_last)
 
     def step_samples(self, step: int, samples: int) -> range:
         """The positions, within the epoch, of the samples that all ranks together use in a step.
@@ -72,8 +74,9 @@ class BatchPlan:
         positions = split(samples, self.data_ranks, rank)
         if not positions:
             return ()
-        needed = -(-len(positions) // self.micro_batch)
-        passes = max(needed, min(self.accumulation, len(positions))) if samples >= self.global_batch else needed
+        passes = _ceil(len(positions), self.micro_batch)
+        if samples >= self.global_batch:
+            passes = max(passes, min(self.accumulation, len(positions)))
         shares = (split(len(positions), passes, number) for number in range(passes))
         return tuple(positions[share.start : share.stop] for share in shares)
 
@@ -92,8 +95,9 @@ def plan_batches(
 
     Raises `ConfigError` if all three are given and contradict each other.
     """
-    if global_batch is None:
-        global_batch = DEFAULT_GLOBAL_BATCH if micro_batch is None else micro_batch * (accumulation or 1) * world_size
+    if global_batch is None and micro_batch is not None:
+        global_batch = micro_batch * (accumulation or 1) * world_size
+    global_batch = global_batch or DEFAULT_GLOBAL_BATCH
     share = _ceil(global_batch, world_size)
     if micro_batch is None:
         micro_batch = _ceil(share, accumulation or 1)
@@ -119,7 +123,7 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
     )
     return ConfigError(
         f"the batch sizes do not agree: micro_batch_size {micro_batch} x accumulation_steps {accumulation} "
-        f"x {world_size} {'rank' if world_size == 1 else 'ranks'} = {product}, "
+        f"x {plural(world_size, 'rank')} = {product}, "
         f"but global_batch_size is {global_batch}; the nearest settings that work:",
         "change one of the three sizes, or leave one out, which is then computed from the other two",
         ways,
@@ -160,13 +164,15 @@ class Epochs:
         self._data = data
         self._per_step = per_step
         self._shuffle = shuffle
-        self._user_sampler = sampler if batch_sampler is None else batch_sampler
-        self._what = "dataset"
         self._divided = divided
         self._drop_last = drop_last
-        if self._user_sampler is not None:
-            self._what = "sampler" if batch_sampler is None else "batch sampler"
-            _length(self._user_sampler, self._what)
+        self._user_sampler: Iterable[Any] | None = None
+        self._what = "dataset"
+        for what, own in (("sampler", sampler), ("batch sampler", batch_sampler)):
+            if own is not None:
+                _length(own, what)
+                self._user_sampler = own
+                self._what = what
         self._drawn: _Drawn | None = None  # what the user's sampler has yielded for this epoch
         self._known: dict[int, int] = {}  # epoch -> steps
         self.set_epoch(epoch)
@@ -174,22 +180,23 @@ class Epochs:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, and read the number of samples, which may change between epochs."""
         self.epoch = epoch
-        drawn = self._drawn
-        if self._user_sampler is not None and (drawn is None or drawn.epoch != epoch):
-            drawn = self._drawn = _drawn(self._user_sampler, self.seed, epoch, self._what)
-        self._keys = None if drawn is None else drawn.keys
-        self._batches = None if drawn is None else drawn.batches
-        if self._batches is not None:
-            self._items = len(self._batches) - 1
+        if self._user_sampler is None:
+            self._keys: Sequence[Any] = range(len(self._data))
+            self._bounds: Sequence[int] = range(len(self._data) + 1)
         else:
-            self._items = len(self._data if self._keys is None else self._keys)
+            if self._drawn is None or self._drawn.epoch != epoch:
+                self._drawn = _drawn(self._user_sampler, self.seed, epoch, self._what)
+            self._keys = self._drawn.keys
+            self._bounds = self._drawn.bounds
+        self._items = len(self._bounds) - 1
+        self._step = self._per_step or max(self._items, 1)
 
     def keys(self) -> Sequence[Any]:
         """The keys of all samples of this epoch, over all ranks, in order."""
-        if self._keys is None and self._shuffle:
+        if self._shuffle and isinstance(self._keys, range):
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
             self._keys = torch.randperm(self._items, generator=generator).numpy().data  # 8 bytes per key
-        return range(self._items) if self._keys is None else self._keys
+        return self._keys
 
     def order(self) -> Sequence[Any] | None:
         """The keys of all samples of this epoch in the order of the user's sampler; None without one."""
@@ -201,22 +208,19 @@ class Epochs:
 
     def first_batch(self) -> list[Any]:
         """The keys of the first batch of the user's own batch sampler; otherwise, the key of the first sample."""
-        return [*self.keys()[: 1 if self._batches is None else self._batches[1]]]
+        return list(self.keys()[: self._bounds[1]])
 
     def cuts(self, step: int) -> Sequence[int]:
         """The positions in `keys` at which a step of this epoch may be divided, with its start and its end."""
-        per_step = self._per_step or self._items
-        first = step * per_step
-        end = min(first + per_step, self._items)
-        if self._batches is None:
-            return range(first, end + 1)
+        first = step * self._step
+        end = min(first + self._step, self._items)
         if self._divided:
-            return range(self._batches[first], self._batches[end] + 1)
-        return self._batches[first : end + 1]
+            return range(self._bounds[first], self._bounds[end] + 1)
+        return self._bounds[first : end + 1]
 
     def full_steps(self) -> int:
         """The number of steps of this epoch, from the first on, that have `per_step` samples; 0 for batches."""
-        return self._items // self._per_step if self._per_step and self._batches is None else 0
+        return isinstance(self._bounds, range) * (self._items // self._step)
 
     def steps(self) -> int:
         """The number of steps in this epoch. Raises `DataError` if there is none."""
@@ -240,8 +244,8 @@ class Epochs:
         """The number of steps in an epoch of so many samples or batches. Raises `DataError` if there is none."""
         if self._per_step is None:
             return 1
-        steps = items // self._per_step if self._drop_last else _ceil(items, self._per_step)
-        if steps:
+        whole, rest = divmod(items, self._per_step)
+        if steps := whole + (rest > 0 and not self._drop_last):
             return steps
         where = f" in epoch {epoch + 1}" if epoch else ""
         if items == 0:
@@ -337,8 +341,7 @@ def passes_of(size: int, ranks: int, rank: int, parts: int) -> tuple[range, ...]
 
 def checksum(keys: Sequence[Any]) -> str:
     """A checksum of keys in their order, as eight hexadecimal digits. Keys that are no integers: of their `repr`."""
-    content = keys if isinstance(keys, memoryview) else _compact(keys)
-    return xxhash.xxh32_hexdigest(content if isinstance(content, memoryview | array) else repr([*keys]).encode())
+    return xxhash.xxh32_hexdigest(_content(_compact(keys)))
 
 
 # --- User-defined samplers --------------------------------------------------------------------------------------------
@@ -383,16 +386,16 @@ class _Drawn:
     epoch: int
     keys: Sequence[Any]
     """The keys of all samples, in order."""
-    batches: Sequence[int] | None
-    """The position in `keys` of each batch, and the end of the last batch; None if a sampler has yielded the keys."""
+    bounds: Sequence[int]
+    """The position in `keys` of each batch, and the end of the last batch; of each key, if there are no batches."""
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the keys, and of their division into batches."""
-        content: object = self.keys
-        if self.batches is not None:
-            content = [[*self.keys[start:stop]] for start, stop in pairwise(self.batches)]
-        return blake2b(content.tobytes() if isinstance(content, array) else repr(content).encode()).hexdigest()
+        content = self.keys
+        if not isinstance(self.bounds, range):
+            content = [[*self.keys[start:stop]] for start, stop in pairwise(self.bounds)]
+        return blake2b(_content(content)).hexdigest()
 
 
 def _drawn(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> _Drawn:
@@ -416,7 +419,7 @@ def _drawn(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> _Dr
             "make its __len__ return the number of items in each epoch, which determines the number of steps",
         )
     if what == "sampler":
-        return _Drawn(epoch, _compact(items), None)
+        return _Drawn(epoch, _compact(items), range(length + 1))
     batches = [list(batch) for batch in items]
     if [] in batches:
         raise DataError(
@@ -431,10 +434,17 @@ def _drawn(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> _Dr
 
 def _compact(keys: Sequence[Any]) -> Sequence[Any]:
     """Integers as an array, which takes 8 bytes per key; other keys as they are."""
+    if isinstance(keys, memoryview):
+        return keys
     try:
         return array("q", keys)
     except (TypeError, OverflowError):
         return keys
+
+
+def _content(keys: Sequence[Any]) -> memoryview | bytes:
+    """The bytes of compact keys; of other keys, those of their `repr`."""
+    return memoryview(keys) if isinstance(keys, memoryview | array) else repr([*keys]).encode()
 
 
 @contextmanager
