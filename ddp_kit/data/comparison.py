@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import checked_batches, identity_collate
-from ddp_kit.data.loading import expose_user_dataset, loader_options
+from ddp_kit.data.loading import expose_user_dataset, fetch_samples, loader_options
+from ddp_kit.data.source import dataset_and_loader
 from ddp_kit.distributed.consistency import UNKNOWN_DIGEST, Difference, Facts, digest_of_value, minority, which_differ
 from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import DataError
@@ -40,8 +41,7 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
     """
     facts: Facts = {}
     for role, source in data.items():
-        loader = source if isinstance(source, DataLoader) else None
-        dataset = source if loader is None else loader.dataset
+        dataset, loader = dataset_and_loader(source)
         facts[f"the kind of {role}"] = f"{type(source).__name__} {_dataset_kind(dataset)}"
         facts[f"the number of samples in {role}"] = _length(dataset)
         facts[f"the indices of the Subset {role}"] = repr(subset_indices(dataset))
@@ -114,8 +114,7 @@ class SampleComparison:
     def compare(self, data: Mapping[str, object]) -> None:
         """Raise `DataError` if samples differ between ranks. A collective: `data` has the same keys everywhere."""
         for role, source in data.items():
-            loader = source if isinstance(source, DataLoader) else None
-            dataset = source if loader is None else loader.dataset
+            dataset, loader = dataset_and_loader(source)
             keys = self._keys(dataset)
             if not keys:
                 continue
@@ -136,8 +135,9 @@ class SampleComparison:
 
     def _keys(self, dataset: object) -> list[int]:
         """Indices evenly spread over the dataset, including the first and the last."""
-        asked = self._config.compare_items
-        wanted = _PLAIN_SAMPLES if asked and _in_memory(dataset) else asked
+        wanted = self._config.compare_items
+        if wanted and _in_memory(dataset):
+            wanted = _PLAIN_SAMPLES
         length = _length(dataset)
         count = min(wanted, length)
         return [number * (length - 1) // max(1, count - 1) for number in range(count)]
@@ -202,8 +202,7 @@ class _Digests(Dataset[int]):
     def __getitem__(self, key: int) -> int:
         seed_generators(mixed_seed(self._seed, key))
         try:
-            several = getattr(self.dataset, "__getitems__", None)
-            return digest_of_value(several([key])[0] if callable(several) else self.dataset[key])
+            return digest_of_value(fetch_samples(self.dataset, [key])[0])
         except Exception:  # the dataset has other keys, or training will raise the same error
             return UNKNOWN_DIGEST
 
@@ -216,8 +215,8 @@ def _in_memory(dataset: Any) -> bool:
 
 
 def _dataset_kind(dataset: object) -> str:
-    inner = f" of {_dataset_kind(dataset.dataset)}" if isinstance(dataset, Subset) else ""
-    return type(dataset).__name__ + inner
+    kind = type(dataset).__name__
+    return f"{kind} of {_dataset_kind(dataset.dataset)}" if isinstance(dataset, Subset) else kind
 
 
 def _length(dataset: object) -> int:

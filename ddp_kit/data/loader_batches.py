@@ -55,8 +55,10 @@ class LoaderBatches(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the DataLoader's samplers."""
-        batches = self.loader.batch_sampler
-        for sampler in samplers_in(self.loader.sampler if batches is None else batches):
+        batches: Any = self.loader.batch_sampler
+        if batches is None:
+            batches = self.loader.sampler
+        for sampler in samplers_in(batches):
             if callable(method := getattr(sampler, "set_epoch", None)):
                 method(epoch)
 
@@ -118,10 +120,10 @@ class StatefulLoaderBatches(LoaderBatches):
         self._resumed = True
 
     def __iter__(self) -> Iterator[Any]:
-        step = self._own.step
-        batches = islice(self.loader, step - 1, None, step) if self._resumed else super().__iter__()
+        if not self._resumed:
+            return super().__iter__()
         self._resumed = False
-        return batches
+        return islice(self.loader, self._own.step - 1, None, self._own.step)
 
 
 def name_of_stream(dataset: object) -> str:
