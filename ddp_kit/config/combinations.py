@@ -120,8 +120,9 @@ def problems(config: BaseModel) -> Iterator[tuple[str, str]]:
             yield _not_supported(config, rule, _shown(config, rule.other)), rule.instead
     for rule in NEEDS:
         if _holds(config, rule.setting) and not _holds(config, rule.other):
-            name, _, value = rule.other.partition(" = ")
-            needed = f"{name} = {value!r}, but {_shown(config, name)}" if value else name
+            needed, _, value = rule.other.partition(" = ")
+            if value:
+                needed += f" = {value!r}, but {_shown(config, needed)}"
             yield f"{_shown(config, rule.setting)} needs {needed}{_clause(rule)}", rule.instead
 
 
@@ -140,7 +141,7 @@ def _not_supported(config: BaseModel, rule: Rule, other: str) -> str:
 
 
 def _clause(rule: Rule) -> str:
-    return f", {rule.why}" if rule.why else ""
+    return rule.why and f", {rule.why}"
 
 
 def _holds(config: BaseModel, condition: str) -> bool:

@@ -33,7 +33,7 @@ from ddp_kit import __version__
 from ddp_kit.config import combinations
 from ddp_kit.env import rank_for_messages, rehearsal_folder
 from ddp_kit.errors import ConfigError, nearest
-from ddp_kit.texts import kind_of
+from ddp_kit.texts import kind_of, plural
 from ddp_kit.uncaught import show_without_traceback
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ _SETTINGS = "\n\nSettings, with their defaults:\n"
 
 def _group(field: FieldInfo | None) -> type[BaseModel] | None:
     """The class of a group of settings, such as `data`; None for a single setting."""
-    kind = None if field is None else field.annotation
+    kind = getattr(field, "annotation", None)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -788,7 +788,9 @@ def _parsed(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return text if isinstance(value, date) else None if value == "None" else value
+    if isinstance(value, date):
+        return text
+    return None if value == "None" else value
 
 
 def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -806,12 +808,10 @@ def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
     them = "it" if len(problems) == 1 else "them"
     return ConfigError(
-        f"{owner} has {_count(problems)}:", f"correct {them} and start again; training has not started", problems
+        f"{owner} has {plural(len(problems), 'problem')}:",
+        f"correct {them} and start again; training has not started",
+        problems,
     )
-
-
-def _count(problems: Sequence[str]) -> str:
-    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
 def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
@@ -820,8 +820,8 @@ def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[st
     for error in errors:
         inner = error.get("ctx", {}).get("error")
         if isinstance(inner, ConfigError):  # raised by a group of settings, or by the check of combinations
-            prefix = f"{error['loc'][0]}." if error["loc"] else ""
-            yield from (f"{prefix}{problem}" for problem in inner.problems)
+            group = [*map(str, error["loc"][:1])]
+            yield from (".".join([*group, problem]) for problem in inner.problems)
             continue
         # Members of a union report one error each, under the same field: one sentence covers them.
         path = _field_path(owner, error["loc"])
@@ -844,7 +844,8 @@ def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tupl
 
 
 def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
-    name, value = ".".join(path), errors[0]["input"]
+    name = ".".join(path)
+    value = errors[0]["input"]
     raised = [error for error in errors if error["type"] == "value_error"]  # by our own validators
     if not path:  # by a validator of several settings together
         return str(raised[0]["ctx"]["error"])
@@ -903,7 +904,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
             owner = function.__qualname__.removesuffix(".__init__")
             show_without_traceback(rank_for_messages())
             raise ConfigError(
-                f"{owner}(...) has {_count(unknown)}:",
+                f"{owner}(...) has {plural(len(unknown), 'problem')}:",
                 f"the arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
                 tuple(
                     f"{name} = {_shown(named[name])}: there is no such argument; "
@@ -922,8 +923,9 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
 
     if name in TrainerConfig.model_fields:
         return f"it is a setting: TrainerConfig({name}={_shown(value)})"
-    close = nearest(name, known) if equivalent(name) is None else None
-    return f"did you mean {close}?" if close else _nearest_setting((name,))
+    if equivalent(name) is None and (close := nearest(name, known)):
+        return f"did you mean {close}?"
+    return _nearest_setting((name,))
 
 
 def _nearest_setting(path: tuple[str, ...]) -> str:
@@ -959,13 +961,11 @@ def _group_with(name: str, value: object) -> str:
     if name == "parallel":
         return '"fsdp"'
     setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")
-    likely = {
-        "checkpoint": isinstance(value, str | Path),
-        "data": isinstance(value, int) and not isinstance(value, bool),
-        "profile": isinstance(value, list | tuple | range) and len(value) == 2,
-    }
-    if likely.get(name):
-        example = f'"{value}"' if name == "checkpoint" else repr(value)
+    match name, value:
+        case "checkpoint", str() | Path():
+            example = f'"{value}"'
+        case ("data", int()) | ("profile", [_, _]) if value is not True and value is not False:
+            example = repr(value)
     return f'{{"{setting}": {example}}}'
 
 
@@ -977,7 +977,9 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
         if error["type"] == "literal_error":
             choices = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
             text = str(value).removeprefix("torch.")
-            close = choices[0] if value is True else _SYNONYMS.get(text.lower()) or nearest(text, choices)
+            if value is True:
+                return repr(choices[0])
+            close = _SYNONYMS.get(text.lower()) or nearest(text, choices)
             if close in choices:
                 return repr(close)
         if "ge" in context:
@@ -986,8 +988,8 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
             return str(context["lt"] - 1)
         if error["type"] == "int_from_float":
             return str(max(1, round(value)))
-    field = _field(owner, path)
-    return repr(field.get_default()) if field.get_default() is not None else "None (off)"
+    default = _field(owner, path).get_default()
+    return "None (off)" if default is None else repr(default)
 
 
 def _field(owner: type[BaseModel], path: tuple[str, ...]) -> Any:

@@ -109,8 +109,9 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if not hasattr(leaf, "to") or isinstance(leaf, type):
         return leaf
     moved = leaf.to(device)
-    # Not by its own `to`, which would convert integers too.
-    return moved if dtype is None else each_value(partial(_converted, dtype=dtype), moved)
+    if dtype is None:
+        return moved
+    return each_value(partial(_converted, dtype=dtype), moved)  # not by its own `to`, which would convert integers too
 
 
 def _converted(leaf: Any, dtype: torch.dtype | None) -> Any:
