@@ -1,12 +1,14 @@
-"""Nested containers of tensors, such as batches."""
+"""Nested containers of tensors, such as samples and batches: their leaves, copies and hashes."""
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -89,3 +91,40 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     for _, inner in entries(value) or ():
         yield from tensors_in(inner)
+
+
+UNKNOWN_DIGEST = -1
+"""The digest of a value that contains nothing that `digest_of_value` can read."""
+
+
+def digest_of_value(value: object) -> int:
+    """A hash of the tensors, arrays, numbers and strings in a nested value, such as a sample, and of their keys."""
+    digest = blake2b(digest_size=7)
+    is_known = False
+    for content in _contents(value):
+        digest.update(content)
+        is_known = True
+    return int.from_bytes(digest.digest()) if is_known else UNKNOWN_DIGEST
+
+
+def _contents(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of each tensor, array, number and string in a nested value, with dtypes, shapes and keys."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_quantized:
+            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, str | bytes | int | float | complex):
+        yield repr(value).encode()
+    elif (inner := entries(value)) is not None:
+        for key, item in inner:
+            if isinstance(value, Mapping):
+                yield repr(key).encode()
+            yield from _contents(item)
+    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
+        import numpy as np
+
+        array = np.asarray(value)
+        if not array.dtype.hasobject:  # object arrays contain addresses
+            yield f"{array.dtype} {array.shape}".encode()
+            yield array.tobytes()

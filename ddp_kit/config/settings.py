@@ -605,7 +605,8 @@ class TrainerConfig(_Settings):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         """Raise `ConfigError` for settings that cannot be combined."""
-        if problems := tuple(f"{message}: {instead}" for message, instead in combinations.problems(self)):
+        problems = tuple(f"{message}: {instead}" for message, instead in combinations.problems(self))
+        if problems:
             raise _config_error("TrainerConfig", problems)
         return self
 
@@ -854,7 +855,7 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _group(_field(owner, path)):
-        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
+        return f"{name} = {_short_repr(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
     return f"{name} = {value!r}: must be {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 
@@ -907,7 +908,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
                 f"{owner}(...) has {plural(len(unknown), 'problem')}:",
                 f"the arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
                 tuple(
-                    f"{name} = {_shown(named[name])}: there is no such argument; "
+                    f"{name} = {_short_repr(named[name])}: there is no such argument; "
                     f"{_nearest_argument(name, named[name], known[1:])}"
                     for name in unknown
                 ),
@@ -922,7 +923,7 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     if name in TrainerConfig.model_fields:
-        return f"it is a setting: TrainerConfig({name}={_shown(value)})"
+        return f"it is a setting: TrainerConfig({name}={_short_repr(value)})"
     if equivalent(name) is None and (close := nearest(name, known)):
         return f"did you mean {close}?"
     return _nearest_setting((name,))
@@ -951,7 +952,7 @@ def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else kind_of(value)
 

@@ -61,11 +61,11 @@ class DeviceTransform:
             samples = []
             for place, key in enumerate(batch.keys):
                 seed_pass(self._world, self._seed, *key)
-                samples.append(self._function(_sample(batch.batch, place)))
+                samples.append(self._function(_one_sample(batch.batch, place)))
             return _joined(samples)
 
 
-def _sample(batch: Any, place: int) -> Any:
+def _one_sample(batch: Any, place: int) -> Any:
     """The sample at index `place` of a batch, as a batch of size 1."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[place : place + 1] if leaf.dim() else leaf, batch)
 
@@ -78,10 +78,10 @@ def _joined(samples: list[Any]) -> Any:
             "data.device_transform returned results with different structures for the samples of one batch",
             "return the same structure for each sample, or set data.seed_samples=False",
         )
-    return pytree.tree_unflatten([_whole(values) for values in zip(*leaves, strict=True)], forms[0])
+    return pytree.tree_unflatten([_concatenated(values) for values in zip(*leaves, strict=True)], forms[0])
 
 
-def _whole(parts: Sequence[Any]) -> Any:
+def _concatenated(parts: Sequence[Any]) -> Any:
     first = parts[0]
     return torch.cat([*parts]) if isinstance(first, Tensor) and first.dim() else first
 
@@ -120,7 +120,7 @@ def warn_about_left_out_samples() -> None:
 # --- Collation --------------------------------------------------------------------------------------------------------
 
 
-_SHOWN = 4  # differing samples in a message
+_MAX_EXAMPLES = 4  # differing samples in a message
 _NONE = "NoneType"  # the description of a part that is None
 
 
@@ -219,8 +219,8 @@ def data_error(batch: Uncollated, keys: Sequence[Any] | None) -> DataError:
             'or set data={"collate_fn": ...} to a function that creates the batch',
         )
     kinds = [*dict.fromkeys(batch.kinds)]
-    examples = [f"{kind} in {names[batch.kinds.index(kind)]}" for kind in kinds[:_SHOWN]]
-    if len(kinds) > _SHOWN:
+    examples = [f"{kind} in {names[batch.kinds.index(kind)]}" for kind in kinds[:_MAX_EXAMPLES]]
+    if len(kinds) > _MAX_EXAMPLES:
         examples.append("...")
     part = f" at {batch.where}" if batch.where else ""
     return DataError(

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import checked_batches, identity_collate
-from ddp_kit.data.loading import expose_user_dataset, fetch_samples, loader_options
+from ddp_kit.data.loading import expose_user_dataset, fetch_samples, loader_options, unwrapped
 from ddp_kit.data.source import dataset_and_loader
-from ddp_kit.distributed.consistency import UNKNOWN_DIGEST, Difference, Facts, digest_of_value, minority, which_differ
+from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
 from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import DataError
 from ddp_kit.log import logger
+from ddp_kit.structures import UNKNOWN_DIGEST, digest_of_value
 from ddp_kit.texts import plural
 
 # Length, type, batching and a few samples are compared. Each rank uses its share of the same indices: if datasets
@@ -209,9 +210,8 @@ class _Digests(Dataset[int]):
 
 def _in_memory(dataset: Any) -> bool:
     """Whether all samples are in memory, so that reading a sample runs no user code."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) in (TensorDataset, Tensor, list, tuple)
+    _, inner = unwrapped(dataset)
+    return type(inner) in (TensorDataset, Tensor, list, tuple)
 
 
 def _dataset_kind(dataset: object) -> str:

@@ -37,11 +37,11 @@ from ddp_kit.data.source import (
     train_batching,
 )
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
-from ddp_kit.distributed.consistency import UNKNOWN_DIGEST, Facts, check_agreement, digest_of, digest_of_value
+from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed, random_states_kept
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.log import logger
-from ddp_kit.structures import tensors_in, with_copied_containers
+from ddp_kit.structures import UNKNOWN_DIGEST, digest_of_value, tensors_in, with_copied_containers
 
 # --- Feeds ------------------------------------------------------------------------------------------------------------
 # Training data, one optimizer step at a time, from a dataset with a length or from a stream.

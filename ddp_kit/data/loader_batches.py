@@ -19,10 +19,9 @@ from torch.utils.data import (
 
 from ddp_kit.data.collate import identity_collate
 from ddp_kit.data.sampler import samplers_in, split
-from ddp_kit.distributed.consistency import digest_of_value
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import DataError
-from ddp_kit.structures import tensors_in
+from ddp_kit.structures import digest_of_value, tensors_in
 
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler", "_auto_collation")
 """The members of torch's DataLoader that determine the batches, besides its options."""

@@ -48,7 +48,7 @@ class TensorBatches(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
-        self._subsets, self._tensors = _unwrapped(dataset)
+        self._subsets, self._tensors = unwrapped(dataset)
 
     def __getitems__(self, keys: list[int]) -> list[Tensor]:
         indices = keys
@@ -131,7 +131,7 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
 
     The user's `__getitems__` may return fewer samples than there are keys, or an object that is no list.
     """
-    subsets, inner = _unwrapped(dataset)
+    subsets, inner = unwrapped(dataset)
     several = callable(getattr(inner, "__getitems__", None))
     samples: list[Any] = []
     try:
@@ -145,7 +145,7 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
             note = f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}"
         else:
             method = "__getitem__"
-            note = f"while reading {_sample(keys[len(samples)], subsets, inner)}"
+            note = f"while reading {_sample_name(keys[len(samples)], subsets, inner)}"
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{method} of {type(inner).__name__}", note) from error
         error.add_note(note)
@@ -153,7 +153,7 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
     return samples
 
 
-def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
+def _sample_name(key: Any, subsets: list[Any], inner: Any) -> str:
     """A description of a sample by its index; for a Subset, also by its index in the underlying dataset."""
     if not subsets:
         return f"sample {key} of {type(inner).__name__}"
@@ -167,14 +167,14 @@ def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
 
 def can_read_batches_at_once(dataset: Dataset[Any]) -> bool:
     """Whether a dataset is a TensorDataset of dense CPU tensors, or a Subset of one, as `TensorBatches` requires."""
-    _, inner = _unwrapped(dataset)
+    _, inner = unwrapped(dataset)
     return type(inner) is TensorDataset and all(
         type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
         for tensor in inner.tensors
     )
 
 
-def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
+def unwrapped(dataset: Any) -> tuple[list[Any], Any]:
     """The nested Subsets of a dataset, outermost first, and the underlying dataset."""
     subsets = []
     while type(dataset) is Subset:

@@ -21,7 +21,7 @@ from ddp_kit.texts import kind_of
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 _WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
-_SHOWN = 4  # keys in a message
+_MAX_KEYS = 4  # keys in a message
 _MAX_NESTING = 5  # the largest depth of nested datasets
 
 
@@ -105,7 +105,7 @@ def _no_dataset(data: Any) -> tuple[str, str] | None:
     if hasattr(data, "iloc"):
         return f"{kind}, which is indexed by column", "pass TensorDataset(torch.tensor(data.to_numpy())), or a Dataset"
     if isinstance(data, Mapping) and 0 not in data:
-        names = [repr(name) for name in islice(data, _SHOWN)]
+        names = [repr(name) for name in islice(data, _MAX_KEYS)]
         return f"{kind} with the keys {', '.join(names)}", (
             "pass a dataset whose samples have the indices 0, 1, ...: one of the values, or TensorDataset(*values)"
         )

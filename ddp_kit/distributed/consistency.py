@@ -1,7 +1,7 @@
 """Checks that all ranks have the same model, settings and state."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
@@ -17,7 +17,6 @@ from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
 from ddp_kit.distributed.world import World, gathered, gathered_bytes, host_group
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.masking import masked
-from ddp_kit.structures import entries
 from ddp_kit.torch_internals import pytree
 
 # --- Checksums of weights and optimizer state -------------------------------------------------------------------------
@@ -47,7 +46,7 @@ def bits(tensors: Iterable[Tensor]) -> Tensor:
             if part.numel() < _SMALL:
                 small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
             else:
-                sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
+                sums += [numbers.sum() for numbers in _int64_parts(part.reshape(-1))]
     for (dtype, _), group in small.items():
         if count := sum(map(Tensor.numel, group)):
             padding = group[0].new_zeros(-count % max(1, 8 // dtype.itemsize))
@@ -68,7 +67,7 @@ def _spread(numbers: Tensor) -> Tensor:
     return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
 
 
-def _whole(flat: Tensor) -> list[Tensor]:
+def _int64_parts(flat: Tensor) -> list[Tensor]:
     """The bytes of a tensor as int64 tensors, because summing eight bytes at a time is fastest.
 
     The last bytes, if fewer than eight are left, are padded with zeros.
@@ -309,11 +308,11 @@ def first_difference(
                 continue
             by_rank = {rank: values[rank] for rank in group}
             if isinstance(fact, int):
-                text = _numbers(by_rank)
+                text = _numbers_by_rank(by_rank)
             elif isinstance(fact, Shown):
                 shown = masked(f"{name.rpartition(' ')[2]}={fact}").partition("=")[2]
                 texts = gathered_bytes(shown.encode(), world, hosts)
-                text = _values({rank: texts[rank].decode() for rank in group}, by_rank)
+                text = _values_by_rank({rank: texts[rank].decode() for rank in group}, by_rank)
             else:
                 text = which_differ(by_rank)
             return Difference(f"{name}: {text}", minority(by_rank))
@@ -340,19 +339,20 @@ def which_differ(values: Mapping[int, Hashable]) -> str:
         few = tuple(rank for rank, value in values.items() if value != values[first])
         others = [first]
     verb = "differs" if len(few) == 1 else "differ"
-    return f"{_ranks(few)} {verb} from {_ranks(others)}"
+    return f"{_rank_names(few)} {verb} from {_rank_names(others)}"
 
 
-def _numbers(values: Mapping[int, int]) -> str:
+def _numbers_by_rank(values: Mapping[int, int]) -> str:
     """Text such as `9 on rank 2; 8 on ranks 0, 1`; without a majority, the numbers in rank order."""
     few = minority(values)
     if not few:
-        return f"{', '.join(map(str, values.values()))} on {_ranks([*values])}"
+        return f"{', '.join(map(str, values.values()))} on {_rank_names([*values])}"
     others = [rank for rank in values if rank not in few]
-    return f"{', '.join(str(values[rank]) for rank in few)} on {_ranks(few)}; {values[others[0]]} on {_ranks(others)}"
+    rare = ", ".join(str(values[rank]) for rank in few)
+    return f"{rare} on {_rank_names(few)}; {values[others[0]]} on {_rank_names(others)}"
 
 
-def _values(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
+def _values_by_rank(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
     """Text such as `'/b' on rank 2; '/a' on ranks 0, 1`, starting with the rarest value.
 
     `texts`: the value of each rank as text. `values`: what tells which of them are equal.
@@ -362,13 +362,13 @@ def _values(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
         ranks.setdefault(value, []).append(rank)
     common = len(commonprefix([*texts.values()]))  # noqa: RUF071 - characters, not the parts of a path
     start = max(0, common - _BEFORE_DIFFERENCE)
-    parts = [f"{_excerpt(texts[group[0]], start)} on {_ranks(group)}" for group in sorted(ranks.values(), key=len)]
-    return "; ".join(parts[:_SHOWN_VALUES]) + (f"; {len(parts) - _SHOWN_VALUES} more" * (len(parts) > _SHOWN_VALUES))
+    parts = [f"{_excerpt(texts[group[0]], start)} on {_rank_names(group)}" for group in sorted(ranks.values(), key=len)]
+    return "; ".join(parts[:_MAX_VALUES]) + (f"; {len(parts) - _MAX_VALUES} more" * (len(parts) > _MAX_VALUES))
 
 
 _BEFORE_DIFFERENCE = 30
 _LONGEST_VALUE = 80
-_SHOWN_VALUES = 8
+_MAX_VALUES = 8
 
 
 def _excerpt(text: str, start: int) -> str:
@@ -379,7 +379,7 @@ def _excerpt(text: str, start: int) -> str:
     return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _rank_names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]:
@@ -425,40 +425,3 @@ _SETTING = "the setting "
 def digest_of(content: bytes) -> int:
     """A hash of `content`, below 2**63."""
     return int.from_bytes(blake2b(content, digest_size=7).digest())
-
-
-UNKNOWN_DIGEST = -1
-"""The digest of a value that contains nothing that `digest_of_value` can read."""
-
-
-def digest_of_value(value: object) -> int:
-    """A hash of the tensors, arrays, numbers and strings in a nested value, such as a sample, and of their keys."""
-    digest = blake2b(digest_size=7)
-    is_known = False
-    for content in _contents(value):
-        digest.update(content)
-        is_known = True
-    return int.from_bytes(digest.digest()) if is_known else UNKNOWN_DIGEST
-
-
-def _contents(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of each tensor, array, number and string in a nested value, with dtypes, shapes and keys."""
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_quantized:
-            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
-            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, str | bytes | int | float | complex):
-        yield repr(value).encode()
-    elif (inner := entries(value)) is not None:
-        for key, item in inner:
-            if isinstance(value, Mapping):
-                yield repr(key).encode()
-            yield from _contents(item)
-    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
-        import numpy as np
-
-        array = np.asarray(value)
-        if not array.dtype.hasobject:  # object arrays contain addresses
-            yield f"{array.dtype} {array.shape}".encode()
-            yield array.tobytes()

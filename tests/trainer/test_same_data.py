@@ -16,6 +16,7 @@ from ddp_kit.data import comparison as comparing
 from ddp_kit.data.comparison import SampleComparison
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
+from ddp_kit.structures import digest_of_value
 
 Pair = namedtuple("Pair", "x y")
 
@@ -59,12 +60,12 @@ class Fetched(Dataset[torch.Tensor]):
     ],
 )
 def test_digests_of_different_samples_differ(one: object, other: object) -> None:
-    assert consistency.digest_of_value(one) != consistency.digest_of_value(other)
-    assert consistency.digest_of_value(one) == consistency.digest_of_value(one)
+    assert digest_of_value(one) != digest_of_value(other)
+    assert digest_of_value(one) == digest_of_value(one)
 
 
 def test_digest_of_a_sample_without_a_value_is_none() -> None:
-    assert consistency.digest_of_value(object()) == consistency.digest_of_value(np.array([object()])) == -1
+    assert digest_of_value(object()) == digest_of_value(np.array([object()])) == -1
 
 
 def test_sample_comparison_fetches_few_samples_once_and_draws_nothing() -> None:
