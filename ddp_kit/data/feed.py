@@ -320,7 +320,11 @@ class StreamFeed:
         batches = [batch for _, batch in fetched]
         samples = self._over_all_ranks(sum(passes) * self._data_rank.contributes, dist.ReduceOp.SUM)
         if self._data_rank.equal_passes and samples:
-            passes, batches = self._padded(passes, batches)
+            missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
+            if missing and not self._last:
+                _raise_no_batch()
+            passes += (0,) * missing
+            batches += with_copied_containers(self._last * missing)
         self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
             raise self._no_steps_error(samples, self._begun_at)
@@ -337,13 +341,6 @@ class StreamFeed:
 
     def samples_checksum(self) -> None:
         """Return None, because the samples of a stream have no index."""
-
-    def _padded(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-        """Add zero-weight passes until this rank has as many passes as the rank with the most. A collective."""
-        missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
-        if missing and not self._last:
-            _raise_no_batch()
-        return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
 
     def _no_steps_error(self, samples: int, first_step: int) -> DataError:
         """Create the error for an epoch without steps: the run must stop, because later epochs may also have none."""
