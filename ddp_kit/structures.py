@@ -51,6 +51,8 @@ def _filled(function: Callable[[Any], Any], batch: Any) -> Any:
     """A copy of a container whose leaves are the results of `function`; for another object, this result."""
     if type(batch) is list or type(batch) is tuple:  # nearly all batches
         return type(batch)([each_leaf(function, value) for value in batch])
+    if type(batch) is dict:
+        return {name: each_leaf(function, value) for name, value in batch.items()}
     inner = entries(batch)
     if inner is None:
         return function(batch)
@@ -64,7 +66,7 @@ def _filled(function: Callable[[Any], Any], batch: Any) -> Any:
     if not isinstance(batch, Mapping):
         filled = copy(batch)
         put = partial(object.__setattr__, filled)  # works for frozen dataclasses too
-    elif isinstance(batch, MutableMapping) and type(batch) is not dict:
+    elif isinstance(batch, MutableMapping):
         filled = copy(batch)
         put = filled.__setitem__
     for (name, _), value in zip(inner, values, strict=True):
