@@ -30,8 +30,8 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor_size
 from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
+from ddp_kit.model.modes import sparse_weights
 from ddp_kit.parallel import Strategy
-from ddp_kit.structures import sparse_weights
 from ddp_kit.texts import distinct_sizes, size_text
 
 _WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement

@@ -27,10 +27,11 @@ from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.model.activations import Activations
 from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.model.modes import in_mode, sparse_weights
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
-from ddp_kit.structures import in_mode, sparse_weights, with_copied_containers
+from ddp_kit.structures import with_copied_containers
 from ddp_kit.texts import first_line, size_text
 from ddp_kit.torch_internals import pytree
 

@@ -5,4 +5,5 @@ precision.py     autocast, loss scaling and conversion; float8.py: products in f
 compilation.py   torch.compile
 activations.py   activation checkpointing and offloading
 names.py         names of modules, parameters and buffers in messages
+modes.py         training and evaluation mode
 """

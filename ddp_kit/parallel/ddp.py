@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError
+from ddp_kit.model.modes import sparse_weights
 from ddp_kit.parallel.shards import check_dense_gradients
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast, trained
-from ddp_kit.structures import sparse_weights
 
 Reduction = torch.futures.Future[Tensor]
 

@@ -17,8 +17,8 @@ from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
+from ddp_kit.model.modes import in_mode
 from ddp_kit.records import Step
-from ddp_kit.structures import in_mode
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.context import MetricFunction, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.position import Position, RunState
