@@ -6,31 +6,26 @@ from pathlib import Path
 from statistics import fmean, median
 
 from ddp_kit.errors import UsageError
-from ddp_kit.report.memory_file import MemorySummary, read_memory
 from ddp_kit.report.run_history import Attempt, Line, RunHistory
-from ddp_kit.report.trace_analysis import Operation, TraceSummary, lines, read_trace
+from ddp_kit.report.trace_analysis import Operation, lines, read_trace
 from ddp_kit.texts import size_text
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
-# Traces, and the largest allocations on GPUs.
-
-_MOST_LINES_IN_WORDS = 3
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile file: its findings as text, and the data for its table in the report."""
+    """One trace: its findings as text, and the data for its table in the report."""
 
     title: str
     lines: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
-    """The most expensive operations, if the profile is a trace."""
-    memory: MemorySummary | None = None
+    """The most expensive operations."""
 
 
 def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
     """One `Profile` per file. If a file cannot be read, its profile contains only the error message."""
-    return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
+    return tuple(map(_profile, run.traces))
 
 
 def _profile(path: Path) -> Profile:
@@ -38,34 +33,10 @@ def _profile(path: Path) -> Profile:
         summary = read_trace(path)
     except UsageError as error:
         return Profile(f"Profile {path.name}", (str(error),))
-    return Profile(
-        _title("Profile", summary, path), tuple(lines(summary)) or ("Nothing stands out.",), summary.operations
-    )
-
-
-def _memory_profile(path: Path) -> Profile:
-    try:
-        summary = read_memory(path)
-    except UsageError as error:
-        return Profile(f"Memory {path.name}", (str(error),))
-    return Profile(_title("Memory", summary, path), tuple(_memory_lines(summary)), memory=summary)
-
-
-def _title(what: str, summary: TraceSummary | MemorySummary, path: Path) -> str:
     rank = "" if summary.rank is None else f" of rank {summary.rank}"
     steps = "" if summary.steps is None else f", steps {summary.steps[0]} to {summary.steps[1]}"
-    return f"{what}{rank}{steps} ({path.name})"
-
-
-def _memory_lines(summary: MemorySummary) -> Iterator[str]:
-    yield (
-        f"peak memory: {size_text(summary.bytes, 2)}, including {size_text(summary.earlier, 2)} allocated before "
-        f"step {summary.steps[0]}, such as weights and optimizer state"
-    )
-    for line in summary.lines[:_MOST_LINES_IN_WORDS]:
-        yield f"{line.place}: {size_text(line.bytes, 2)} in {line.count:,} {_plural('tensor', line.count)}"
-    if not summary.complete:
-        yield "there were too many allocations to record all of them: record fewer steps"
+    title = f"Profile{rank}{steps} ({path.name})"
+    return Profile(title, tuple(lines(summary)) or ("Nothing stands out.",), summary.operations)
 
 
 # --- Findings about a run ---------------------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ from ddp_kit import __version__
 from ddp_kit.report.charts import Chart, charts_of_run, comparing_charts
 from ddp_kit.report.comparison import differences, first_differences, settings
 from ddp_kit.report.findings import Finding, Profile, duration, findings, state
-from ddp_kit.report.memory_file import MemorySummary
 from ddp_kit.report.run_history import Attempt, RunHistory
 
 # The page is self-contained: it loads nothing from the network.
 
 MARK = '<meta name="generator" content="ddpkit report'
 """Tag by which `ddpkit report` recognises its own files."""
-_MIB = 1 << 20
 _UPLOT = "uplot-1.6.32.min"
 _OPEN_RUNS = 2
 """Maximum number of runs whose own sections are open at first."""
@@ -197,21 +195,7 @@ def _profile(profile: Profile) -> str:
         rows.append(f"<tr><th scope=row>{escape(operation.name[:_LONGEST_NAME])}</th>{cells}</tr>\n")
     columns = ("most expensive operations", "launched by", "calls", "ms", "share")
     table = _table("Operations", rows, columns) if rows else ""
-    memory = _allocations(profile.memory) if profile.memory is not None else ""
-    return f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n{table}{memory}"
-
-
-def _allocations(memory: MemorySummary) -> str:
-    """HTML table of the memory allocated at the peak, by line of code."""
-    parts = [(line.place, f"{line.count:,}", line.bytes) for line in memory.lines]
-    parts += [("other lines", "", memory.other)] if memory.other else []
-    parts.append(("allocated before the recording", "", memory.earlier))
-    rows = [
-        f"<tr><th scope=row>{escape(name[:_LONGEST_NAME])}</th>"
-        f"{_cells((count, f'{size / _MIB:,.4g}', f'{size / max(memory.bytes, 1):.1%}'))}</tr>\n"
-        for name, count, size in parts
-    ]
-    return _table("Memory at the peak", rows, ("allocated by", "tensors", "MiB", "share"))
+    return f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n{table}"
 
 
 def _attempts(run: RunHistory) -> str:

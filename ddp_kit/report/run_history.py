@@ -75,8 +75,6 @@ class RunHistory:
     """Samples of the machine's load, by node number."""
     traces: tuple[Path, ...]
     """Trace files of torch.profiler."""
-    memory: tuple[Path, ...]
-    """Files that list the largest allocations on GPUs."""
     unreadable: int
     """Number of lines that cannot be read, not counting an incomplete last line of a file."""
     read_at: float
@@ -197,7 +195,6 @@ def _read(record: Path, name: str) -> RunHistory:
         tuple(line for line in rows if line["event"] == "eval"),
         samples,
         _recorded(attempts, "rank*_steps*.json.gz"),
-        _recorded(attempts, "memory_rank*_steps*.json"),
         reader.unreadable,
         time.time(),
     )
