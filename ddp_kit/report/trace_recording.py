@@ -198,7 +198,6 @@ def _not_a_trace(path: Path, what: str) -> UsageError:
 _OUTERMOST_FIRST = {"python_function": 0, "user_annotation": 1, "cpu_op": 2, "cuda_runtime": 3, "cuda_driver": 3}
 _FRAME = re.compile(r"^([^<].*)\((\d+)\): (.+)$")
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
-_MODULE = "nn.Module: "
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -272,17 +271,6 @@ class CallTree:
             place = _place(self.events[outer])
             if place is not None and place.library not in ("torch", "python"):
                 return place
-        return None
-
-    def module(self, index: int) -> str | None:
-        """The innermost module around an event, such as `Linear_3`: the fourth Linear called.
-
-        In a backward pass, this is the module around the forward operator.
-        """
-        for outer in self.callers(self._source(index)):
-            name = self.events[outer].name
-            if name.startswith(_MODULE):
-                return name.removeprefix(_MODULE)
         return None
 
     def within(self, index: int, folders: tuple[str, ...]) -> bool:

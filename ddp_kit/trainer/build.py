@@ -36,6 +36,7 @@ from ddp_kit.memory.measure import PeakMemory, config_to_plan
 from ddp_kit.model.activations import Activations
 from ddp_kit.model.compilation import compile_in_place, without_wrappers
 from ddp_kit.model.precision import Precision
+from ddp_kit.model.tensor_cores import advise_on_sizes
 from ddp_kit.parallel import Options, Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.parallel.strategy import sizes_of
@@ -315,6 +316,7 @@ def place_model(model: nn.Module, placement: Placement) -> PlacedModel:
     )
     description = described_model(model)
     flops = ModelFlops(model, settings, world, precision)  # copies the model as the user has created it
+    advise_on_sizes(model, settings.precision, world.device)
     precision.prepare(model)
     if settings.compile is not None:
         compile_in_place(model, settings.compile)

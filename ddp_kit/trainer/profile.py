@@ -3,7 +3,7 @@
 import os
 import tempfile
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -101,8 +101,6 @@ class Recorder:
             return
         self._running = running
         self._begun = number
-        with suppress(RuntimeError):  # torch raises this error if its newer TF32 switches were set
-            running.add_metadata("float32_matmul_precision", torch.get_float32_matmul_precision())
 
 
 def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
