@@ -56,9 +56,9 @@ def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchroni
     """
     spent: dict[tuple[str, CodeLocation | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
-        inner = recording.calls.operator[index] if recording.gpu else index
-        # An operator that copies and then waits counts as one synchronisation.
-        once = inner if inner >= 0 else index
+        once = index
+        if recording.gpu and recording.calls.operator[index] >= 0:
+            once = recording.calls.operator[index]  # which may copy and then wait
         spent[_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
     results = [
         Synchronisation(name, place, len(times), len(times) / steps if steps else None, sum(times.values()))
@@ -145,7 +145,8 @@ def gpu_time(recording: Recording) -> GpuTime | None:
     if not kernels:
         return None
     copies = [event for event in recording.gpu if event.kind != "kernel" and event.thread[0] == device]
-    start, end = min(event.start for event in kernels), max(event.end for event in kernels)
+    start = min(event.start for event in kernels)
+    end = max(event.end for event in kernels)
     communication = _spans(event for event in kernels if is_communication(event))
     computing = _spans(event for event in kernels if not is_communication(event))
     without_kernel = gaps(merged(computing + communication), start, end)
@@ -195,7 +196,7 @@ def _causes(recording: Recording, idle: Spans, work: list[Event]) -> dict[str, f
     for start, end in idle:
         in_data = total(common([(start, end)], data))
         causes["data"] += in_data
-        following = work[bisect_right(starts, start)] if starts[-1] > start else work[-1]
+        following = work[min(bisect_right(starts, start), len(work) - 1)]
         causes[_cause(recording, start, following, waits)] += end - start - in_data
     return causes
 
@@ -233,9 +234,9 @@ class Operation:
 def operations(recording: Recording) -> tuple[Operation, ...]:
     """The most expensive operations: kernels and copies on a GPU, or operators by self time on a CPU."""
     spent = _on_gpu(recording) if recording.gpu else _on_cpu(recording)
-    wall = recording.end - recording.start
+    wall = recording.end - recording.start or 1.0
     results = [
-        Operation(name, operator, len(times), sum(times), sum(times) / wall if wall else 0.0)
+        Operation(name, operator, len(times), sum(times), sum(times) / wall)
         for (name, operator), times in spent.items()
     ]
     return tuple(sorted(results, key=lambda operation: -operation.seconds)[:MOST])
@@ -252,14 +253,14 @@ def _on_gpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
 
 
 def _operator(recording: Recording, event: Event, by_id: dict[object, str]) -> str | None:
+    by_its_id = by_id.get(event.args.get("External id"))
     launch = recording.launch(event)
-    if launch >= 0:
-        operator = recording.calls.operator[launch]
-        if operator >= 0:
-            return recording.calls.events[operator].name
-    if event.args.get("External id") in by_id:
-        return by_id[event.args["External id"]]
-    return recording.calls.events[launch].name if launch >= 0 else None
+    if launch < 0:
+        return by_its_id
+    operator = recording.calls.operator[launch]
+    if operator >= 0:
+        return recording.calls.events[operator].name
+    return by_its_id or recording.calls.events[launch].name
 
 
 def _on_cpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
@@ -301,7 +302,6 @@ class TraceSummary:
     rank: int | None
     steps: tuple[int, int] | None
     device: str
-    device_name: str | None
     wall: float
     operations: tuple[Operation, ...]
     gpu: GpuTime | None
@@ -373,20 +373,23 @@ def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
 
 
 def _synchronisation(one: Synchronisation, summary: TraceSummary) -> str:
-    often = f"{one.per_step:g} per step" if one.per_step is not None else f"{one.calls} in this trace"
-    where = f" in {one.place}" if one.place is not None else ""
-    waits = f"{one.seconds:.3g} s in total" if summary.device == "gpu" else "would wait for a GPU"
+    what = one.operation
     remedy = "keep the value on the device; trainer.log takes tensors, and reads them at log points"
-    if one.place is None and not summary.with_stacks:
+    if one.place is not None:
+        what = f"{what} in {one.place}"
+    elif not summary.with_stacks:
         remedy = "this trace contains no Python functions: record one with TrainerConfig(profile=...) to see the place"
-    return f"host-device synchronisation: {one.operation}{where}, {often}, {waits}: {remedy}"
+    often = f"{one.per_step:g} per step" if one.per_step is not None else f"{one.calls} in this trace"
+    waits = f"{one.seconds:.3g} s in total" if summary.device == "gpu" else "would wait for a GPU"
+    return f"host-device synchronisation: {what}, {often}, {waits}: {remedy}"
 
 
 def _host(summary: TraceSummary) -> Iterator[Finding]:
     """Findings about the host, only for CPU traces: in a GPU trace, the GPU's idle time shows the same problems."""
     if summary.device == "gpu" or not summary.wall:
         return
-    data, outside = summary.waited_for_data / summary.wall, summary.outside / summary.wall
+    data = summary.waited_for_data / summary.wall
+    outside = summary.outside / summary.wall
     if data > _DATA:
         yield data, f"{data:.0%} of the time went to waiting for data: raise data.num_workers"
     if outside > _OUTSIDE:
@@ -400,9 +403,10 @@ def _host(summary: TraceSummary) -> Iterator[Finding]:
 def _operations(summary: TraceSummary) -> Iterator[Finding]:
     if summary.operations and summary.operations[0].share > _LARGE:
         first = summary.operations[0]
-        by = f" (by {first.operator})" if first.operator else ""
         name = first.name if len(first.name) <= 80 else f"{first.name[:77]}..."
-        yield 0.0, f"{first.share:.0%} of the time went to {name}{by}, {first.calls} calls: optimize this first"
+        if first.operator:
+            name = f"{name} (by {first.operator})"
+        yield 0.0, f"{first.share:.0%} of the time went to {name}, {first.calls} calls: optimize this first"
 
 
 # --- Reading a trace --------------------------------------------------------------------------------------------------
@@ -428,7 +432,6 @@ def read_trace(path: Path) -> TraceSummary:
         rank=rank,
         steps=steps,
         device="gpu" if recording.gpu else "cpu",
-        device_name=_device_name(trace) if recording.gpu else None,
         wall=recording.end - recording.start,
         operations=operations(recording),
         gpu=gpu_time(recording),
@@ -441,16 +444,12 @@ def read_trace(path: Path) -> TraceSummary:
 
 def _rank_and_steps(trace: TraceFile, recording: Recording) -> tuple[int | None, tuple[int, int] | None]:
     """Rank and steps from the trace. If the trace does not contain them, they are read from the file name."""
-    named = _FILE.match(trace.path.name)
-    world = trace.facts.get("distributedInfo")
-    rank = world.get("rank") if isinstance(world, dict) else None
-    if not isinstance(rank, int):
-        rank = int(named[1]) if named else None
-    steps = recording.steps or ((int(named[2]), int(named[3])) if named else None)
+    rank = None
+    steps = recording.steps
+    if named := _FILE.match(trace.path.name):
+        rank, first, last = map(int, named.groups())
+        steps = steps or (first, last)
+    match trace.facts.get("distributedInfo"):
+        case {"rank": int(told)}:
+            rank = told
     return rank, steps
-
-
-def _device_name(trace: TraceFile) -> str | None:
-    devices = trace.facts.get("deviceProperties")
-    first = devices[0] if isinstance(devices, list) and devices else None
-    return str(first["name"]) if isinstance(first, dict) and "name" in first else None

@@ -347,8 +347,8 @@ def test_trace_attributes_synchronisations_of_ddpkit_to_ddpkit(tmp_path: Path) -
 def test_trace_metadata_takes_precedence_over_the_file_name(tmp_path: Path) -> None:
     trace = Trace()
     trace.kernel("gemm", 0, 10, launched=-5)
-    told = trace.read(tmp_path, deviceProperties=[{"name": "NVIDIA H100"}], distributedInfo={"rank": 3})
-    assert (told.rank, told.steps, told.device, told.device_name) == (3, (4, 5), "gpu", "NVIDIA H100")
+    told = trace.read(tmp_path, distributedInfo={"rank": 3})
+    assert (told.rank, told.steps, told.device) == (3, (4, 5), "gpu")
     assert trace.read(tmp_path).rank == 1
     trace.host("user_annotation", "ProfilerStep#8", 0, 20)
     assert trace.read(tmp_path).steps == (8, 8)
@@ -364,7 +364,7 @@ def test_trace_of_a_gpu_recording_names_kernels_and_synchronisations(tmp_path: P
 
     reads()
     summary = recorded(tmp_path, reads)
-    assert (summary.device, summary.device_name) == ("gpu", torch.cuda.get_device_name())
+    assert summary.device == "gpu"
     assert summary.gpu is not None
     assert 0 < summary.gpu.computing < summary.gpu.recorded
     assert any(one.operator == "aten::addmm" for one in summary.operations)
