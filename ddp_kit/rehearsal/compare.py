@@ -97,8 +97,7 @@ def _matching(reference: Recording, resumed: Recording, value: Callable[[Line], 
     """Indices of the lines of the undisturbed run that most ranks' first lines are equal to, in one value."""
     votes: Counter[int] = Counter()
     for rank, lines in resumed.items():
-        first = value(lines[0]) if lines else None
-        if first:
+        if lines and (first := value(lines[0])):
             votes.update(index for index, line in enumerate(reference.get(rank, ())) if value(line) == first)
     most = max(votes.values(), default=0)
     return {index for index, count in votes.items() if count == most}
@@ -144,9 +143,10 @@ def _weights(change: _Change) -> str:
     if len(weights) != len(change.expected.weights):
         return f"the optimizer has {len(weights)} tensors instead of {len(change.expected.weights)}"
     names = dict(enumerate(lines[0].parameters))
-    first = names.get(min(change.facts))
     text = f"the weights: {len(change.facts)} of {len(weights)} tensors"
-    return f"{text}, first {first}" if first else text
+    if first := names.get(min(change.facts)):
+        text += f", first {first}"
+    return text
 
 
 def _optimizer(change: _Change) -> str:
@@ -192,8 +192,8 @@ def _buffers(change: _Change) -> str:
 
 def _copies(change: _Change) -> str:
     first, *others = change.facts
-    more = f" and {len(others)} more tensors" if others else ""
-    return f"copy of the model: {first}{more}"
+    text = f"copy of the model: {first}"
+    return f"{text} and {len(others)} more tensors" if others else text
 
 
 def _has_lost(before: Sequence[str], now: Sequence[str]) -> bool:
@@ -287,7 +287,9 @@ def differences(
             earliest = min(changes.values(), key=lambda change: change.expected.step)
             step = earliest.expected.step
             ranks = tuple(rank for rank, change in changes.items() if change.expected.step == step)
-            found.append(Difference(name, step, kind.sentence(earliest), ranks if len(ranks) < len(resumed) else ()))
+            if len(ranks) == len(resumed):
+                ranks = ()
+            found.append(Difference(name, step, kind.sentence(earliest), ranks))
     return _in_order(found)
 
 

@@ -33,7 +33,8 @@ class FileGuard:
     def __init__(self, own: Sequence[Path], began: float, stop: Callable[[Path], None]) -> None:
         """`own`: the files and folders in which everything may be changed."""
         self._own = [path.resolve() for path in own]
-        self._began, self._stop = began, stop
+        self._began = began
+        self._stop = stop
         self._checks: dict[str, Callable[..., None]] = {
             "open": self._before_open,
             "os.rename": self._before_rename,
@@ -107,18 +108,19 @@ class FileGuard:
         """A function like `sqlite3.connect`, whose connections may read a protected database, but not change it."""
 
         def watched(database: Any, *args: Any, **kwargs: Any) -> Any:
-            # A URI, such as file:data.db?mode=ro, has the path between these.
-            path = resolved(database.removeprefix("file:").partition("?")[0] if isinstance(database, str) else database)
-            file = Path() if path is None else path.resolve()
-            protected = self.protects(file)
+            name = database
+            if isinstance(name, str):  # a URI, such as file:data.db?mode=ro, has the path between these
+                name = name.removeprefix("file:").partition("?")[0]
+            file = resolved(name) or Path()
+            protected = file != Path() and self.protects(file.resolve())
             connection = connect(database, *args, **kwargs)
 
             def authorize(action: int, *_: Any) -> int:
                 if action not in _SQLITE_READS:
-                    self._stop(file)
+                    self._stop(file.resolve())
                 return sqlite3.SQLITE_OK
 
-            if path is not None and protected:
+            if protected:
                 connection.set_authorizer(authorize)
             return connection
 
