@@ -68,8 +68,10 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     if len(runs) == 2:
         summary, *details = first_differences(*runs)
         print_text("\n".join([summary, *(f"  {line}" for line in details)]))
-    size = args.out.stat().st_size / 1000
-    print_text(f"{args.out}: {size:,.0f} kB" + (f"; {len(pictures)} charts in {args.images}" if pictures else ""))
+    written = f"{args.out}: {args.out.stat().st_size / 1000:,.0f} kB"
+    if pictures:
+        written += f"; {len(pictures)} charts in {args.images}"
+    print_text(written)
     return 0
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 
 from ddp_kit.errors import UsageError
 from ddp_kit.report.run_history import Attempt, Line, RunHistory
 from ddp_kit.report.trace_analysis import Operation, lines, read_trace
-from ddp_kit.texts import size_text
+from ddp_kit.texts import plural, size_text
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 
@@ -33,10 +34,13 @@ def _profile(path: Path) -> Profile:
         summary = read_trace(path)
     except UsageError as error:
         return Profile(f"Profile {path.name}", (str(error),))
-    rank = "" if summary.rank is None else f" of rank {summary.rank}"
-    steps = "" if summary.steps is None else f", steps {summary.steps[0]} to {summary.steps[1]}"
-    title = f"Profile{rank}{steps} ({path.name})"
-    return Profile(title, tuple(lines(summary)) or ("Nothing stands out.",), summary.operations)
+    title = "Profile"
+    if summary.rank is not None:
+        title += f" of rank {summary.rank}"
+    if summary.steps is not None:
+        title += f", steps {summary.steps[0]} to {summary.steps[1]}"
+    found = tuple(lines(summary)) or ("Nothing stands out.",)
+    return Profile(f"{title} ({path.name})", found, summary.operations)
 
 
 # --- Findings about a run ---------------------------------------------------------------------------------------------
@@ -82,17 +86,20 @@ def findings(run: RunHistory) -> list[Finding]:
 
 def state(run: RunHistory) -> str:
     """Progress or outcome of a run in a few words."""
-    total = run.last.begin.get("total_steps")
-    of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
-    steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
+    codes = [end["exit_code"] for end in run.last.ends]
     if run.is_live:
-        return f"running, {steps}"
-    if not run.last.ends:
-        stopped = "stopped" if run.last.stop else "no end recorded"
-        return f"{'finished' if run.last.done else stopped}, {steps}"
-    if all(end["exit_code"] == 0 for end in run.last.ends):
-        return f"finished, {steps}"
-    return f"exit code {run.last.ends[0]['exit_code']}, {steps}"
+        outcome = "running"
+    elif any(codes):
+        outcome = f"exit code {codes[0]}"
+    elif codes or run.last.done:
+        outcome = "finished"
+    else:
+        outcome = "stopped" if run.last.stop else "no end recorded"
+    steps = f"{run.steps:,}"
+    total = run.last.begin.get("total_steps")
+    if isinstance(total, int) and total >= run.steps:
+        steps += f" of {total:,}"
+    return f"{outcome}, {steps} steps in {duration(run.seconds)}"
 
 
 def duration(seconds: float) -> str:
@@ -110,16 +117,16 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
     for attempt in run.attempts:
         for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
             yield Finding(f"{_which(run, attempt)}: {text}", is_problem=attempt.failed)
-    lost, repeats = 0.0, False
+    lost = 0.0
+    repeats = ""
     for before, after, (_, end) in zip(run.attempts, run.attempts[1:], run.periods, strict=False):
         if before.failed:
             saved = _time_of_step(before, after.begin["step"], run)
             lost += max(0.0, end - saved)
-            repeats |= saved < min(end["time"] for end in before.ends)
+            if saved < min(end["time"] for end in before.ends):
+                repeats = ", including repeated steps"
     if lost >= _WORTH_SAYING:
-        yield Finding(
-            f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True
-        )
+        yield Finding(f"Failed attempts cost {duration(lost)}{repeats}", is_problem=True)
     last = run.last
     if not last.ends and last.done is None and last.stop is None and not run.is_live:
         yield Finding(
@@ -161,7 +168,7 @@ def _loss(run: RunHistory) -> Iterator[Finding]:
     lost = [row["step"] for row in run.rows if row.get("loss") is None]
     if lost:
         yield Finding(
-            f"The loss was not finite at {len(lost)} log {_plural('point', len(lost))}, first at step {lost[0]:,}: "
+            f"The loss was not finite at {plural(len(lost), 'log point')}, first at step {lost[0]:,}: "
             "lower the learning rate, or set max_grad_norm",
             is_problem=True,
         )
@@ -205,7 +212,8 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
     if len(rates) < 2 * _ENOUGH_ROWS:
         return
     quarter = len(rates) // 4
-    early, late = median(rates[:quarter]), median(rates[-quarter:])
+    early = median(rates[:quarter])
+    late = median(rates[-quarter:])
     if late < _SLOWER * early:
         yield Finding(
             f"Throughput fell from {early:,.0f} to {late:,.0f} samples/s during the last attempt: the report "
@@ -232,7 +240,7 @@ def _machine(run: RunHistory) -> Iterator[Finding]:
         used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
         ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
         shared = len(used) > ranks // nodes  # with other jobs, which may cause the load
-        busy = fmean(load for loads in used for load in loads) if used else 1.0
+        busy = fmean([*chain.from_iterable(used)] or [1.0])
         if busy < _IDLE_GPU and not shared:
             yield Finding(
                 f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where the time of a step "
@@ -266,13 +274,9 @@ def _loads(samples: Sequence[Line]) -> list[list[float]]:
 
 def _record(run: RunHistory) -> Iterator[Finding]:
     if run.unreadable:
-        lines = _plural("line", run.unreadable)
-        yield Finding(f"{run.unreadable} {lines} of the record cannot be read and are ignored", is_problem=True)
+        lines = plural(run.unreadable, "line")
+        yield Finding(f"{lines} of the record cannot be read and are ignored", is_problem=True)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"

@@ -133,7 +133,7 @@ class RunHistory:
         lines = [*self.rows, *self.evaluations, *(line for lines in self.samples.values() for line in lines[-1:])]
         latest = max([self.last.begin["time"], *(line["time"] for line in lines)])
         intervals = [after["time"] - before["time"] for before, after in pairwise(self.rows[-_QUIET_ROWS:])]
-        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals) if intervals else 0.0)
+        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals or [0.0]))
         return bool(abs(self.read_at - latest) < quiet)
 
 
@@ -148,7 +148,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
 def repeated_folders(folders: Sequence[Path]) -> list[tuple[Path, Path]]:
     """Pairs of folders with the same records: a folder, and an earlier one."""
-    pairs, earlier = [], dict[frozenset[Path], Path]()
+    pairs = []
+    earlier: dict[frozenset[Path], Path] = {}
     for folder in folders:
         first = earlier.setdefault(frozenset(record.resolve() for record in _records(folder)), folder)
         if first is not folder:
@@ -332,7 +333,8 @@ def _attempts(record: Path, lines: Sequence[Line]) -> tuple[Attempt, ...]:
 def _attempt(begin: Line, further: Sequence[Line]) -> Attempt:
     events = ("advice", "done", "stop", "end")
     advice, done, stops, ends = (tuple(line for line in further if line["event"] == name) for name in events)
-    return Attempt(begin["attempt"], begin, advice, done[-1] if done else None, stops[-1] if stops else None, ends)
+    last_done = next(reversed(done), None)
+    return Attempt(begin["attempt"], begin, advice, last_done, next(reversed(stops), None), ends)
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
