@@ -342,7 +342,9 @@ class _Rehearsal:
         attempts = [compare.without(each, self._noise) for each in read_attempts(made.folder) if all(each.values())]
         if end.code:
             summary = f"the resumed run fails with exit code {end.code}:\n{end.last_lines}"
-            cause = "" if end.code == ExitCode.USAGE else "the script cannot load its own checkpoint"
+            cause = "the script cannot load its own checkpoint"
+            if end.code == ExitCode.USAGE:
+                cause = ""
             return Result(title, False, summary, cause=cause)
         if len(attempts) < 2:
             return Result(title, False, "the resumed run ended without an optimizer step: it counts as finished")

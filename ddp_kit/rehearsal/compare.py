@@ -138,8 +138,10 @@ def _weights(change: _Change) -> str:
     lines = [line for line in change.undisturbed if line.optimizer == change.expected.optimizer]
     weights = change.line.weights
     for line in lines:
+        if line.weights == weights and line.step == 1:
+            return "the weights are the initial ones"
         if line.weights == weights:
-            return f"the weights are those of step {line.step}" if line.step > 1 else "the weights are the initial ones"
+            return f"the weights are those of step {line.step}"
     if len(weights) != len(change.expected.weights):
         return f"the optimizer has {len(weights)} tensors instead of {len(change.expected.weights)}"
     names = dict(enumerate(lines[0].parameters))

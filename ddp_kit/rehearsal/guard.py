@@ -38,7 +38,7 @@ class FileGuard:
         self._checks: dict[str, Callable[..., None]] = {
             "open": self._before_open,
             "os.rename": self._before_rename,
-            "os.link": self._before_link,
+            "os.link": lambda source, _target, folder, _folder: self._before_unlink(source, folder),
             "os.remove": self._before_unlink,
             "os.truncate": lambda path, *_: self._before_change(path),
             # These change the time that shows whether a file existed before.
@@ -100,9 +100,6 @@ class FileGuard:
     def _before_rename(self, source: Any, target: Any, source_folder: int, target_folder: int) -> None:
         self._before_unlink(source, source_folder)
         self._before_unlink(target, target_folder)
-
-    def _before_link(self, source: Any, _target: Any, source_folder: int, _target_folder: int) -> None:
-        self._before_unlink(source, source_folder)
 
     def _watched(self, connect: Callable[..., Any]) -> Callable[..., Any]:
         """A function like `sqlite3.connect`, whose connections may read a protected database, but not change it."""

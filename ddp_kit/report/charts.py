@@ -138,7 +138,9 @@ class _Builder:
     def ranks(self, number: int) -> Chart:
         rows = self._runs[number].rows
         values = _of_ranks("rank_seconds", rows, 1e3)
-        curves = self._curves(number, rows, values if len(values) > 1 else {})
+        if len(values) == 1:
+            values = {}
+        curves = self._curves(number, rows, values)
         return Chart("ranks", "Time per step that each rank spends on its own work", "ms", "step", (curves,))
 
     def memory(self, number: int) -> Chart:
@@ -327,7 +329,8 @@ def _draw(chart: Chart, names: Sequence[str], path: Path) -> None:
     several = len({group.run for group in chart.groups}) > 1
     for index, group in enumerate(chart.groups):
         if chart.stacked:
-            axes.stackplot(group.x, *_stack(group), labels=[curve.label for curve in group.curves])
+            values_of_curves = [[value or 0.0 for value in curve.values] for curve in group.curves]
+            axes.stackplot(group.x, *values_of_curves, labels=[curve.label for curve in group.curves])
             continue
         for number, curve in enumerate(group.curves):
             label = curve.label
@@ -341,7 +344,3 @@ def _draw(chart: Chart, names: Sequence[str], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path)
-
-
-def _stack(group: Curves) -> list[list[float]]:
-    return [[value or 0.0 for value in curve.values] for curve in group.curves]

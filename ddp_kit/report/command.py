@@ -57,7 +57,9 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         _check(args.out)
         profiles = {run.name: profiles_of(run) for run in runs}
         args.out.write_text(page(runs, profiles), encoding="utf-8", errors="backslashreplace")  # lone surrogates
-        pictures = [] if args.images is None else write_pictures(runs, args.images)
+        pictures = []
+        if args.images is not None:
+            pictures = write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
         raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None

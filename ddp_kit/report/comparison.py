@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -26,9 +27,9 @@ def settings(run: RunHistory) -> dict[str, str]:
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
     """The settings that differ between runs, as pairs: the name, and the values in all runs (empty where not set)."""
     all_settings = [_arguments(run.last.begin.get("command", ())) | settings(run) for run in runs]
-    names = dict.fromkeys(name for settings_of_run in all_settings for name in settings_of_run if name != "command")
+    names = dict.fromkeys(chain.from_iterable(all_settings))
     table = [(name, tuple(settings_of_run.get(name, "") for settings_of_run in all_settings)) for name in names]
-    differs_anyway = tuple(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN)
+    differs_anyway = ("command", *(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN))
     return [
         (name, values)
         for name, values in table
@@ -103,7 +104,9 @@ class Course:
     @property
     def text(self) -> str:
         """The last step up to which they are equal, if any, and the step at which they differ, if they do."""
-        steps = [f"equal up to step {self.equal:,}"] if self.equal else []
+        steps = []
+        if self.equal:
+            steps.append(f"equal up to step {self.equal:,}")
         if self.differs is not None:
             steps.append(f"different at step {self.differs:,}")
         return ", ".join(steps) or "no step in common"

@@ -116,7 +116,8 @@ def duration(seconds: float) -> str:
 def _endings(run: RunHistory) -> Iterator[Finding]:
     for attempt in run.attempts:
         for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
-            yield Finding(f"{_which(run, attempt)}: {text}", is_problem=attempt.failed)
+            which = f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
+            yield Finding(f"{which}: {text}", is_problem=attempt.failed)
     lost = 0.0
     repeats = ""
     for before, after, (_, end) in zip(run.attempts, run.attempts[1:], run.periods, strict=False):
@@ -134,10 +135,6 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
             f"launcher; last step: {run.steps:,}",
             is_problem=False,
         )
-
-
-def _which(run: RunHistory, attempt: Attempt) -> str:
-    return f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
 
 
 def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:

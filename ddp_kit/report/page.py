@@ -225,13 +225,12 @@ def _attempts(run: RunHistory) -> str:
 
 
 def _verdict(attempt: Attempt) -> str:
-    return " ".join(dict.fromkeys(_recorded_text(end.get("text")) for end in attempt.ends)) or _duration_of(attempt)
-
-
-def _duration_of(attempt: Attempt) -> str:
-    """Text about how long `fit` took; empty if it has not ended."""
+    """The verdict of the launcher, or how long `fit` took; empty if neither is known."""
+    text = " ".join(dict.fromkeys(_recorded_text(end.get("text")) for end in attempt.ends))
     seconds = (attempt.done or {}).get("seconds")
-    return f"fit ended after {duration(seconds)}" if isinstance(seconds, int | float) else ""
+    if not text and isinstance(seconds, int | float):
+        text = f"fit ended after {duration(seconds)}"
+    return text
 
 
 def _stacks(attempt: Attempt) -> str:

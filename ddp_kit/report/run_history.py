@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -158,10 +158,10 @@ def repeated_folders(folders: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 
 def _records(folder: Path) -> list[Path]:
-    names = (RECORD_FOLDER, f"{RECORD_FOLDER}-[0-9]*")  # a process with several Trainers has several records
-    found = [path for name in names for pattern in (name, f"*/{name}") for path in sorted(folder.glob(pattern))]
-    candidates = [folder, *found]
-    records = [path.absolute() for path in candidates if (path / RECORD_ATTEMPTS).is_file()]
+    further = f"{RECORD_FOLDER}-[0-9]*"  # a process with several Trainers has several records
+    patterns = (RECORD_FOLDER, f"*/{RECORD_FOLDER}", further, f"*/{further}")
+    found = chain.from_iterable(sorted(folder.glob(pattern)) for pattern in patterns)
+    records = [path.absolute() for path in (folder, *found) if (path / RECORD_ATTEMPTS).is_file()]
     if not records:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"
         raise UsageError(

@@ -59,7 +59,7 @@ def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchroni
         once = index
         if recording.gpu and recording.calls.operator[index] >= 0:
             once = recording.calls.operator[index]  # which may copy and then wait
-        spent[_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
+        spent[_operation_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
     results = [
         Synchronisation(name, place, len(times), len(times) / steps if steps else None, sum(times.values()))
         for (name, place), times in spent.items()
@@ -97,7 +97,7 @@ def _counts_steps(recording: Recording, index: int) -> bool:
     return False
 
 
-def _name(recording: Recording, index: int) -> str:
+def _operation_name(recording: Recording, index: int) -> str:
     """The name of the outermost `aten::` operator that contains a call or, without one, the name of the call."""
     name = recording.calls.events[index].name
     names = [recording.calls.events[outer].name for outer in recording.calls.operators(index)]
@@ -140,11 +140,14 @@ class GpuTime:
 
 def gpu_time(recording: Recording) -> GpuTime | None:
     """Time breakdown of the busiest GPU in the trace; None if the trace contains no kernels."""
-    device = _busiest_device(recording.gpu)
-    kernels = [event for event in recording.gpu if event.kind == "kernel" and event.thread[0] == device]
+    by_device: dict[object, list[Event]] = defaultdict(list)
+    for event in recording.gpu:
+        by_device[event.thread[0]].append(event)
+    events = max(by_device.values(), key=_seconds_of_kernels, default=[])
+    kernels = [event for event in events if event.kind == "kernel"]
     if not kernels:
         return None
-    copies = [event for event in recording.gpu if event.kind != "kernel" and event.thread[0] == device]
+    copies = [event for event in events if event.kind != "kernel"]
     start = min(event.start for event in kernels)
     end = max(event.end for event in kernels)
     communication = _spans(event for event in kernels if is_communication(event))
@@ -171,12 +174,8 @@ def is_communication(kernel: Event) -> bool:
     return "nccl" in kernel.name.lower()
 
 
-def _busiest_device(events: Iterable[Event]) -> object:
-    spent: dict[object, float] = defaultdict(float)
-    for event in events:
-        if event.kind == "kernel":
-            spent[event.thread[0]] += event.end - event.start
-    return max(spent, key=spent.__getitem__, default=None)
+def _seconds_of_kernels(events: Iterable[Event]) -> float:
+    return sum(event.end - event.start for event in events if event.kind == "kernel")
 
 
 def _spans(events: Iterable[Event]) -> Spans:

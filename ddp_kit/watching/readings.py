@@ -225,10 +225,15 @@ class HostReadings:
 
 def readings_of(hosts: Sequence[str]) -> HostReadings:
     """Read the jobs on all hosts concurrently over ssh, as this user and with ssh's default keys."""
+    jobs: list[JobReading] = []
+    problems = []
     with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(_read, hosts))
-    jobs = merged([job for answer in answers if not isinstance(answer, str) for job in answer])
-    return HostReadings(jobs, tuple(answer for answer in answers if isinstance(answer, str)))
+        for answer in pool.map(_read, hosts):
+            if isinstance(answer, str):
+                problems.append(answer)
+            else:
+                jobs += answer
+    return HostReadings(merged(jobs), tuple(problems))
 
 
 def _read(host: str) -> tuple[JobReading, ...] | str:

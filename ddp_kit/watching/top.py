@@ -165,8 +165,9 @@ def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
         yield Text(progress, no_wrap=True, overflow="ellipsis")
     if hang := _hang(job):
         yield Text(hang, style="bold red")
-    if advice := next((rank.advice for rank in job.ranks if rank.advice), ""):
-        yield Text(printable(f"advice: {advice}"), style="yellow")
+    advice = [rank.advice for rank in job.ranks if rank.advice]
+    if advice:
+        yield Text(printable(f"advice: {advice[0]}"), style="yellow")
     yield _rank_table(job, width)
     yield Text("")
 
@@ -234,7 +235,7 @@ def _hang(job: JobReading) -> str:
     else:
         phases = " and ".join(dict.fromkeys(rank.phase for rank in ranks))
         who = "it is" if len(ranks) == 1 else "all ranks are"
-        who = f"{who} in {phases} after step {ranks[0].step or 0:,}"
+        who += f" in {phases} after step {ranks[0].step or 0:,}"
     first = behind or ranks[0]
     command = f"`py-spy dump --pid {first.pid}`"
     if len(job.hosts) > 1:
