@@ -136,11 +136,8 @@ def first_differences(old: RunHistory, new: RunHistory) -> list[str]:
     if "weights" in problems:
         old_values["weights"].clear()
     # The mean loss of a row can only be compared if its interval began at the same step: a resume shortens it.
-    old_begins = _begins(old)
-    new_begins = _begins(new)
-    for step in old_begins.keys() & new_begins.keys():
-        if old_begins[step] != new_begins[step]:
-            del old_values["loss"][step], new_values["loss"][step]
+    same_interval = _begins(old).items() & _begins(new).items()
+    old_values["loss"] = {step: old_values["loss"][step] for step, _ in same_interval}
     courses = {name: course(values, new_values[name]) for name, values in old_values.items()}
     lines = [_summary(f"{old.name} and {new.name}", courses), *_setting_lines(old, new)]
     for name, found in courses.items():
