@@ -164,9 +164,10 @@ def _summary(runs: str, courses: Mapping[str, Course]) -> str:
     where = f"first differ in steps {equal + 1:,} to {first:,}"  # a resumed run may not know the samples of all steps
     if equal + 1 == first:
         where = f"first differ at step {first:,}"
-    elif not equal:  # perhaps even before the first step
-        what = "the first step whose samples both have" if "samples" in names else "their first common log point"
-        where = f"differ at {what}, step {first:,}"
+    elif not equal and "samples" in names:  # perhaps even before the first step
+        where = f"differ at the first step whose samples both have, step {first:,}"
+    elif not equal:
+        where = f"differ at their first common log point, step {first:,}"
     return f"{runs} {where}: {', '.join(names)}"
 
 

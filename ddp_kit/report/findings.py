@@ -233,7 +233,9 @@ def _memory(run: RunHistory) -> Iterator[Finding]:
 
 def _machine(run: RunHistory) -> Iterator[Finding]:
     for node, samples in run.samples.items():
-        where = f"node {node}" if len(run.samples) > 1 else "the machine"
+        where = "the machine"
+        if len(run.samples) > 1:
+            where = f"node {node}"
         used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
         ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
         shared = len(used) > ranks // nodes  # with other jobs, which may cause the load

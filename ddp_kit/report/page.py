@@ -208,8 +208,10 @@ def _profile(profile: Profile) -> str:
         cells = _cells((operation.operator or "", f"{operation.calls:,}", milliseconds, f"{operation.share:.1%}"))
         rows.append(f"<tr><th scope=row>{escape(operation.name[:_LONGEST_NAME])}</th>{cells}</tr>\n")
     columns = ("most expensive operations", "launched by", "calls", "ms", "share")
-    table = _html_table("Operations", rows, columns) if rows else ""
-    return f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n{table}"
+    html = f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n"
+    if rows:
+        html += _html_table("Operations", rows, columns)
+    return html
 
 
 def _attempts(run: RunHistory) -> str:
