@@ -121,7 +121,7 @@ class _Change:
     """All steps of the undisturbed run."""
 
 
-def _values(before: Any, now: Any) -> str:
+def _change_text(before: Any, now: Any) -> str:
     """Two numbers, or the first ones that differ in two sequences, as text."""
     if isinstance(before, Sequence):
         pairs = [(a, b) for a, b in zip(before, now, strict=False) if a != b]
@@ -130,8 +130,8 @@ def _values(before: Any, now: Any) -> str:
     return text if f"{before:g}" != f"{now:g}" else f"{before!r} -> {now!r}"
 
 
-def _numbers(change: _Change) -> str:
-    return ", ".join(f"{name} {_values(before, now)}" for name, (before, now) in change.facts.items())
+def _named_changes(change: _Change) -> str:
+    return ", ".join(f"{name} {_change_text(before, now)}" for name, (before, now) in change.facts.items())
 
 
 def _weights(change: _Change) -> str:
@@ -164,7 +164,7 @@ def _scalers(line: Line) -> dict[tuple[int, str], float]:
 
 def _scaler(change: _Change) -> str:
     (_, name), values = next(iter(change.facts.items()))
-    return f"gradient scaler: {name.strip('_').replace('_', ' ')} {_values(*values)}"
+    return f"gradient scaler: {name.strip('_').replace('_', ' ')} {_change_text(*values)}"
 
 
 def _samples(change: _Change) -> str:
@@ -215,7 +215,7 @@ class _Kind:
 
     facts: Callable[[Line], Mapping[Any, Any]]
     """Values of a step that are compared, by name."""
-    sentence: Callable[[_Change], str] = _numbers
+    sentence: Callable[[_Change], str] = _named_changes
     differ: Callable[[Any, Any], bool] = operator.ne
     in_both: bool = False
     """Whether only values that both runs have are compared."""
@@ -283,7 +283,7 @@ def differences(
     found = []
     for name in _KINDS.keys() - ignored:
         kind = _KINDS[name]
-        by_rank = {rank: _first(kind, reference.get(rank, ()), begin, lines) for rank, lines in resumed.items()}
+        by_rank = {rank: _first_change(kind, reference.get(rank, ()), begin, lines) for rank, lines in resumed.items()}
         changes = {rank: change for rank, change in by_rank.items() if change is not None}
         if changes:
             earliest = min(changes.values(), key=lambda change: change.expected.step)
@@ -295,7 +295,7 @@ def differences(
     return _in_order(found)
 
 
-def _first(kind: _Kind, undisturbed: Sequence[Line], begin: int, lines: Sequence[Line]) -> _Change | None:
+def _first_change(kind: _Kind, undisturbed: Sequence[Line], begin: int, lines: Sequence[Line]) -> _Change | None:
     """The first change of one kind on one rank."""
     pairs = list(zip(undisturbed[begin:], lines, strict=False))
     if pairs:
@@ -437,7 +437,7 @@ def _differences_in_step(expected: Sequence[Line], lines: Sequence[Line], noise:
     rates = first.settings.get("lr", ())
     rates_now = line.settings.get("lr", ())
     if rates != rates_now:
-        yield "learning rate", f"learning rate {_values(rates, rates_now)}"
+        yield "learning rate", f"learning rate {_change_text(rates, rates_now)}"
     if first.state and not line.state:
         yield "optimizer", f"the optimizer's state is empty ({', '.join(first.state)} missing)"
     batches = [batch for each in expected for batch in each.batches]
@@ -451,10 +451,10 @@ def _differences_in_step(expected: Sequence[Line], lines: Sequence[Line], noise:
     loss = _mean_loss(expected)
     loss_now = _mean_loss(lines)
     if loss is not None and loss_now is not None and _distance(loss, loss_now) > max(LOSS_TOLERANCE, 10 * noise):
-        yield "mean loss", f"mean loss {_values(loss, loss_now)}"
+        yield "mean loss", f"mean loss {_change_text(loss, loss_now)}"
     same_size = first.numel == line.numel
     if same_size and _distance(first.norm, line.norm) > max(NORM_TOLERANCE, 10 * noise):
-        yield "weights", f"the norm of the weights {_values(first.norm, line.norm)}"
+        yield "weights", f"the norm of the weights {_change_text(first.norm, line.norm)}"
 
 
 def loss_distance(first: Recording, second: Recording) -> float:

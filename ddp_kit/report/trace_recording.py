@@ -115,7 +115,7 @@ def load(path: Path) -> TraceFile:
 
     Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
     """
-    content = _json(path, _text(path))
+    content = _json(path, _file_text(path))
     if not isinstance(content, dict):
         raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: it contains {kind_of(content)}")
     everything = content.pop("traceEvents", None)
@@ -128,7 +128,7 @@ def load(path: Path) -> TraceFile:
     return TraceFile(path, content, [_event(entry, origin) for entry in entries])
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
         if raw[:2] == b"\x1f\x8b":
