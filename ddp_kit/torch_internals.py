@@ -205,27 +205,6 @@ def milestones(scheduler: LRScheduler) -> list[int]:
     return list(scheduler._milestones)  # type: ignore[attr-defined]
 
 
-# --- GPU allocator ----------------------------------------------------------------------------------------------------
-# Written against the source of torch 2.13 only.
-
-
-def record_allocations(entries: int) -> None:
-    """Record the last `entries` allocations and frees of GPU memory, with Python stacks.
-
-    If `entries` is 0, stop recording, and discard what has been recorded.
-    """
-    record = torch.cuda.memory._record_memory_history
-    if entries:
-        record("all", context="alloc", stacks="python", max_entries=entries)
-    else:
-        record(None)
-
-
-def memory_snapshot() -> dict[str, Any]:
-    """The state of the allocator, and the recorded history. `torch.cuda.memory._snapshot` documents its structure."""
-    return torch.cuda.memory._snapshot()  # type: ignore[no-any-return]
-
-
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 

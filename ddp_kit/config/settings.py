@@ -476,8 +476,7 @@ class ProfileConfig(_Settings):
     )
     dir: Path = Field(
         default=Path("profile"),
-        description="Folder for traces, lists of the largest GPU allocations, and memory snapshots that are taken "
-        "when a GPU runs out of memory.",
+        description="Folder for traces, and memory snapshots that are taken when a GPU runs out of memory.",
     )
 
     @field_validator("steps")

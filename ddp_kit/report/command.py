@@ -59,7 +59,9 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         _check(args.out)
         profiles = {run.name: profiles_of(run) for run in runs}
         args.out.write_text(page(runs, profiles), encoding="utf-8", errors="backslashreplace")  # lone surrogates
-        pictures = [] if args.images is None else write_pictures(runs, args.images)
+        pictures = []
+        if args.images is not None:
+            pictures = write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
         raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None
@@ -70,8 +72,10 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     if len(runs) == 2:
         summary, *details = first_differences(*runs)
         print_text("\n".join([summary, *(f"  {line}" for line in details)]))
-    size = args.out.stat().st_size / 1000
-    print_text(f"{args.out}: {size:,.0f} kB" + (f"; {len(pictures)} charts in {args.images}" if pictures else ""))
+    written = f"{args.out}: {args.out.stat().st_size / 1000:,.0f} kB"
+    if pictures:
+        written += f"; {len(pictures)} charts in {args.images}"
+    print_text(written)
     return 0
 
 
