@@ -28,6 +28,7 @@ from ddp_kit.env import (
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
+from ddp_kit.launcher.spec import torchrun_words
 from ddp_kit.launcher.warm import imports, kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
 
@@ -99,6 +100,9 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
         hangs = "a process that makes no progress for 300 s or more is killed, but only in scripts with a Trainer"
     elif seconds:
         hangs = f"a process that makes no progress for {seconds:g} s or more is killed"
+    if plan.torchrun_only:
+        started = f"started and watched by torchrun itself, for {plan.torchrun_only}"
+        hangs = "not detected"
     return [
         ("processes", f"{len(plan.workers)}, {started}"),
         *_imports(plan, env),
@@ -111,7 +115,6 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[tuple[str, str]]:
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
         ("hangs", hangs),
         ("logs", _logs(plan.logs)),
-        *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
     ]
 
 
@@ -283,39 +286,10 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
-    """The equivalent torchrun command line, preceded by the variables that the launcher adds to the environment.
-
-    `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
-    PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
-    """
-    wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
-    if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
-        wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
-    del wanted["training_script"], wanted["training_script_args"]
-    usual = {name for name, value in wanted.items() if value is None or value == defaults.get(name)}
-    flags = [_flag(name, value) for name, value in wanted.items() if name not in usual | plan.read_by_torchrun]
-    # torchrun drops the first `--`, which must not be the script's own.
-    protect = plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, wanted)
-    dashes = ["--"] if protect else []
-    words = ["torchrun", *flags, *dashes, plan.script, *plan.script_arguments]
+    """The equivalent torchrun command line, preceded by the variables that the launcher adds to the environment."""
+    words = ["torchrun", *torchrun_words(plan.torchrun, defaults, plan.read_by_torchrun)]
     command = masked_words(words, {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return flag
-    if isinstance(value, list):
-        value = ",".join(str(item).replace(",", ",,") for item in value)
-    return f"{flag}={value}"
-
-
-def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
-    """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
-    flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
-    flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    return any(flag.startswith(word) and flag != word for word in flag_names for flag in flags)
 
 
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ddp_kit.clusters.engines import recognise
 from ddp_kit.clusters.request import JobPlace
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.job import Limits
-from ddp_kit.launcher.spec import LaunchSpec
+from ddp_kit.launcher.spec import LaunchSpec, rendezvous_settings
 from ddp_kit.masking import masked
 
 # --- Process on a port ------------------------------------------------------------------------------------------------
@@ -47,7 +47,6 @@ _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
 _POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
 _MAX_SECONDS = 1e9  # 30 years; system calls do not accept much larger values
-_BLANK = "'\" \t\n"
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
 
@@ -58,7 +57,7 @@ class Rendezvous:
 
     backend: str
     served_by_ddpkit: bool
-    """Whether ddpkit serves the rendezvous (static, or c10d with a TCP store); if not, torch's agent serves it."""
+    """Whether ddpkit serves the rendezvous (static, or c10d with a TCP store); if not, torchrun runs the job."""
     run_id: str
     """The value of --rdzv-id."""
     host: str
@@ -101,7 +100,7 @@ class Rendezvous:
 
 def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
     """Read the rendezvous settings from torchrun's flags and `place`. Raises `UsageError` for invalid settings."""
-    conf = _conf(torchrun["rdzv_conf"])
+    conf = rendezvous_settings(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
     served_by_ddpkit = static or (backend == "c10d" and conf.get("store_type", "tcp").lower() == "tcp")
@@ -163,7 +162,7 @@ def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
 
 def ignored_settings(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
     """A notice for each number in --rdzv-conf that has no effect, although torchrun accepts it."""
-    conf = _conf(torchrun["rdzv_conf"]) if torchrun["rdzv_backend"] in _NUMBERS_OF else {}
+    conf = rendezvous_settings(torchrun["rdzv_conf"]) if torchrun["rdzv_backend"] in _NUMBERS_OF else {}
     return tuple(
         f"--rdzv-conf {name}={conf[name]} is not a number greater than 0, and is ignored"
         for name in _CONF_NUMBERS
@@ -203,15 +202,6 @@ def _host_and_port(endpoint: str) -> tuple[str, int | None]:
             f"{endpoint!r} is not a valid endpoint: {port!r} is not a port number", "write it as HOST:PORT"
         )
     return host.strip("[]") or "localhost", int(port)
-
-
-def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf. Quotes that the shell has not removed are stripped from names and values."""
-    pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
-    for name, _, value in pairs:
-        if not (name.strip() and value.strip()):
-            raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
-    return {name.strip(_BLANK): value.strip(_BLANK) for name, _, value in pairs}
 
 
 def _is_host(conf: Mapping[str, str]) -> bool | None:

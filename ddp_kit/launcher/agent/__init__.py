@@ -2,7 +2,7 @@
 
 This is the only launcher folder that imports torch.
 
-    run.py       runs a plan: connects to the job, runs the agent, returns the outcome; or runs torch's own agent
+    run.py       runs a plan: connects to the job, runs the agent, returns the outcome; or becomes torchrun
     loop.py      the agent: receives orders from the job, sends reports to it
     inbox.py     the event queue of the loop; sockets.py, waiting.py: what a node listens on, and prints while it waits
     workers.py   the worker processes of one round

@@ -1,25 +1,16 @@
 """The agent, one per node: it carries out the orders that it gets from `job.py`, and reports its workers' state."""
 
-import json
-import logging
 import os
-import socket
-import tempfile
-import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic import events
-from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.timer import FileTimerServer
 
-from ddp_kit.env import FILE_TIMER, FILE_TIMER_PATH, NOTE_MARK
+from ddp_kit.env import NOTE_MARK
 from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartWorkers, StopSignal, WorkerSignal
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
@@ -30,127 +21,6 @@ from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.uncaught import read_error_file
-
-# --- Event records ----------------------------------------------------------------------------------------------------
-# Records for --event-log-handler, with the same names and fields as in torch's agent.
-
-
-class EventRecords:
-    """Writer of one node's event records, which are the same as those of torch's agent.
-
-    Source: `SimpleElasticAgent._construct_event` of torch 2.13.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._is_on = not isinstance(events.get_logging_handler(plan.event_log_handler), logging.NullHandler)
-        self._began = self._waits_since = time.monotonic()
-        self._workers: Workers | None = None
-
-    def wait_begins(self) -> None:
-        """Record when the wait for the next round started."""
-        self._waits_since = time.monotonic()
-
-    def round_began(self, workers: Workers) -> None:
-        """Record that the node got its rank assignment and started its workers."""
-        self._workers = workers
-        self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
-        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # the ranks came with the assignment
-        for local_rank in workers.pids:
-            self._record("START", local_rank)
-
-    def timer(self, name: str, request: Any = None) -> None:
-        """Record an event of the timer server."""
-        inner = {"watchdog_event": name}
-        if request is not None:
-            fields = ("worker_pid", "scope_id", "expiration_time", "signal")
-            inner |= {field: str(getattr(request, field)) for field in fields}
-        self._write(name, EventSource.AGENT, self._metadata("RUNNING") | {"metadata": json.dumps(inner)})
-
-    def job_ended(self, outcome: Outcome) -> None:
-        """Record how each worker of the last round ended, and then how the agent ended."""
-        if outcome.stopped_by and not outcome.lost:
-            self._record("FAILED", raw_error=f"stopped by signal {outcome.stopped_by}")
-            return
-        if self._workers is not None:
-            failures = {failure.local_rank: failure for failure in self._workers.process_failures()}
-            others = "SUCCEEDED" if outcome == Outcome() else "TERMINATED"
-            for local_rank in self._workers.pids:
-                self._record("FAILED" if local_rank in failures else others, local_rank, failures.get(local_rank))
-        self._record("SUCCEEDED")
-
-    def _record(
-        self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None, **more: float | str
-    ) -> None:
-        """Record a state of a worker, or of the agent if `local_rank` is None."""
-        if self._is_on:
-            source = EventSource.AGENT if local_rank is None else EventSource.WORKER
-            metadata = self._metadata(state, local_rank, failure) | more
-            self._write(f"torchelastic.worker.status.{state}", source, metadata)
-
-    def _write(self, name: str, source: EventSource, metadata: dict[str, Any]) -> None:
-        events.record(Event(name, source=source, metadata=metadata), self._plan.event_log_handler)
-
-    def _metadata(
-        self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None
-    ) -> dict[str, Any]:
-        plan, assignment = self._plan, self._workers.assignment if self._workers is not None else None
-        inner: dict[str, Any] = {
-            "group_world_size": assignment.group_world_size if assignment is not None else None,
-            "entry_point": Path(plan.command[0]).name,
-        }
-        metadata = {
-            "run_id": plan.rendezvous.run_id,
-            "global_rank": None,
-            "group_rank": assignment.group_rank if assignment is not None else None,
-            "worker_id": None,
-            "role": plan.role,
-            "hostname": socket.getfqdn(),
-            "state": state,
-            "total_run_time": int(time.monotonic() - self._began),
-            "rdzv_backend": plan.rendezvous.backend,
-            "raw_error": None if failure is None else json.dumps(failure.error_file_data),
-            "agent_restarts": assignment.restarts if assignment is not None else 0,
-            "duration_ms": None,
-        }
-        if local_rank is not None and assignment is not None and self._workers is not None:
-            metadata |= {
-                "global_rank": assignment.first_rank + local_rank,
-                "worker_id": str(self._workers.pids[local_rank]),
-            }
-            inner |= {
-                "local_rank": [local_rank],
-                "role_rank": [assignment.first_role_rank + local_rank],
-                "role_world_size": [assignment.role_world_size],
-                "exit_code": [failure and failure.exitcode],
-                "worker_pid": [failure and failure.pid],
-            }
-        return metadata | {"metadata": json.dumps(inner)}
-
-
-# --- Timer server -----------------------------------------------------------------------------------------------------
-# Serves the workers' timers (torch.distributed.elastic.timer), if an environment variable asks for it.
-
-
-_INTERVAL_SECONDS = 0.1  # as in torch's agent
-
-
-def start_timers(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start a round's timer server, which kills workers whose timers expire. Returns None if timers are not enabled.
-
-    Workers send timers to the server through a pipe; an environment variable contains the path of the pipe.
-    """
-    if os.environ.get(FILE_TIMER) != "1":
-        return None
-    path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
-    path = os.environ.setdefault(FILE_TIMER_PATH, path)
-    server = FileTimerServer(path, run_id, max_interval=_INTERVAL_SECONDS, daemon=True, log_event=log_event)
-    server.start()
-    return server
-
-
-# --- Agent ------------------------------------------------------------------------------------------------------------
-
 
 _CONNECTIONS = 2  # from each worker to the workers' store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
@@ -199,9 +69,7 @@ class Agent:
         self._warm = warm
         self._inbox = inbox
         self._print_message = print_message
-        self._events = EventRecords(plan)
         self._store: TCPStore | None = None  # the workers' store of this round, if this node serves it
-        self._timers: FileTimerServer | None = None
         self._workers: Workers | None = None  # the workers of the latest round
         self._running = False
         self._latest_reported = -1  # the latest round that this node reported as failed or stopped
@@ -217,7 +85,6 @@ class Agent:
         finally:
             self._stop_workers()
             self._store = None
-        self._events.job_ended(self._outcome)
         workers, folder = self._workers, self._attempt_folder
         return RunResult(
             self._outcome,
@@ -272,7 +139,6 @@ class Agent:
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             # This round has the same restart count as the previous one, whose logs torch would delete.
             folder.rename(f"{folder}.round_{assignment.round - 1}")
-        self._timers = start_timers(self._plan.rendezvous.run_id, self._events.timer)
         self._workers = Workers(
             self._plan,
             assignment,
@@ -284,7 +150,6 @@ class Agent:
         )
         self._workers.start()
         self._running = True
-        self._events.round_began(self._workers)
 
     def _start_store(self, assignment: RankAssignment) -> TCPStore | None:
         """Start the workers' store of this round, if this node has to serve one.
@@ -339,10 +204,7 @@ class Agent:
             self._report_stopped(State.STOPPED)
 
     def _stop_workers(self) -> None:
-        """Stop the timer server, and the workers if they are still running."""
-        if self._timers is not None:
-            self._timers.stop()
-            self._timers = None
+        """Stop the workers if they are still running."""
         if self._workers is not None:
             self._workers.stop()
         self._running = False
@@ -357,7 +219,6 @@ class Agent:
         ranges = [(beat.began, beat.step) for beat in heartbeats if beat.began is not None and beat.step is not None]
         steps = combined_steps([Steps(began, reached) for began, reached in ranges])
         self._report(state, self._latest, ended_well=workers.ended_well(), steps=steps)
-        self._events.wait_begins()
 
     def _leave(self, item: StopSignal) -> None:
         """Leave the job after a stop signal.
