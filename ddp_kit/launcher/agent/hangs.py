@@ -212,6 +212,7 @@ _LOOK_IN_DMESG = (
     "look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait is expected, "
     "raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 )
+_SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
 
@@ -219,13 +220,15 @@ _ENDING_SECONDS = 1.0
 class HangMonitor:
     """Monitors the workers of one round on this node.
 
-    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `host`: the name of
-    this node in failures. `interrupted`: a function that returns whether to stop reading stacks.
+    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `sleep_timeout`:
+    seconds that a worker may be in the kernel's uninterruptible sleep; 0: no limit. `host`: the name of this node in
+    failures. `interrupted`: a function that returns whether to stop reading stacks.
     """
 
     def __init__(
         self,
         hang_timeout: float | None,
+        sleep_timeout: float,
         envs: Mapping[int, Mapping[str, str]],
         error_files: Mapping[int, str],
         host: str,
@@ -235,6 +238,8 @@ class HangMonitor:
         self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
         self._host = host
+        self._sleep_timeout = sleep_timeout
+        self._asleep_since: dict[int, float] = {}  # ranks in uninterruptible sleep
         self._began = time.monotonic()
         self._interrupted = interrupted
         self._has_user_limit = hang_timeout is not None  # if not, doubtful cases are left to torch's own timeouts
@@ -253,12 +258,17 @@ class HangMonitor:
         """Stacks by global rank."""
 
     def next_check(self) -> float | None:
-        """Seconds until the next call of `check`, or None if no further call is needed."""
-        return None if self._rule is None or self.failure is not None else self._rule.next_check(time.monotonic())
+        """Seconds until the next call of `check` and `check_sleeping`, or None if no further call is needed."""
+        checks = []
+        if self._rule is not None and self.failure is None:
+            checks.append(self._rule.next_check(time.monotonic()))
+        if self._sleep_timeout:
+            checks.append(min(_SLEEP_CHECK_SECONDS, self._sleep_timeout / 4))
+        return min(checks, default=None)
 
     def check(self, pids: Mapping[int, int]) -> int | None:
         """Return the local rank that hangs, or None. `pids`: the process ids of the running workers, by local rank."""
-        if self._rule is None or self.next_check() != 0.0 or not pids:
+        if self._rule is None or self.failure is not None or not pids or self._rule.next_check(time.monotonic()) != 0.0:
             return None
         heartbeats, read_at = self._read_heartbeats(pids), time.monotonic_ns()
         no_progress = self._rule.check(heartbeats, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
@@ -305,12 +315,20 @@ class HangMonitor:
         return late[0]
 
     def check_sleeping(self, pids: Mapping[int, int]) -> int | None:
-        """Return a local rank that is in the kernel's uninterruptible sleep, or None.
+        """Return a local rank that has been in the kernel's uninterruptible sleep for too long, or None.
 
         This reads no stack, because py-spy would block until the process wakes up.
         """
-        local_rank = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
-        if local_rank is not None and self.failure is None:
+        if not self._sleep_timeout:
+            return None
+        now = time.monotonic()
+        asleep = [rank for rank, pid in pids.items() if state(pid) == "D"]
+        self._asleep_since = {rank: self._asleep_since.get(rank, now) for rank in asleep}
+        late = [rank for rank, since in self._asleep_since.items() if now - since >= self._sleep_timeout]
+        if not late:
+            return None
+        local_rank = late[0]
+        if self.failure is None:
             function = wait_channel(pids[local_rank])
             where = f", in the kernel function {function}" if function else ""
             message = f"the process is in uninterruptible sleep (state D){where}"

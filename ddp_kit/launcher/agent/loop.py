@@ -174,8 +174,7 @@ class Agent:
     @property
     def _attempt_folder(self) -> Path | None:
         """The log folder of this node's latest workers, or None if there are no logs."""
-        files = self._workers.error_files.values() if self._workers is not None else ()
-        return next((Path(file).parents[1] for file in files if file != os.devnull), None)
+        return None if self._workers is None else self._workers.folder
 
     def _print_reason(self, why: str) -> None:
         """Print, before a restart, the traceback of this node's first failure, and then the reason for the restart."""
@@ -255,7 +254,6 @@ class Agent:
 
     def recorded_failures(self) -> tuple[ProcessFailure, ...]:
         """This node's failures; empty if the script has written no error file, as it does with torch's @record."""
-        failures = () if self._workers is None else self._workers.process_failures()
-        contents = (read_error_file(failure.error_file) for failure in failures)
-        written = any(content is not None and NOTE_MARK not in content[1] for content in contents)
+        failures = () if self._workers is None else self._workers.recorded_failures()
+        written = any(NOTE_MARK not in (read_error_file(failure.error_file) or ("", {}))[1] for failure in failures)
         return failures if written else ()
