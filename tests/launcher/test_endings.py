@@ -13,13 +13,15 @@ from ddp_kit.launcher.agent.endings import Decision, Endings, FailedWorker, seco
 
 TIMEOUT = 25.0
 KILLED = -signal.SIGKILL
+TERMINATED = -signal.SIGTERM
 
 
 def endings_of(codes: Iterable[int | None], after: float = 10.0) -> Endings:
     """One worker per code, which ended one second after the one before; None: it is running."""
     endings = Endings(TIMEOUT)
     codes = list(codes)
-    endings.started(range(len(codes)))
+    for rank in range(len(codes)):
+        endings.started(rank, 100 + rank)
     for rank, code in enumerate(codes):
         if code is not None:
             endings.ended(rank, code, after + rank)
@@ -63,14 +65,18 @@ def test_running_workers_have_the_shutdown_timeout_after_the_first_saved() -> No
 @pytest.mark.parametrize(("timeout", "limit"), [(25.0, 25.0), (1.0, 5.0)])
 def test_worker_that_does_not_exit_after_an_exception_is_stopped(timeout: float, limit: float) -> None:
     endings = Endings(timeout)
-    endings.started([0, 1])
+    endings.started(0, 100)
+    endings.started(1, 101)
     assert endings.decide({1: 100.0}, 100 + limit - 0.1) is Decision.WAIT
     assert endings.decide({1: 100.0}, 100 + limit) is Decision.STOP
     endings.killed_while_exiting({1: 100.0})
     endings.signalled()
     endings.ended(1, KILLED, 106.0)
-    endings.ended(0, -signal.SIGTERM, 105.0)
-    assert endings.failed() == [FailedWorker(1, 1, 100.0, False), FailedWorker(0, -signal.SIGTERM, 105.0, True)]
+    endings.ended(0, TERMINATED, 105.0)
+    assert endings.failed() == [
+        FailedWorker(1, 101, 1, 100.0, False),
+        FailedWorker(0, 100, TERMINATED, 105.0, True),
+    ]
 
 
 def test_hung_worker_has_failed_even_if_it_cannot_be_killed() -> None:
@@ -79,10 +85,13 @@ def test_hung_worker_has_failed_even_if_it_cannot_be_killed() -> None:
     endings.hangs(0)
     assert endings.decide({}, 10) is Decision.STOP
     endings.signalled()
-    endings.ended(0, -signal.SIGTERM, 11)
-    assert endings.failed() == [FailedWorker(1, KILLED, 0.0, False), FailedWorker(0, -signal.SIGTERM, 11, True)]
+    endings.ended(0, TERMINATED, 11)
+    assert endings.failed() == [
+        FailedWorker(1, 101, KILLED, 0.0, False),
+        FailedWorker(0, 100, TERMINATED, 11, True),
+    ]
     endings.ended(1, 0, 12)
-    assert endings.failed()[0] == FailedWorker(1, KILLED, 12, False), "it hung, however it ended"
+    assert endings.failed()[0] == FailedWorker(1, 101, KILLED, 12, False), "it hung, however it ended"
 
 
 @given(
@@ -93,7 +102,8 @@ def test_failures_are_in_the_order_of_their_ends_and_terminated_workers_come_las
     workers: list[tuple[int, float, bool]], random: "st.random.Random"
 ) -> None:
     endings = Endings(TIMEOUT)
-    endings.started(range(len(workers)))
+    for rank in range(len(workers)):
+        endings.started(rank, 100 + rank)
     order = list(range(len(workers)))
     random.shuffle(order)
     order.sort(key=lambda rank: workers[rank][2])  # those that are terminated end later

@@ -22,7 +22,7 @@ SAVING_SECONDS = 1.0  # the same while one of these ranks is saving
 
 
 class Decision(Enum):
-    """What to do with the workers that are still running."""
+    """Decision on the workers that are still running."""
 
     WAIT = auto()
     """Let them run."""
@@ -37,6 +37,7 @@ class FailedWorker:
     """A worker that hung or exited with another code than 0."""
 
     local_rank: int
+    pid: int
     code: int
     """The exit code; -N if signal N killed the worker."""
     after: float
@@ -53,45 +54,47 @@ class Endings:
 
     def __init__(self, shutdown_timeout: float) -> None:
         self._shutdown_timeout = shutdown_timeout
-        self.running: set[int] = set()
-        """The local ranks of the workers that are running."""
+        self.running: dict[int, int] = {}
+        """The process ids of the workers that are running, by local rank."""
         self.codes: dict[int, int] = {}
         """The exit codes of the workers that have ended, by local rank."""
         self.hung: int | None = None
         """The first local rank that hung. In uninterruptible sleep, it survives SIGKILL and has no exit code."""
+        self._pids: dict[int, int] = {}
         self._after: dict[int, float] = {}
         self._raised: dict[int, float] = {}
         self._terminated: set[int] = set()
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def started(self, local_ranks: Collection[int]) -> None:
-        """Workers have started."""
-        self.running.update(local_ranks)
+    def started(self, local_rank: int, pid: int) -> None:
+        """Handle the start of a worker."""
+        self._pids[local_rank] = pid
+        self.running[local_rank] = pid
 
     def ended(self, local_rank: int, code: int, after: float) -> None:
-        """A worker has ended."""
-        self.running.discard(local_rank)
+        """Handle the end of a worker."""
+        del self.running[local_rank]
         self.codes[local_rank] = 1 if local_rank in self._raised else code
         self._after[local_rank] = self._raised.get(local_rank, after)
 
     def hangs(self, local_rank: int) -> None:
-        """A worker hangs, and is being killed."""
+        """Handle a worker that hangs, and that is about to be killed."""
         if self.hung is None:
             self.hung = local_rank
 
     def signalled(self) -> None:
-        """All running workers have been sent a signal that ends them."""
-        self._terminated |= self.running - {self.hung} - self._raised.keys()
+        """Handle a signal that ends all running workers."""
+        self._terminated |= self.running.keys() - {self.hung} - self._raised.keys()
 
     def killed_while_exiting(self, raised: Mapping[int, float]) -> None:
-        """Workers are being killed that have printed an exception at these times: it is the cause of their end."""
+        """Handle workers that are about to be killed after they have raised an exception, at these times."""
         self._raised = {**raised}
 
     # Decisions --------------------------------------------------------------------------------------------------------
 
     def decide(self, exiting: Mapping[int, float], now: float) -> Decision:
-        """What to do. `exiting`: the running workers that have printed an uncaught exception, and when they did."""
+        """Decide. `exiting`: the running workers that have printed an uncaught exception, and when they did."""
         failed = any(code not in (0, ExitCode.REQUEUE) for code in self.codes.values())
         if failed or self.hung is not None or self.exits_too_late(exiting, now):
             return Decision.STOP
@@ -119,7 +122,7 @@ class Endings:
         if self.hung is not None:
             codes[self.hung] = codes.get(self.hung) or -signal.SIGKILL
         workers = [
-            FailedWorker(rank, code, self._after.get(rank, 0.0), rank in self._terminated)
+            FailedWorker(rank, self._pids[rank], code, self._after.get(rank, 0.0), rank in self._terminated)
             for rank, code in codes.items()
             if code
         ]
@@ -137,4 +140,5 @@ class Endings:
 
 def seconds_to_stop(phases: Collection[Phase], shutdown_timeout: float) -> float:
     """Seconds from SIGTERM to SIGKILL for ranks in a Trainer, after another rank failed. `phases`: their activities."""
-    return min(shutdown_timeout, SAVING_SECONDS if Phase.CHECKPOINT in phases else TRAINING_SECONDS)
+    needed = SAVING_SECONDS if Phase.CHECKPOINT in phases else TRAINING_SECONDS
+    return min(shutdown_timeout, needed)

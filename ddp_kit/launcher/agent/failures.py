@@ -2,16 +2,18 @@
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_kit.devices.cpus import oom_kills
-from ddp_kit.env import NOTE_AT_START, NOTE_FAULTY, NOTE_PRINTED, NOTE_PRINTED_HERE, NOTE_SECONDARY
+from ddp_kit.env import NOTE_AT_START, NOTE_FAULTY, NOTE_MARK, NOTE_PRINTED, NOTE_PRINTED_HERE, NOTE_SECONDARY
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher import diagnosis
 from ddp_kit.launcher.agent.endings import FailedWorker
 from ddp_kit.launcher.agent.hangs import HangMonitor
-from ddp_kit.launcher.output import FinalOutput
+from ddp_kit.launcher.output import FinalOutput, Output
 from ddp_kit.launcher.verdict import Failure
 from ddp_kit.masking import masked
 from ddp_kit.uncaught import read_error_file
@@ -25,22 +27,38 @@ class FailureReader:
     `first_rank`: the rank of local rank 0. `host`: the name of this node in failures.
     """
 
-    def __init__(self, first_rank: int, host: str, error_files: Mapping[int, str], hang_monitor: HangMonitor) -> None:
+    def __init__(
+        self, first_rank: int, host: str, error_files: Mapping[int, str], output: Output, hang_monitor: HangMonitor
+    ) -> None:
         self._first_rank = first_rank
         self._host = host
         self._error_files = error_files
+        self._output = output
         self._hang_monitor = hang_monitor
         self._oom_kills = oom_kills()
 
-    def timed_out(self, local_rank: int, tail: str) -> bool:
-        """Whether a failed worker ended because of a timeout in a collective that other ranks did not reach.
-
-        `tail`: the end of its output.
-        """
+    def timed_out(self, local_rank: int) -> bool:
+        """Whether a failed worker ended because of a timeout in a collective that other ranks did not reach."""
         message, _ = read_error_file(self._error_files[local_rank]) or ("", {})
-        return diagnosis.is_timeout(message or tail)
+        return diagnosis.is_timeout(message or self._output.tail(local_rank))
 
-    def read(self, worker: FailedWorker, pid: int, output: FinalOutput, server_lost: bool) -> Failure:
+    def recorded(self, workers: Iterable[FailedWorker]) -> tuple[ProcessFailure, ...]:
+        """The failures that have an error file, as torch's records; empty if the script has written no such file.
+
+        A script writes error files with torch's `record`. Files that torch cannot read are left out: torch would print
+        a traceback about them.
+        """
+        failures = []
+        by_script = False
+        for worker in workers:
+            path = self._error_files[worker.local_rank]
+            content = read_error_file(path)
+            if content is not None:
+                failures.append(ProcessFailure(worker.local_rank, worker.pid, worker.code, path))
+                by_script = by_script or NOTE_MARK not in content[1]
+        return tuple(failures) if by_script else ()
+
+    def read(self, worker: FailedWorker, output: FinalOutput, server_lost: bool) -> Failure:
         """The failure of a worker. `server_lost`: whether the worker died with the warm server.
 
         Secrets are masked here, because other nodes do not know them.
@@ -72,7 +90,7 @@ class FailureReader:
         return Failure(
             rank=self._first_rank + worker.local_rank,
             local_rank=worker.local_rank,
-            pid=pid,
+            pid=worker.pid,
             exit_code=ExitCode.FAULTY if faulty else code,
             after=worker.after,
             host=self._host,

@@ -3,24 +3,20 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import NOTE_MARK
-from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartWorkers, StopSignal, WorkerSignal
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.agent.sockets import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Workers
-from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop, combined_steps
+from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Stop
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.uncaught import read_error_file
 
 _CONNECTIONS = 2  # from each worker to the workers' store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
@@ -85,14 +81,21 @@ class Agent:
         finally:
             self._stop_workers()
             self._store = None
-        workers, folder = self._workers, self._attempt_folder
+        if self._workers is None:
+            return RunResult(self._outcome)
+        folder = self._workers.folder
         return RunResult(
             self._outcome,
-            self._shown(),
+            self._ranks_with_shown_trace(),
             "" if folder is None else str(folder.parent),
-            {} if workers is None else workers.hang_monitor.stacks,
-            "" if workers is None else workers.lost_output,
+            self._workers.hang_monitor.stacks,
+            self._workers.lost_output,
         )
+
+    @property
+    def _active(self) -> Workers | None:
+        """The workers of the latest round while they run."""
+        return self._workers if self._running else None
 
     def _act(self) -> None:
         item = self._inbox.take()
@@ -106,25 +109,29 @@ class Agent:
             self._outcome = item.outcome
         elif isinstance(item, Disconnected):
             self._outcome = Outcome(lost=item.why)
-            if self._workers is not None and self._running:
-                self._workers.stop_after_failure()  # without the other nodes, the workers cannot save
+            workers = self._active
+            if workers is not None:
+                workers.stop_after_failure()  # without the other nodes, the workers cannot save
                 self._stop_workers()
-                self._workers.record_end(self._outcome)
+                workers.record_end(self._outcome)
         elif isinstance(item, StopSignal):
             self._leave(item)
         elif isinstance(item, WorkerSignal):
-            if self._workers is not None and self._running:
-                self._workers.forward_signal(item.number)
+            if self._active is not None:
+                self._active.forward_signal(item.number)
         else:
             self._check_workers()
             self._sleep()
 
     def _sleep(self) -> None:
         """Wait until the inbox has an item, a worker ends, or the next check is due."""
-        timeouts, watched = [self._link.next_check if hasattr(os, "pidfd_open") else _POLL_SECONDS], []
-        if self._workers is not None and self._running:
-            timeouts.append(self._workers.timeout())
-            watched = self._workers.watched()
+        timeouts = [self._link.next_check]
+        watched = []
+        if not hasattr(os, "pidfd_open"):
+            timeouts.append(_POLL_SECONDS)
+        if self._active is not None:
+            timeouts.append(self._active.timeout())
+            watched = self._active.watched()
         self._inbox.wait(min((seconds for seconds in timeouts if seconds is not None), default=None), watched)
         self._link.check()
 
@@ -135,10 +142,11 @@ class Agent:
             self._print_reason(order.why)
         assignment = order.assignment
         self._store = self._start_store(assignment)
-        folder = self._attempt_folder
-        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
-            # This round has the same restart count as the previous one, whose logs torch would delete.
-            folder.rename(f"{folder}.round_{assignment.round - 1}")
+        if self._workers is not None and self._workers.folder is not None:
+            folder = self._workers.folder
+            if folder.name == f"attempt_{assignment.restarts}":
+                # This round has the same restart count as the previous one, whose logs torch would delete.
+                folder.rename(f"{folder}.round_{assignment.round - 1}")
         self._workers = Workers(
             self._plan,
             assignment,
@@ -156,7 +164,9 @@ class Agent:
 
         Each round gets a new store, because the old store contains stale addresses.
         """
-        listening = self._link.take_listening() if assignment.group_rank == 0 else None
+        if assignment.group_rank != 0:
+            return None
+        listening = self._link.take_listening()
         if listening is None:
             return None
         if not self._plan.agent_serves_store:
@@ -171,29 +181,25 @@ class Agent:
             master_listen_fd=listening.detach(),
         )
 
-    @property
-    def _attempt_folder(self) -> Path | None:
-        """The log folder of this node's latest workers, or None if there are no logs."""
-        return None if self._workers is None else self._workers.folder
-
     def _print_reason(self, why: str) -> None:
         """Print, before a restart, the traceback of this node's first failure, and then the reason for the restart."""
         causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
-        if causes and causes[0].rank not in self._shown() and causes[0].trace:
+        if causes and causes[0].rank not in self._ranks_with_shown_trace() and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
             self._print_message(f"rank {causes[0].rank} failed:\n" + "\n  ".join(lines))
         self._latest = ()
         self._print_message(why)
 
     def _check_workers(self) -> None:
-        if self._workers is None or not self._running or not self._workers.poll():
+        workers = self._active
+        if workers is None or not workers.poll():
             return
         self._stop_workers()
-        if self._workers.failures:
+        if workers.failures:
             self._report_stopped(State.FAILED)
         else:
-            self._workers.record_end(Outcome())
-            self._report(State.DONE, ended_well=self._workers.ended_well())
+            workers.record_end(Outcome())
+            self._report(State.DONE, ended_well=workers.ended_well())
 
     def _on_stop(self, order: Stop) -> None:
         if order.round == self._round != self._latest_reported:
@@ -212,12 +218,11 @@ class Agent:
         """Close the round's store, and report that all workers of the round on this node have ended."""
         assert self._workers is not None
         workers = self._workers
-        self._latest, self._store, self._latest_reported = workers.failures, None, self._round
+        self._latest = workers.failures
+        self._latest_reported = self._round
+        self._store = None
         workers.record_end(Outcome(self._latest, restarts=workers.assignment.restarts))
-        heartbeats = map(read_heartbeat, workers.error_files.values())
-        ranges = [(beat.began, beat.step) for beat in heartbeats if beat.began is not None and beat.step is not None]
-        steps = combined_steps([Steps(began, reached) for began, reached in ranges])
-        self._report(state, self._latest, ended_well=workers.ended_well(), steps=steps)
+        self._report(state, self._latest, ended_well=workers.ended_well(), steps=workers.steps())
 
     def _leave(self, item: StopSignal) -> None:
         """Leave the job after a stop signal.
@@ -225,14 +230,14 @@ class Agent:
         The workers get the same signal, so that they can save a checkpoint.
         """
         self._report(State.LEFT, signal=item.number)
-        failures: tuple[Failure, ...] = ()
-        if self._workers is not None:
-            if self._running:
-                self._workers.stop(item.number)
-            # The workers may have saved earlier, when another node left.
-            failures = self._workers.failures if self._workers.saved() else ()
-        self._outcome = Outcome(failures, stopped_by=item.number)
-        if self._workers is not None and self._round != self._latest_reported:
+        self._outcome = Outcome(stopped_by=item.number)
+        if self._workers is None:
+            return
+        if self._running:
+            self._workers.stop(item.number)
+        if self._workers.saved():  # perhaps earlier, when another node left
+            self._outcome = Outcome(self._workers.failures, stopped_by=item.number)
+        if self._round != self._latest_reported:
             self._workers.record_end(self._outcome)
 
     # Results ----------------------------------------------------------------------------------------------------------
@@ -244,16 +249,17 @@ class Agent:
     def _report(self, state: State, failures: tuple[Failure, ...] = (), **more: Any) -> None:
         self._link.report(Report(self._link.number, self._round, state, failures, **more))
 
-    def _shown(self) -> frozenset[int]:
+    def _ranks_with_shown_trace(self) -> frozenset[int]:
         """The ranks on this node whose tracebacks are already on the console."""
         if self._workers is None:
             return frozenset()
         final_output = self._workers.final_output
-        latest = [failure for failure in self._latest if not failure.hung]  # a hung worker has not printed its stack
-        return frozenset(failure.rank for failure in latest if final_output(failure.local_rank).shown)
+        return frozenset(
+            failure.rank
+            for failure in self._latest
+            if not failure.hung and final_output(failure.local_rank).shown  # a hung worker has not printed its stack
+        )
 
     def recorded_failures(self) -> tuple[ProcessFailure, ...]:
         """This node's failures; empty if the script has written no error file, as it does with torch's @record."""
-        failures = () if self._workers is None else self._workers.recorded_failures()
-        written = any(NOTE_MARK not in (read_error_file(failure.error_file) or ("", {}))[1] for failure in failures)
-        return failures if written else ()
+        return () if self._workers is None else self._workers.recorded_failures()

@@ -89,7 +89,8 @@ def _become_torchrun(plan: Plan, warm: WarmServer | None) -> NoReturn:
 
 
 def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
-    specs, inbox = torchrun.logs_specs(plan.logs, folder), Inbox()
+    specs = torchrun.logs_specs(plan.logs, folder)
+    inbox = Inbox()
     _handle_signals(plan.signals_to_handle, inbox, print_message)
     if warm is not None:
         _import_once(plan, warm, print_message)
@@ -121,22 +122,30 @@ def _import_once(plan: Plan, warm: WarmServer, print_message: PrintMessage) -> N
 def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:
     """Create the link between this node and its job, which may have one or several nodes."""
     rendezvous = plan.rendezvous
-    limits, static = rendezvous.limits, rendezvous.backend == "static"
+    limits = rendezvous.limits
+    static = rendezvous.backend == "static"
+    nnodes = str(limits.min_nodes)
+    if limits.max_nodes > limits.min_nodes:
+        nnodes = f"{limits.min_nodes}:{limits.max_nodes}"
     node = Node(
         number=0,
         host=socket.gethostname(),
         processes=len(plan.workers),
         role=plan.role,
         rank=rendezvous.node_rank,
-        nnodes=str(limits.min_nodes) + (f":{limits.max_nodes}" if limits.max_nodes > limits.min_nodes else ""),
+        nnodes=nnodes,
         address=rendezvous.local_addr or rendezvous.host,
         port=rendezvous.port or 0,
     )
-    if limits.max_nodes == 1 and (rendezvous.is_host if static else is_local(rendezvous.host)):
-        return SingleNodeLink(node, limits, inbox)
+    if limits.max_nodes == 1:
+        is_host = rendezvous.is_host if static else is_local(rendezvous.host)
+        if is_host:
+            return SingleNodeLink(node, limits, inbox)
     if static and rendezvous.is_host:
         _check_host(rendezvous, print_message)
-    master = (rendezvous.host, rendezvous.port or 0) if rendezvous.set_by_master_flags else None
+    master = None
+    if rendezvous.set_by_master_flags:
+        master = (rendezvous.host, node.port)
     commands = Commands(plan.spec.flags, plan.spec.script_as_typed, limits.max_nodes, static, master)
     return MultiNodeLink(node, rendezvous, inbox, print_message, plan.shutdown_timeout, commands)
 
@@ -198,8 +207,10 @@ def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage
         print_message(f"logs in {folder}")
         yield folder
     else:
-        made = warm.make_folder(RUN_FOLDER_PREFIX) if warm is not None else ""
-        folder = made or tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
+        folder = ""
+        if warm is not None:
+            folder = warm.make_folder(RUN_FOLDER_PREFIX)
+        folder = folder or tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
         try:
             yield folder
         finally:

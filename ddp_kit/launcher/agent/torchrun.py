@@ -162,8 +162,12 @@ def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> 
     for local_rank, rank in ranks.items():
         macros = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
         template = logs.log_line_prefix_template
-        label = None if template is None else Template(template).safe_substitute(macros)
-        copy = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
+        label = None
+        if template is not None:
+            label = Template(template).safe_substitute(macros)
+        copy = ""
+        if logs.copy_console:
+            copy = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG))
         torch_label = f"[{role}{local_rank}]:"
         out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torch_label, copy)
         err = _route(local_rank, dest.stderrs, dest.tee_stderrs, label, torch_label, copy)

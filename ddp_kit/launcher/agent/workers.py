@@ -15,22 +15,21 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, attempt_id
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.heartbeat import Phase, read_heartbeat
+from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher import diagnosis, verdict
 from ddp_kit.launcher.agent import torchrun
-from ddp_kit.launcher.agent.endings import Decision, Endings, FailedWorker, seconds_to_stop
+from ddp_kit.launcher.agent.endings import Decision, Endings, seconds_to_stop
 from ddp_kit.launcher.agent.failures import FailureReader
 from ddp_kit.launcher.agent.hangs import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.stacks import can_be_inspected, has_handler
-from ddp_kit.launcher.job import RankAssignment
+from ddp_kit.launcher.job import RankAssignment, Steps, combined_steps
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.masking import masked_words
-from ddp_kit.uncaught import read_error_file
 
 _SIGNAL_CHECK_SECONDS = 0.05
 # A process in the kernel's uninterruptible sleep survives SIGKILL; the launcher waits at most this long for it.
@@ -85,7 +84,9 @@ class Workers:
             host,
             lambda: inbox.signals > 0,
         )
-        self._failure_reader = FailureReader(assignment.first_rank, host, self.error_files, self.hang_monitor)
+        self._failure_reader = FailureReader(
+            assignment.first_rank, host, self.error_files, self._output, self.hang_monitor
+        )
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._endings = Endings(plan.shutdown_timeout)
         self._interrupted = False
@@ -134,12 +135,10 @@ class Workers:
             command = self._plan.command_line(rank)
             out, err = self._output.descriptors(rank)
             try:
-                self._processes[rank] = subprocess.Popen(
-                    command, env=env, stdout=out, stderr=err, start_new_session=True
-                )
+                process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
             except OSError as error:
                 raise _cannot_start(command[0], error.strerror or str(error)) from None
-            self._endings.started([rank])  # so that it is killed if a later worker cannot start
+            self._note_start(rank, process)  # now, so that it is killed if a later worker cannot start
 
     def _start_warm(self, warm: WarmServer) -> None:
         """Let the warm server start the workers. A stop signal may end the wait for it; there are then no workers."""
@@ -148,6 +147,7 @@ class Workers:
             warm.pump()
             if self._inbox.signals:
                 return
+        is_inspected = can_be_inspected(warm.pid)
         processes = {
             rank: warm.start(
                 self._plan.command_line(rank),
@@ -156,7 +156,7 @@ class Workers:
                 self._output.descriptors(rank),
                 self._cores(rank),
                 self.hang_monitor.count_interval,
-                "" if can_be_inspected(warm.pid) else self.hang_monitor.stacks_file(rank),
+                "" if is_inspected else self.hang_monitor.stacks_file(rank),
             )
             for rank in self._envs
         }
@@ -164,16 +164,20 @@ class Workers:
             wait_readable([warm], _SIGNAL_CHECK_SECONDS)
             warm.pump()
             # Once a worker has started, the first signal is for the workers.
-            signals = 2 if any(process.answered for process in processes.values()) else 1
-            if self._inbox.signals >= signals:
+            has_started = any(process.answered for process in processes.values())
+            if self._inbox.signals > has_started:
                 return  # the agent's loop acts on the signal and ends the server with its workers
         for rank, process in processes.items():
             if process.error:
                 raise _cannot_start(self._plan.command_line(rank)[0], process.error)
         for reason in sorted({process.cold for process in processes.values() if process.cold}):
             self._print_message(f"starting cold: {reason}")
-        self._processes.update(processes)
-        self._endings.started(processes)
+        for rank, process in processes.items():
+            self._note_start(rank, process)
+
+    def _note_start(self, local_rank: int, process: "Process | subprocess.Popen[bytes]") -> None:
+        self._processes[local_rank] = process
+        self._endings.started(local_rank, process.pid)
 
     def _cores(self, local_rank: int) -> tuple[int, ...]:
         """The cores that --numa-binding selects, or else the cores near the worker's GPU."""
@@ -213,8 +217,8 @@ class Workers:
         """Add to the run record, if there is one, how this attempt ended on this node."""
         if self._record_keeper is None:
             return
-        steps = [read_heartbeat(path).step for path in self.error_files.values()]
-        last_step = max((step for step in steps if step is not None), default=None)
+        steps = [beat.step for beat in self._heartbeats() if beat.step is not None]
+        last_step = max(steps, default=None)
         self._record_keeper.end(attempt_id(self._envs[0]), last_step, verdict.record(outcome), self.hang_monitor.stacks)
 
     # Watching ---------------------------------------------------------------------------------------------------------
@@ -235,17 +239,19 @@ class Workers:
     def poll(self) -> bool:
         """Return whether all workers have ended. If one has failed or hangs, stop the others first."""
         self._note_ends()
-        self._kill_if_hung(self.hang_monitor.check(self._pids_running()))
-        self._kill_if_hung(self.hang_monitor.check_sleeping(self._pids_running()))
+        self._kill_if_hung(self.hang_monitor.check(self._endings.running))
+        self._kill_if_hung(self.hang_monitor.check_sleeping(self._endings.running))
         exiting = self._exiting()
         now = self._now()
         decision = self._endings.decide(exiting, now)
         if decision is Decision.WAIT:
             return False
-        if decision is Decision.STOP or any(self._endings.codes.values()):
+        failed = [rank for rank, code in self._endings.codes.items() if code]
+        if decision is Decision.STOP or failed:
             ends_exiting = self._endings.exits_too_late(exiting, now)
-            if self._endings.running and self._endings.hung is None and self._has_timed_out():
-                self._kill_if_hung(self.hang_monitor.after_timeout(self._pids_running()))
+            others_run = self._endings.running and self._endings.hung is None
+            if others_run and any(map(self._failure_reader.timed_out, failed)):
+                self._kill_if_hung(self.hang_monitor.after_timeout(self._endings.running))
                 ends_exiting = True
             if ends_exiting:
                 self._endings.killed_while_exiting(exiting)
@@ -269,14 +275,6 @@ class Workers:
             for rank, beat in heartbeats.items()
             if beat.phase is Phase.EXITING
         }
-
-    def _pids_running(self) -> dict[int, int]:
-        return {rank: self._processes[rank].pid for rank in sorted(self._endings.running)}
-
-    def _has_timed_out(self) -> bool:
-        """Whether any worker ended because of a timeout in a collective that other ranks did not reach."""
-        failed = [rank for rank, code in self._endings.codes.items() if code]
-        return any(self._failure_reader.timed_out(rank, self._output.tail(rank)) for rank in failed)
 
     def _kill_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
@@ -302,15 +300,20 @@ class Workers:
     # Results ----------------------------------------------------------------------------------------------------------
 
     def recorded_failures(self) -> tuple[ProcessFailure, ...]:
-        """The failures that have a readable error file, as torch's records, for a launcher that has started this one.
+        """The failures as torch's records, for a launcher that has started this one; see `FailureReader.recorded`."""
+        return self._failure_reader.recorded(self._endings.failed())
 
-        torch would print a traceback of its own about a file that it cannot read.
-        """
-        files = {worker: self.error_files[worker.local_rank] for worker in self._endings.failed()}
-        return tuple(
-            ProcessFailure(worker.local_rank, self._processes[worker.local_rank].pid, worker.code, path)
-            for worker, path in files.items()
-            if read_error_file(path) is not None
+    def _heartbeats(self) -> list[Heartbeat]:
+        return [read_heartbeat(path) for path in self.error_files.values()]
+
+    def steps(self) -> Steps | None:
+        """The range of steps of all workers; None if no worker has recorded steps."""
+        return combined_steps(
+            [
+                Steps(beat.began, beat.step)
+                for beat in self._heartbeats()
+                if beat.began is not None and beat.step is not None
+            ]
         )
 
     def ended_well(self) -> tuple[int, ...]:
@@ -335,7 +338,7 @@ class Workers:
     def forward_signal(self, number: signal.Signals) -> None:
         """Send a signal to every worker that handles or ignores it, but not to the others, which it would kill."""
         without_handler = []
-        for rank, pid in self._pids_running().items():
+        for rank, pid in self._endings.running.items():
             if not has_handler(pid, number, or_ignores=True):
                 without_handler.append(str(rank))
                 continue
@@ -370,8 +373,8 @@ class Workers:
         if running:
             self._signal_workers(number)
             began = time.monotonic()
-            while running and self._inbox.signals < 2 and time.monotonic() < began + allowed():
-                self._wait_for_ends(began + allowed() - time.monotonic())
+            while running and self._inbox.signals < 2 and (left := began + allowed() - time.monotonic()) > 0:
+                self._wait_for_ends(left)
             self._kill(running)
             deadline = time.monotonic() + max(allowed(), _UNKILLABLE_SECONDS)
             while running and time.monotonic() < deadline:
@@ -396,7 +399,7 @@ class Workers:
         has_cause = any(not worker.terminated for worker in failed)
         self._final_output = self._output.end(
             [worker.local_rank for worker in failed],
-            suppress_trace=lambda trace: has_cause or diagnosis.is_secondary(trace) or diagnosis.is_interrupt(trace),
+            has_cause,
             is_secondary=lambda trace: diagnosis.is_secondary(trace) or diagnosis.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             interrupted=lambda: self._inbox.signals > 1,
@@ -404,12 +407,12 @@ class Workers:
         if failed:
             self._output.end_line()
         self._logs.end()
-        self.failures = tuple(self._failure(worker) for worker in failed)
-
-    def _failure(self, worker: FailedWorker) -> Failure:
-        process = self._processes[worker.local_rank]
-        server_lost = isinstance(process, Process) and process.lost
-        return self._failure_reader.read(worker, process.pid, self.final_output(worker.local_rank), server_lost)
+        failures = []
+        for worker in failed:
+            process = self._processes[worker.local_rank]
+            server_lost = isinstance(process, Process) and process.lost
+            failures.append(self._failure_reader.read(worker, self.final_output(worker.local_rank), server_lost))
+        self.failures = tuple(failures)
 
     def _is_ending(self, local_rank: int) -> bool:
         """Whether a rank that printed a traceback is ending: it has written its error file, or was sent SIGINT."""
@@ -423,7 +426,7 @@ class Workers:
         self._endings.signalled()
         self._interrupted |= number == signal.SIGINT
         send = os.killpg if self._plan.is_wrapped else os.kill
-        for pid in self._pids_running().values():
+        for pid in self._endings.running.values():
             with suppress(ProcessLookupError):
                 send(pid, number)
 
