@@ -66,7 +66,6 @@ END_TIME = "SLURM_JOB_END_TIME"  # when the job ends, in seconds since 1970
 # Settings of torch's agent that have no flag.
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # in seconds; no limit if not a number
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
-FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
 # Set by `ddpkit plan` so that the script's Trainer plans instead of training: the number of ranks, in total and on each
 # node, and the bytes of each device.

@@ -67,8 +67,9 @@ def holders() -> dict[str, Process]:
 def _hold(gpu: Gpu, ours: ExitStack) -> None:
     try:
         for name in (f"{_GPU}/{gpu.uuid}", f"{_HOLDER}/{_pid_namespace()}/{os.getpid()}/{gpu.uuid}"):
-            mark = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))  # not inherited by workers
+            mark = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             mark.bind(f"\0{name}")
+            mark.set_inheritable(True)  # by the program that may replace this one, not by child processes
     except OSError as error:
         raise UsageError(
             f"GPU {gpu.label} cannot be reserved: {error.strerror or error}",

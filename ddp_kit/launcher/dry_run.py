@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_kit.clusters.request import JobPlace
@@ -32,7 +32,7 @@ from ddp_kit.env import (
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.plan import GRACE_SECONDS, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
-from ddp_kit.launcher.spec import OWN_FLAGS, TORCHRUN_FLAGS
+from ddp_kit.launcher.spec import OWN_FLAGS, TORCHRUN_FLAGS, torchrun_words
 from ddp_kit.launcher.warm import imports, kept_client
 from ddp_kit.masking import masked, masked_env, masked_words
 from ddp_kit.texts import MIB, aligned, ranges
@@ -115,6 +115,8 @@ def _settings(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     own = {flag.dest: getattr(plan.spec, flag.dest) for flag in OWN_FLAGS}
     settings = own | dict(plan.torchrun) | {"signals_to_handle": ",".join(plan.signals_to_handle) or "none"}
     settings["hang_timeout"] = _HANG_TIMEOUTS.get(plan.spec.hang_timeout, plan.spec.hang_timeout)
+    if plan.torchrun_only:
+        settings["hang_timeout"] = f"not watched: torchrun runs the job, for {plan.torchrun_only}"
     settings["log_dir"] = "not kept"
     if plan.logs.are_kept:
         settings["log_dir"] = f"a new folder in {plan.logs.log_dir or _TEMPORARY}"
@@ -309,38 +311,10 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
-    """The equivalent torchrun command line, preceded by the variables that the launcher adds to the environment.
-
-    `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
-    PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
-    """
-    words = ["torchrun"]
-    names = defaults.keys() - {"training_script", "training_script_args"}
-    omitted = set(plan.read_by_torchrun)
-    if plan.torchrun["standalone"]:  # with this flag, torchrun sets the rendezvous itself
-        omitted |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-    for name, value in plan.torchrun.items():
-        if name in names - omitted and value not in (None, defaults[name]):
-            words.append(_flag(name, value))
-    # torchrun drops the first `--`, which must not be the script's own.
-    if plan.script_arguments[:1] == ("--",) or _taken_for_flags(plan.script_arguments, names):
-        words.append("--")
-    command = masked_words([*words, plan.script, *plan.script_arguments], {**env, **plan.env})
+    """The equivalent torchrun command line, preceded by the variables that the launcher adds to the environment."""
+    words = ["torchrun", *torchrun_words(plan.torchrun, defaults, plan.read_by_torchrun)]
+    command = masked_words(words, {**env, **plan.env})
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, list):
-        value = ",".join(str(item).replace(",", ",,") for item in value)
-    return flag if value is True else f"{flag}={value}"
-
-
-def _taken_for_flags(arguments: Sequence[str], names: Iterable[str]) -> bool:
-    """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
-    flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
-    flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    return any(flag.startswith(word) and flag != word for word in flag_names for flag in flags)
 
 
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:

@@ -59,6 +59,7 @@ GRACE_SECONDS = 25
 _FOR_THE_VERDICT = 5
 """Seconds reserved for the verdict within the grace period that the cluster gives the launcher after SIGTERM."""
 _MAX_PROCESSES = 1 << 22  # PID_MAX_LIMIT
+_TORCHRUN_ONLY = "torchrun itself runs this job, because only torchrun supports {}; the exit code is torchrun's"
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
@@ -110,6 +111,8 @@ class Plan:
     """The interpreter of the workers."""
     may_fork: bool
     """Whether the warm server may fork the workers."""
+    torchrun_only: str
+    """The setting for which torchrun itself has to run the job; empty: ddpkit runs it."""
     workers: tuple[WorkerResources, ...]
     """The resources of each worker, by local rank."""
     env: Mapping[str, str]
@@ -165,11 +168,6 @@ class Plan:
         """The value of --numa-binding; None: the workers use the cores given in `workers`."""
         binding: str | None = self.torchrun["numa_binding"]
         return binding
-
-    @property
-    def event_log_handler(self) -> str:
-        """The value of --event-log-handler."""
-        return str(self.torchrun["event_log_handler"])
 
     @property
     def shutdown_timeout(self) -> int:
@@ -335,11 +333,16 @@ def make(
         users = "the process" if processes == "1" else f"each of {processes} processes"
         notices.append(f"{THREADS}={variables[THREADS][0]} for {users}; set this variable to change the number")
     notices += [*rendezvous.overridden_flags(spec.torchrun), *rendezvous.ignored_settings(settings)]
+    spec = spec._replace(torchrun=MappingProxyType(settings))
+    torchrun_only = spec.torchrun_only(env)
+    if torchrun_only:
+        notices.append(_TORCHRUN_ONLY.format(torchrun_only))
     plan = Plan(
-        spec=spec._replace(torchrun=MappingProxyType(settings)),
+        spec=spec,
         read_by_torchrun=read_by_torchrun,
         python=env.get(PYTHON, sys.executable),
         may_fork=spec.may_fork(env),
+        torchrun_only=torchrun_only,
         workers=workers,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),

@@ -9,13 +9,13 @@ import shutil
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_kit.arguments import Parser, count, duration, seconds
-from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
+from ddp_kit.env import FILE_TIMER, FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.program import Program
@@ -52,6 +52,9 @@ exit codes:
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
+
+
+_BLANK = "'\" \t\n"
 
 
 def _time_to_keep(text: str) -> float | None:
@@ -160,7 +163,7 @@ TORCHRUN_FLAGS = (
     Flag(
         "--monitor-interval",
         "SECONDS",
-        "time between two checks of the processes; only used with etcd and rendezvous plug-ins. Default: 0.1",
+        "time between two checks of the processes; only used where torchrun itself runs the job. Default: 0.1",
         0.1,
         float,
     ),
@@ -375,7 +378,20 @@ class LaunchSpec(NamedTuple):
 
     def may_fork(self, env: Mapping[str, str]) -> bool:
         """Whether the warm server may fork the workers. `env`: the launcher's environment."""
-        return not (self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env)
+        started_cold = self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env
+        return not (started_cold or self.torchrun_only(env))
+
+    def torchrun_only(self, env: Mapping[str, str]) -> str:
+        """The setting that only torchrun supports, so that torchrun itself runs the job; empty: ddpkit runs it."""
+        settings = self.torchrun
+        if env.get(FILE_TIMER) == "1":
+            return f"{FILE_TIMER}=1"
+        if settings["event_log_handler"] != "null":
+            return f"--event-log-handler {settings['event_log_handler']}"
+        if not settings["standalone"] and settings["rdzv_backend"] not in ("static", "c10d"):
+            return f"--rdzv-backend {settings['rdzv_backend']}"
+        store = rendezvous_settings(settings["rdzv_conf"]).get("store_type", "tcp")
+        return "" if store.lower() == "tcp" else f"--rdzv-conf store_type={store}"
 
 
 class UnknownFlagError(UsageError):
@@ -488,6 +504,59 @@ def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tup
         yield f"-{letters[0]}", None
         letters = letters[1:]
     yield f"-{letters[0]}", letters[1:].removeprefix("=") if len(letters) > 1 else None
+
+
+def rendezvous_settings(text: str) -> dict[str, str]:
+    """Parse --rdzv-conf. Quotes that the shell has not removed are stripped from names and values."""
+    pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
+    for name, _, value in pairs:
+        if not (name.strip() and value.strip()):
+            raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
+    return {name.strip(_BLANK): value.strip(_BLANK) for name, _, value in pairs}
+
+
+# --- torchrun's command line ------------------------------------------------------------------------------------------
+
+
+def torchrun_words(
+    settings: Mapping[str, Any], defaults: Mapping[str, Any], read_by_torchrun: Collection[str]
+) -> list[str]:
+    """The command line of torchrun for these settings: its flags, the script and the arguments of the script.
+
+    `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
+    PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
+    `read_by_torchrun`: names of settings that torchrun reads from environment variables.
+    """
+    wanted = {name: value for name, value in settings.items() if name in defaults}
+    if settings["standalone"]:  # with this flag, torchrun sets the rendezvous itself
+        wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
+    script = wanted.pop("training_script")
+    arguments = [str(argument) for argument in wanted.pop("training_script_args")]
+    flags = [
+        _torchrun_flag(name, value)
+        for name, value in wanted.items()
+        if value is not None and value != defaults[name] and name not in read_by_torchrun
+    ]
+    # torchrun drops the first `--`, which must not be the script's own.
+    if arguments[:1] == ["--"] or _taken_for_flags(arguments, wanted):
+        flags.append("--")
+    return [*flags, script, *arguments]
+
+
+def _torchrun_flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    if isinstance(value, list):
+        value = ",".join(str(item).replace(",", ",,") for item in value)
+    return f"{flag}={value}"
+
+
+def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
+    """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
+    flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
+    flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    return any(flag.startswith(word) and flag != word for word in flag_names for flag in flags)
 
 
 # --- Checks of the script ---------------------------------------------------------------------------------------------

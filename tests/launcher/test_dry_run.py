@@ -350,6 +350,12 @@ def test_dry_run_shows_the_effect_of_every_flag(words: str) -> None:
     assert before != after
 
 
+def test_dry_run_says_that_torchrun_itself_runs_the_job() -> None:
+    text = described("--rdzv-backend etcd --rdzv-endpoint n1:1 --nproc-per-node 2 train.py")
+    assert "  processes   2, started and watched by torchrun itself, for --rdzv-backend etcd\n" in text
+    assert "  hangs       not detected\n" in text
+
+
 def test_dry_run_with_a_rank_without_a_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="--virtual-local-rank: there is no GPU for local rank 1"):
         described("--virtual-local-rank --nproc-per-node 2 train.py", CUDA_VISIBLE_DEVICES="3")
@@ -438,7 +444,6 @@ def test_launcher_of_another_node_prints_no_secret_that_it_does_not_know(ddpkit:
         ["--redirects", "9"],
         ["--rdzv-conf", "join_timeout"],
         ["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=soon"],
-        ["--event-log-handler", "nobody"],
     ],
 )
 def test_dry_run_refuses_like_a_start_and_creates_no_folder(
