@@ -6,6 +6,7 @@ Those that have one are `ddpkit doctor` and `env` (doctor/), `rehearse` (rehears
 
     main.py        the entry point: the signals until a command runs, and the exit code
     commands.py    the table of commands
+    launch.py      `ddpkit launch`; dry_run.py: what --dry-run prints
     stopped.py     stop signals that arrive before a job is running
     completion.py  `ddpkit --print-completion`
 """

@@ -65,8 +65,9 @@ def run(argv: Sequence[str], terminal: Terminal, warm: "WarmServer | None" = Non
 
         if StoppedError.first is not None:
             raise StoppedError.first
+        from ddp_kit.cli import dry_run
         from ddp_kit.devices import cpus, gpus, reservations
-        from ddp_kit.launcher import dry_run, plan, rendezvous, verdict
+        from ddp_kit.launcher import plan, rendezvous, verdict
 
         ignored = (number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
         processes = agent.nproc_per_node(launch_spec.processes)

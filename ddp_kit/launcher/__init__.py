@@ -4,7 +4,7 @@ Data flow: command line and environment -> LaunchSpec -> Plan -> agent -> verdic
 
     spec.py         the command line (`LaunchSpec`)
     rendezvous.py   where the nodes of the job meet; program.py: what the workers run
-    plan.py         everything that this node will do (`Plan`); dry_run.py prints it
+    plan.py         everything that this node will do (`Plan`)
     job.py          the state machine of a job on all its nodes, without I/O
     agent/          one node's part of the job; warm/: the process that imports torch once and forks the workers
     output.py       the workers' output; diagnosis.py: hints from what a failed worker has printed

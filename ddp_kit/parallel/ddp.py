@@ -148,7 +148,7 @@ class DdpStrategy(Strategy):
         """Raise `LossError` if there are parameters that no backward pass, or not the last one, has reached."""
         self._check_gradients(
             missing,
-            "a step, but DDP waits for the gradients of all parameters",
+            "got no gradient in a step, but DDP waits for the gradients of all parameters",
             "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
             'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
         )

@@ -504,7 +504,9 @@ class FsdpStrategy(Strategy):
                 shard.grad = reduced_gradient(whole.grad, whole)
         missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
         when = "the last micro-batch of a step" if self._units.add_up else "a step"
-        self._check_gradients(missing, f"{when}, but FSDP needs the gradients of all trained parameters")
+        self._check_gradients(
+            missing, f"got no gradient in {when}, but FSDP needs the gradients of all trained parameters"
+        )
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
 

@@ -450,11 +450,11 @@ class Strategy(ABC):
         """End a step, after the update and when gradients are None. Raises `LossError` if the reduction failed."""
 
     def _check_gradients(self, missing: Collection[Tensor], problem: str, hint: str = _USE_OR_FREEZE) -> None:
-        """Raise `LossError` if parameters got no gradient. `problem`: when they got none, and why this is an error."""
+        """Raise `LossError` if parameters got no gradient. `problem`: the text after their names."""
         if missing:
             numbers = set(map(id, missing))
             names = [name for number, name in self.parameter_names().items() if number in numbers]
-            raise LossError(f"{some(names)} got no gradient in {problem}", hint)
+            raise LossError(f"{some(names)} {problem}", hint)
 
     @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:

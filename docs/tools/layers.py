@@ -32,7 +32,7 @@ LAUNCHER = [
         "launcher.spec launcher.job launcher.output",
         "launcher.rendezvous launcher.record launcher.warm",
         "launcher.plan",
-        "launcher.agent launcher.dry_run",
+        "launcher.agent",
         "report watching rehearsal doctor",
         "cli",
     )

@@ -432,7 +432,9 @@ class PipelineStrategy(Strategy):
                     for gradient, total in zip(bucket, sums, strict=True):
                         gradient.copy_(total.view_as(gradient))
         if self._has_passes:
-            self._check_gradients(missing, "a step, but a pipeline needs the gradients of all trained parameters")
+            self._check_gradients(
+                missing, "got no gradient in a step, but a pipeline needs the gradients of all trained parameters"
+            )
 
     def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield the gradients in buckets. Each bucket has one dtype and a size of about `bucket_mb` MiB."""
