@@ -63,7 +63,7 @@ versions:        ## the tests with every torch and Python, or with ONLY="2.10 3.
 	$(PYTHON) tests/versions.py --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)
 
 chaos: $(STAMP)  ## RUNS (100) training runs killed at random: bitwise identical, every sample once; up to an hour
-	$(BIN)/python tests/end_to_end/chaos.py --runs $(RUNS) --seed $(SEED)
+	$(BIN)/python -m tests.support.chaos --runs $(RUNS) --seed $(SEED)
 
 format: $(STAMP) ## lay the code out and fix what can be fixed by machine
 	$(BIN)/ruff check --fix .

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import gate
-import launching
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from reads import Reads
 
 from ddp_kit.log import logger
+from tests import gate
+from tests.support import launching
+from tests.support.reads import Reads
 
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import GIB, ReadsFakeValue, computing, on_gpu, visible_gpus, with_visible_gpus
-from launching import clean_environment
 from torch import nn
+
+from tests.support.fake_cuda import GIB, ReadsFakeValue, computing, on_gpu, visible_gpus, with_visible_gpus
+from tests.support.launching import clean_environment
 
 
 def test_operation_on_two_fake_gpus_raises_as_on_real_ones() -> None:

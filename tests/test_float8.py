@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from launching import run
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError, MemoryConfig, TrainerConfig
@@ -16,6 +15,7 @@ from ddp_kit.model.activations import Activations
 from ddp_kit.model.compilation import compile_in_place
 from ddp_kit.model.float8 import convert_linear_layers
 from ddp_kit.model.precision import Precision
+from tests.support.launching import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")

@@ -8,10 +8,10 @@ from subprocess import PIPE
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from launching import started
 
 from ddp_kit.launcher.rendezvous import holder
 from ddp_kit.masking import MASK, masked, masked_env, masked_words
+from tests.support.launching import started
 
 SECRET_NAMES = [
     "HF_TOKEN", "hfToken", "HFToken", "hf-token", "apikey", "API_KEY", "api.key", "AWS_SECRET_ACCESS_KEY",

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from reads import Reads
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
@@ -18,6 +17,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.torch_internals import join_overflow_flags
+from tests.support.reads import Reads
 
 CPU = torch.device("cpu")
 

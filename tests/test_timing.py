@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from launching import PROGRAMS, seconds
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -25,6 +24,7 @@ from ddp_kit.trainer.timing import (
     step_clock,
     table_of,
 )
+from tests.support.launching import PROGRAMS, seconds
 
 NOTHING = dict.fromkeys(("data", "transfer", "forward", "backward", "communication", "optimizer", "other"), 0.0)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from launching import PROGRAMS, clean_environment, seconds
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -16,6 +15,7 @@ from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.env import ERROR_FILE, NOTE_PRINTED, NOTE_SECONDARY
 from ddp_kit.uncaught import folded_traceback, leave_note, read_error_file, show_without_traceback
+from tests.support.launching import PROGRAMS, clean_environment, seconds
 
 RAISE = """
 from ddp_kit import errors

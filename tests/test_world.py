@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from launching import PROGRAMS
 
 from ddp_kit.distributed import world
 from ddp_kit.distributed.world import decoded, encoded, random_states_kept, seed_everything, seed_generators
 from ddp_kit.errors import WorldError
+from tests.support.launching import PROGRAMS, SUPPORT
 
 CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -112,7 +112,7 @@ def test_join_with_more_processes_than_gpus_refuses_the_last_rank(
 def test_join_with_one_visible_gpu_per_process_uses_it_if_no_other_rank_does(
     start: Callable[..., "subprocess.CompletedProcess[str]"],
 ) -> None:
-    main, env = PROGRAMS / "one_gpu_each.py", {"PYTHONPATH": str(Path(__file__).parent)}
+    main, env = PROGRAMS / "one_gpu_each.py", {"PYTHONPATH": str(SUPPORT)}
     run = start("ddpkit", 2, main, "own", env=env)
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == [f"{rank} cuda:0 cpu:gloo,cuda:nccl cuda:0" for rank in range(2)]

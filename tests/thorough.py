@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# A file belongs to the part with the longest prefix of its path; tests/house/test_parts.py checks that there is one.
+# A file belongs to the part with the longest prefix of its path; tests/house/test_thorough.py checks that there is one.
 PARTS = {
     "launcher": ("launcher",),
     "kept": ("launcher/test_kept", "launcher/test_killed.py"),
@@ -27,7 +27,7 @@ PARTS = {
     ),
     "training": ("end_to_end", "trainer", "data", "distributed", "callbacks", "test_"),
     "replay": ("end_to_end/test_replayed.py",),
-    "mistakes": ("end_to_end/test_mistakes.py", "end_to_end/test_agreed.py"),
+    "mistakes": ("end_to_end/test_mistakes.py", "end_to_end/test_as_one_process.py"),
     "placement": (
         "parallel", "end_to_end/test_placements.py", "end_to_end/test_pipelined.py", "end_to_end/test_staged.py",
         "memory", "end_to_end/test_planned.py", "end_to_end/test_device_map_runs.py", "end_to_end/test_utilised.py",

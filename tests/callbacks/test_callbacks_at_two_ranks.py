@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import PROGRAMS
+
+from tests.support.launching import PROGRAMS
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import PROGRAMS, run
 
 from ddp_kit import ConfigError, MLflowLogger, TrackioLogger
+from tests.support.launching import PROGRAMS, run
 
 VARIABLES = {"MLFLOW_ALLOW_FILE_STORE": "true", "GIT_PYTHON_REFRESH": "quiet", "HF_HUB_OFFLINE": "1"}
 

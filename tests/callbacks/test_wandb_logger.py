@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import PROGRAMS, run
 
 from ddp_kit import ConfigError, WandbLogger
 from ddp_kit.callbacks.rows import require
+from tests.support.launching import PROGRAMS, run
 
 
 def records(file: Path) -> Iterator[Any]:

@@ -276,7 +276,7 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
 
 def run_fuzzer(folder: Path, seconds: float, seed: int) -> None:
     """As a process of its own, which may crash."""
-    from launching import run  # this file is also a program, which does not find it
+    from tests.support.launching import run  # this file is also a program, which does not find it
 
     done = run(sys.executable, __file__, folder, seconds, seed, timeout=seconds * 10 + 300)
     last = done.stdout.splitlines()[-1:]

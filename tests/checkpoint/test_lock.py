@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from launching import PROGRAMS, started
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -17,6 +16,7 @@ from ddp_kit import CheckpointError, Trainer, TrainerConfig
 from ddp_kit.checkpoint import lock as lock_module
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.lock import FolderLock
+from tests.support.launching import PROGRAMS, started
 
 
 @pytest.fixture

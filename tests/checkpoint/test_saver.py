@@ -19,8 +19,6 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from job_processes import has_ended
-from launching import PROGRAMS, run, seconds, started, wait_until
 
 from ddp_kit.checkpoint import saver as background_module
 from ddp_kit.checkpoint import saver as saver_module
@@ -30,6 +28,8 @@ from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writer import LOCK
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
+from tests.support.job_processes import has_ended
+from tests.support.launching import PROGRAMS, run, seconds, started, wait_until
 
 SAVES = PROGRAMS / "saves_and_ends.py"
 Same = Callable[[Any, Any], bool]

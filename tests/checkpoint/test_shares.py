@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from counting import KILLED, MOST, Counting
-from job_processes import has_ended
-from launching import seconds, wait_until
 
 from ddp_kit.checkpoint import packing
 from ddp_kit.checkpoint import writer as writer_program
@@ -27,6 +24,9 @@ from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writer import LOCK, Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.state_values import Piece
+from tests.support.counting import KILLED, MOST, Counting
+from tests.support.job_processes import has_ended
+from tests.support.launching import seconds, wait_until
 
 Same = Callable[[Any, Any], bool]
 TIED = torch.randn(300)

@@ -12,13 +12,13 @@ from stat import S_ISREG
 from typing import IO
 
 import pytest
-from counting import KILLED, MOST, Counting
-from launching import seconds
 
 from ddp_kit.checkpoint import writer as writer_program
 from ddp_kit.checkpoint.format import checkpoints, leftovers, name_of, newest_whole
 from ddp_kit.checkpoint.writer import LOCK, Region, System, WriteTask, wait_for_writers, write
 from ddp_kit.errors import CheckpointError
+from tests.support.counting import KILLED, MOST, Counting
+from tests.support.launching import seconds
 
 
 def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[WriteTask, memoryview]:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import visible_gpus
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_kit.config.settings import DataConfig
@@ -15,6 +14,7 @@ from ddp_kit.data import DeviceTransform, build_loader, loading, on_device
 from ddp_kit.data.collate import Collate, Partial, checked_batches, unpacked
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import DataError
+from tests.support.fake_cuda import visible_gpus
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, device=CPU)

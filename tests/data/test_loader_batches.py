@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from own_loaders import LOADERS, FirstTwo, OtherLength, Scaled, X, by_hand, loss_fn, model_of_weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from ddp_kit import DataError, Trainer, TrainerConfig, scheduler_steps
 from ddp_kit.data.loader_batches import iterates_itself, loader_batches
+from tests.programs.own_loaders import LOADERS, FirstTwo, OtherLength, Scaled, X, by_hand, loss_fn, model_of_weights
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, run
+
+from tests.support.launching import PROGRAMS, run
 
 pytestmark = pytest.mark.slow
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from launching import PROGRAMS, launch
 
 from ddp_kit import World
+from tests.support.launching import PROGRAMS, launch
 
 
 def test_single_process_gets_its_own_tensor() -> None:

@@ -2,17 +2,16 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import pytest
-from launching import seconds
 from torch.distributed import HashStore
 
 from ddp_kit.distributed import control as control_module
 from ddp_kit.distributed.consensus import StepConsensus
 from ddp_kit.distributed.control import Control
+from tests.support.launching import PROGRAMS, seconds
 
 
 def test_control_makes_no_requests_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +42,7 @@ def test_control_makes_no_requests_while_nothing_happens(monkeypatch: pytest.Mon
 
 
 def start(rank: int, port: str) -> "subprocess.Popen[str]":
-    program: list[Any] = [sys.executable, Path(__file__).with_name("ends_first.py"), str(rank), port]
+    program: list[Any] = [sys.executable, PROGRAMS / "ends_first.py", str(rank), port]
     pipe = subprocess.PIPE
     return subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

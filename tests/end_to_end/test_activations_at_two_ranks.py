@@ -1,11 +1,10 @@
 """Memory for activations is saved under every way of training, and the result stays the same."""
 
-from pathlib import Path
-
 import pytest
-from launching import launch
 
-SCRIPT = Path(__file__).with_name("activations.py")
+from tests.support.launching import PROGRAMS, launch
+
+SCRIPT = PROGRAMS / "activations.py"
 RUNS = ("ddp", "auto", "bf16", "fp16", "skip", "fully_shard")
 
 

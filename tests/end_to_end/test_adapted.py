@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapted import WIDTH, model
 
 from ddp_kit import load_model
 from ddp_kit.checkpoint.format import checkpoints
+from tests.programs.adapted import WIDTH, model
+from tests.support.launching import PROGRAMS
 
 Ddpkit = Callable[..., object]
-SCRIPT = Path(__file__).with_name("adapted.py")
+SCRIPT = PROGRAMS / "adapted.py"
 WITHOUT = 0  # a step that is never done
 
 

@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from launching import ROOT, run, seconds
+
+from tests.support.launching import ROOT, run, seconds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(700))]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, PROGRAMS, clean_environment
+
+from tests.support.launching import DDPKIT, PROGRAMS, clean_environment
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from chaos import check_samples, disturbed, undisturbed
-from launching import seconds
+
+from tests.support.chaos import check_samples, disturbed, undisturbed
+from tests.support.launching import seconds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(600))]
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, PROGRAMS, launch, run
 
 from ddp_kit.data.sampler import Epochs
+from tests.support.launching import DDPKIT, PROGRAMS, launch, run
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Ddpkit = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("mapped.py")
+SCRIPT = PROGRAMS / "mapped.py"
 ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 SPLIT = json.dumps({"": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 1})
 

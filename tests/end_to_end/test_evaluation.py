@@ -3,12 +3,13 @@
 import importlib.util
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("evaluated.py")
+SCRIPT = PROGRAMS / "evaluated.py"
 
 
 @pytest.mark.slow

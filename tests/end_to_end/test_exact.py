@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from launching import PROGRAMS
 from torch import Tensor
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("exact.py")
+SCRIPT = PROGRAMS / "exact.py"
 CASES = 60
 
 spec = importlib.util.spec_from_file_location("exact", SCRIPT)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import launching
 import psutil
 import pytest
 import torch
-from job_processes import JobProcesses
-from labels import unlabelled
-from launching import DDPKIT, PROGRAMS, free_port, launch, seconds, wait_until
+
+from tests.support import launching
+from tests.support.job_processes import JobProcesses
+from tests.support.labels import unlabelled
+from tests.support.launching import DDPKIT, PROGRAMS, free_port, launch, seconds, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Ddpkit = Callable[..., object]
-SCRIPT = Path(__file__).with_name("in_float8.py")
+SCRIPT = PROGRAMS / "in_float8.py"
 WITHOUT = 0  # a step that is never done
 EMULATED = {"DDPKIT_EMULATE_FP8": "1"}
 

@@ -11,11 +11,11 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from launching import PROGRAMS, seconds, started
 from torch import Tensor
 
 from ddp_kit import LaunchError, UsageError, launch
 from ddp_kit.launcher import function as module
+from tests.support.launching import PROGRAMS, seconds, started
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from launching import PROGRAMS
-from test_exact import apart, by_hand, cases
+
+from tests.end_to_end.test_exact import apart, by_hand, cases
+from tests.support.launching import PROGRAMS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-HERE = Path(__file__).parent
 FEW = 8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -26,7 +26,7 @@ def check_exact(run: Run, tmp_path: Path, ranks: int, *, share: bool) -> None:
         case["parallel"]["share_gpus"] = share
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(tried))
-    done = run("launch", "--nproc-per-node", ranks, HERE / "exact.py", file)
+    done = run("launch", "--nproc-per-node", ranks, PROGRAMS / "exact.py", file)
     assert done.returncode == 0, done.stderr
     assert "on cuda" in done.stderr
     for case, found in zip(tried, json.loads(done.stdout), strict=True):
@@ -51,7 +51,16 @@ def test_gpu_run_whose_rank_is_killed_ends_bitwise_like_an_undisturbed_one(
 ) -> None:
     ended = {}
     for after in (0, 11):  # 0: a step that is never done
-        words = ("--nproc-per-node", ranks, "--max-restarts", 1, HERE / "resumed.py", tmp_path / str(after), after, 0)
+        words = (
+            "--nproc-per-node",
+            ranks,
+            "--max-restarts",
+            1,
+            PROGRAMS / "resumed.py",
+            tmp_path / str(after),
+            after,
+            0,
+        )
         done = ddpkit("launch", *words, env={"RESUMED_SHARES_GPUS": "1"} if ranks > 1 else {})
         assert done.returncode == 0, done.stderr
         assert ("resumed from" in done.stderr) == (after > 0)
@@ -61,7 +70,7 @@ def test_gpu_run_whose_rank_is_killed_ends_bitwise_like_an_undisturbed_one(
 
 
 def test_replay_of_random_faults_on_a_gpu_names_rank_and_step(ddpkit: Run) -> None:
-    done = ddpkit("launch", "--nproc-per-node", 3, HERE / "replayed.py", "faults", 0, 20)
+    done = ddpkit("launch", "--nproc-per-node", 3, PROGRAMS / "replayed.py", "faults", 0, 20)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("20 faults named on rank") == 3
 
@@ -69,7 +78,7 @@ def test_replay_of_random_faults_on_a_gpu_names_rank_and_step(ddpkit: Run) -> No
 def test_rank_without_a_gpu_is_refused_with_a_hint(ddpkit: Run, tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps(cases()[:1]))
     ranks = torch.cuda.device_count() + 1
-    done = ddpkit("launch", "--nproc-per-node", ranks, HERE / "exact.py", tmp_path / "cases.json")
+    done = ddpkit("launch", "--nproc-per-node", ranks, PROGRAMS / "exact.py", tmp_path / "cases.json")
     assert done.returncode != 0
     rank = r"\d" if ranks == 2 else str(ranks - 1)  # with a single GPU, the rank that starts first gets it
     assert re.search(rf"rank {rank} has no GPU: {ranks} processes on this node", done.stderr), done.stderr

@@ -6,10 +6,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import launching
 import pytest
-from job_processes import JobProcesses
-from launching import PROGRAMS, seconds
+
+from tests.support import launching
+from tests.support.job_processes import JobProcesses
+from tests.support.launching import PROGRAMS, seconds
 
 pytestmark = pytest.mark.slow
 

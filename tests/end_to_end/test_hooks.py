@@ -8,14 +8,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from ddp_kit.config.settings import STRATEGIES
+from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("hooks.py")
+SCRIPT = PROGRAMS / "hooks.py"
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import numpy
 import pytest
-from launching import PROGRAMS, launch, run
 
 from ddp_kit.env import IMPORTED_ONCE, VARIABLES_OF_ONE_WORKER
 from ddp_kit.launcher.function import packages_of
@@ -26,6 +25,7 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports
 from ddp_kit.launcher.warm.messages import Import
 from ddp_kit.launcher.warm.traces import Traces
+from tests.support.launching import PROGRAMS, launch, run
 
 DISTINCT = "each rank has another value"
 ONE_OF_TWO = "one rank has it"

@@ -2,13 +2,13 @@
 
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from launching import PROGRAMS
+
+from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("incomplete.py")
+SCRIPT = PROGRAMS / "incomplete.py"
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("left_out.py")
+SCRIPT = PROGRAMS / "left_out.py"
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 import json
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("memory.py")
+SCRIPT = PROGRAMS / "memory.py"
 
 UNDISTURBED = {"at": None, "ranks": [], "step": 0, "fits": 0, "auto": False}
 # (what, the micro-batch that it ends with at 2 ranks, each of which has 12 samples of a global batch)

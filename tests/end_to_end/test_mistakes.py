@@ -5,9 +5,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import mistakes
 import pytest
-from launching import PROGRAMS, seconds
+
+from tests.programs import mistakes
+from tests.support.launching import PROGRAMS, seconds
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]

@@ -2,12 +2,13 @@
 
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("not_finite.py")
+SCRIPT = PROGRAMS / "not_finite.py"
 CASES = 17  # for each number of ranks
 
 

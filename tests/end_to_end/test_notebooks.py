@@ -9,8 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from job_processes import has_ended
-from launching import DDPKIT, ROOT, clean_environment, run, seconds, wait_until
+
+from tests.support.job_processes import has_ended
+from tests.support.launching import DDPKIT, ROOT, clean_environment, run, seconds, wait_until
 
 FIRST = """
 import os

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, PROGRAMS, seconds, started
+
+from tests.support.launching import DDPKIT, PROGRAMS, seconds, started
 
 FIT = PROGRAMS / "fits.py"
 

@@ -1,12 +1,11 @@
 """DataLoaders that iterate in their own way, at several ranks: as a loop by hand over the batches of all ranks."""
 
-from pathlib import Path
-
 import pytest
-from launching import launch
-from own_loaders import LOADERS
 
-PROGRAM = Path(__file__).with_name("own_loaders.py")
+from tests.programs.own_loaders import LOADERS
+from tests.support.launching import PROGRAMS, launch
+
+PROGRAM = PROGRAMS / "own_loaders.py"
 
 
 @pytest.mark.slow

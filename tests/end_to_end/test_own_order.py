@@ -2,12 +2,13 @@
 
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("own_order.py")
+SCRIPT = PROGRAMS / "own_order.py"
 
 
 @pytest.mark.slow

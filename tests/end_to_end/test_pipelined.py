@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import PROGRAMS, seconds
+
+from tests.support.launching import PROGRAMS, seconds
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("pipelined.py")
+SCRIPT = PROGRAMS / "pipelined.py"
 SMALL = {"global_batch_size": 8, "micro_batch_size": 2}
 CASES: dict[str, dict[str, Any]] = {
     "gpipe, a short last batch": {"samples": 13, "parallel": {"pipeline_schedule": "gpipe"}},

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from launching import PROGRAMS, ROOT, seconds
+
+from tests.support.launching import PROGRAMS, ROOT, seconds
 
 Ddpkit = Callable[..., object]
-MOVED = Path(__file__).with_name("moved.py")
+MOVED = PROGRAMS / "trains_to_step.py"
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
 
@@ -134,7 +135,7 @@ def test_channels_last_and_adagrad_train_alike_under_every_strategy(start: Ddpki
 
 @pytest.mark.slow
 def test_model_parallelised_by_a_function_of_the_user_trains_like_one_process(ddpkit: Ddpkit) -> None:
-    script, losses = Path(__file__).with_name("spread_by_hand.py"), {}
+    script, losses = PROGRAMS / "spread_by_hand.py", {}
     for ranks in (1, 4):
         run = ddpkit("launch", "--nproc-per-node", ranks, script)
         assert run.returncode == 0, run.stderr
@@ -147,7 +148,7 @@ def test_model_parallelised_by_a_function_of_the_user_trains_like_one_process(dd
 
 @pytest.mark.slow
 def test_fsdp_with_a_mixed_precision_policy_gathers_half_the_bytes(ddpkit: Ddpkit) -> None:
-    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("gathered_in_bf16.py"))
+    run = ddpkit("launch", "--nproc-per-node", 2, PROGRAMS / "gathered_in_bf16.py")
     assert run.returncode == 0, run.stderr
     found = {name: rest.split() for name, rest in re.findall(r"^(autocast|policy) (.*)", run.stdout, re.MULTILINE)}
     gathered = {name: int(bytes_) for name, (bytes_, *_) in found.items()}
@@ -161,7 +162,7 @@ def test_fsdp_with_a_mixed_precision_policy_gathers_half_the_bytes(ddpkit: Ddpki
 
 @pytest.mark.slow
 def test_fp16_overflow_is_skipped_on_all_ranks_of_every_strategy(ddpkit: Ddpkit) -> None:
-    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("scaled.py"))
+    run = ddpkit("launch", "--nproc-per-node", 2, PROGRAMS / "scaled.py")
     assert run.returncode == 0, run.stderr
     found = {name: list(map(float, rest.split())) for name, rest in re.findall(r"found (\w+) (.*)", run.stdout)}
     assert found.keys() == {"ddp", "zero1", "fsdp", "offloaded"}
@@ -173,7 +174,7 @@ def test_fp16_overflow_is_skipped_on_all_ranks_of_every_strategy(ddpkit: Ddpkit)
 
 @pytest.mark.slow
 def test_unsupported_placement_is_refused(ddpkit: Ddpkit) -> None:
-    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("misplaced.py"))
+    run = ddpkit("launch", "--nproc-per-node", 2, PROGRAMS / "misplaced.py")
     assert run.returncode == 0, run.stderr
     found = dict(line.removeprefix("[rank 0] ").split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
     expected = {

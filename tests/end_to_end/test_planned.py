@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cuda import with_visible_gpus
-from launching import DDPKIT, PROGRAMS, ROOT, started
 
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory.estimate import MemoryPlan
+from tests.support.fake_cuda import with_visible_gpus
+from tests.support.launching import DDPKIT, PROGRAMS, ROOT, started
 
-SCRIPT = Path(__file__).with_name("planned.py")
+SCRIPT = PROGRAMS / "planned.py"
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_plan_of_a_7_billion_parameter_gpt_needs_little_memory(root: Path) -> No
 
 
 RECIPES = sorted(each.stem for each in (ROOT / "examples" / "recipes").glob("*.py"))
-PLANNED = ["examples/digits.py", "examples/gpt.py", "examples/imperative.py", "tests/end_to_end/dino.py"]
+PLANNED = ["examples/digits.py", "examples/gpt.py", "examples/imperative.py", "tests/programs/dino.py"]
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, run, seconds
 
 from ddp_kit.checkpoint.format import checkpoints
+from tests.support.launching import DDPKIT, PROGRAMS, run, seconds
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("preempted.py")
+SCRIPT = PROGRAMS / "preempted.py"
 LAUNCH = [DDPKIT, "launch", "--nproc-per-node", "2"]
 ALONE = [sys.executable]
 MOST = round(seconds(300))

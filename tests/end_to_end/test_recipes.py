@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ddp_kit.torch_internals import pytree
+from tests.support.launching import PROGRAMS
 
 Ddpkit = Callable[..., object]
-SCRIPT = Path(__file__).with_name("recipes_in_turn.py")
+SCRIPT = PROGRAMS / "recipes_in_turn.py"
 OF_TRANSFORMERS = ("causal_lm", "lora")
 OTHERS = ("detection", "image_classifier", "reinforcement", "ring_gan")
 PAIR = ("contrastive", "token_batches")

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import launch
 
-SCRIPT = Path(__file__).with_name("reduced_alike.py")
+from tests.support.launching import PROGRAMS, launch
+
+SCRIPT = PROGRAMS / "reduced_alike.py"
 
 
 @pytest.mark.slow

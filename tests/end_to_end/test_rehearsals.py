@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, PROGRAMS, ROOT, run, seconds, started, wait_until
+
+from tests.support.launching import DDPKIT, PROGRAMS, ROOT, run, seconds, started, wait_until
 
 REHEARSALS, RECIPES = PROGRAMS / "rehearsals", ROOT / "examples" / "recipes"
 

@@ -4,13 +4,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import launching
 import pytest
 
 from ddp_kit.exit_codes import ExitCode
+from tests.support import launching
+from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("replayed.py")
+SCRIPT = PROGRAMS / "replayed.py"
 FAULTS = 20  # for each number of ranks
 
 RIGHT = {

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from labels import unlabelled
-from launching import DDPKIT, PROGRAMS, launch, seconds, started
+
+from tests.support.labels import unlabelled
+from tests.support.launching import DDPKIT, PROGRAMS, launch, seconds, started
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ def test_signal_during_the_delay_of_a_crash_loop_ends_it_at_once(script: Script)
     assert after == "ddpkit: stopped by SIGTERM\n"  # nor was another round begun
 
 
-TRAINS = Path(__file__).with_name("restarted.py")
+TRAINS = PROGRAMS / "restarted.py"
 
 
 def test_failures_after_newly_saved_steps_use_up_no_restarts(tmp_path: Path) -> None:
@@ -150,6 +151,6 @@ def test_second_interrupt_kills_workers_that_ignore_the_first(script: Script) ->
 
 def test_peers_of_a_failed_rank_end_before_the_shutdown_timeout(tmp_path: Path) -> None:
     words = ["--nproc-per-node", 2, "--max-restarts", 1, "--shutdown-timeout", 3000]
-    run = launch(*words, Path(__file__).with_name("stubborn.py"), tmp_path / "run")
+    run = launch(*words, PROGRAMS / "ignores_stop.py", tmp_path / "run")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("ended after step 6") == 2

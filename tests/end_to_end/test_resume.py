@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, seconds
 
 from ddp_kit.checkpoint.format import checkpoints
+from tests.support.launching import PROGRAMS, seconds
 
 Ddpkit = Callable[..., object]
-SCRIPT = Path(__file__).with_name("resumed.py")
+SCRIPT = PROGRAMS / "resumed.py"
 WITHOUT = 0  # a step that is never done
 WIDE = 600_000  # 50 MB of weights and optimizer state
 
@@ -89,7 +89,7 @@ def test_run_resumed_with_another_number_of_ranks_reports_the_difference(ddpkit:
 
 @pytest.mark.slow
 def test_run_killed_during_a_save_resumes_from_that_save(ddpkit: Ddpkit, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("unfinished.py")
+    script = PROGRAMS / "killed_while_saving.py"
     run = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script, tmp_path / "run", 0)
     assert run.returncode == 0, run.stderr
     assert "killed by SIGKILL" in run.stderr
@@ -98,7 +98,7 @@ def test_run_killed_during_a_save_resumes_from_that_save(ddpkit: Ddpkit, tmp_pat
 
 @pytest.mark.slow
 def test_save_of_a_killed_rank_is_completed_before_the_launcher_exits(ddpkit: Ddpkit, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("unfinished.py")
+    script = PROGRAMS / "killed_while_saving.py"
     run = ddpkit("launch", "--nproc-per-node", 1, script, tmp_path / "run", 300)
     assert run.returncode == 137, run.stderr
     assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run", hashes=True) if checkpoint.whole] == [4, 2]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, PROGRAMS, clean_environment, launch, run, seconds, started, wait_until
+
+from tests.support.launching import DDPKIT, PROGRAMS, clean_environment, launch, run, seconds, started, wait_until
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

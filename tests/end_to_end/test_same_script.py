@@ -32,17 +32,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labels import unlabelled
-from launching import DDPKIT, seconds, wait_until
 
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import kept_client
 from ddp_kit.launcher.warm.client import WarmServer
+from tests.support.labels import unlabelled
+from tests.support.launching import DDPKIT, PROGRAMS, seconds, wait_until
 
 Facts = dict[str, Any]
 Seen = Callable[[str, str], Facts]
 
-PROBES = Path(__file__).parent / "probes"
+PROBES = PROGRAMS / "probes"
 LAUNCH = (str(DDPKIT), "launch", "--nproc-per-node")
 COLD = ("--cold",)
 KEEP = ("--keep-warm=5m",)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.launching import PROGRAMS
+
 Ddpkit = Callable[..., Any]
-HERE = Path(__file__).parent
 
 
 def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, PROGRAMS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
@@ -37,7 +38,7 @@ def test_gan_trains_like_the_loop_by_hand_and_resumes_bitwise(
     ddpkit: Ddpkit, tmp_path: Path, ranks: int, within: float
 ) -> None:
     weights, losses = script("gan").by_hand()
-    command = ("launch", "--nproc-per-node", ranks, "--max-restarts", 1, HERE / "gan.py")
+    command = ("launch", "--nproc-per-node", ranks, "--max-restarts", 1, PROGRAMS / "gan.py")
     whole = ended(ddpkit(*command, tmp_path / "whole", 0))
     for found, expected in zip(whole["weights"], weights, strict=True):
         assert torch.allclose(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=within)
@@ -52,7 +53,7 @@ def test_gan_trains_like_the_loop_by_hand_and_resumes_bitwise(
 
 @pytest.mark.slow
 def test_closures_evaluate_the_global_batch_and_resume_bitwise(ddpkit: Ddpkit, tmp_path: Path) -> None:
-    command = ("launch", "--nproc-per-node", 3, "--max-restarts", 1, HERE / "closures.py")
+    command = ("launch", "--nproc-per-node", 3, "--max-restarts", 1, PROGRAMS / "closures.py")
     whole, killed = (ddpkit(*command, tmp_path / f"dies-{step}", step) for step in (0, 5))
     assert "resumed from" in killed.stderr
     by_hand, found = script("closures").by_hand, dict(re.findall(r"ended (\w+) (.*)", whole.stdout))

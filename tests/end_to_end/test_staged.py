@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("staged.py")
+SCRIPT = PROGRAMS / "staged.py"
 
 
 @pytest.mark.slow

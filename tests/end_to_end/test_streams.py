@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("streams.py")
+SCRIPT = PROGRAMS / "streams.py"
 
 spec = importlib.util.spec_from_file_location("streams", SCRIPT)
 assert spec is not None

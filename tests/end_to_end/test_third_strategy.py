@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_exact
-import test_resume
-from launching import PROGRAMS, ROOT
+
+from tests.end_to_end import test_exact, test_resume
+from tests.support.launching import PROGRAMS, ROOT
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 STRATEGIES = ROOT / "tests" / "strategies"

@@ -1,12 +1,12 @@
 """The MFU does not depend on how the model is spread over ranks."""
 
 import re
-from pathlib import Path
 
 import pytest
-from launching import launch
 
-SCRIPT = Path(__file__).with_name("utilised.py")
+from tests.support.launching import PROGRAMS, launch
+
+SCRIPT = PROGRAMS / "utilised.py"
 
 
 @pytest.mark.slow

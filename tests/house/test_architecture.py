@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from launching import tool
 
 from ddp_kit.clusters.engines import ENGINES
+from tests.support.launching import tool
 
 PACKAGE = Path(__file__).parents[2] / "ddp_kit"
 STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught", "masking", "checkpoint.format"}

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import launching
 import pytest
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.devices.gpus import gpus
 from ddp_kit.records import LogRow
+from tests.support import launching
 
 ROOT = launching.ROOT
 DOCUMENTS = [

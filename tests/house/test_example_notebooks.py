@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+
+from tests.support.launching import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").iterdir())
 MOST_BYTES = 8000

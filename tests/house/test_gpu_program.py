@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_processes import has_ended
-from launching import PROGRAMS, ROOT, run, seconds
+
+from tests.support.job_processes import has_ended
+from tests.support.launching import PROGRAMS, ROOT, run, seconds
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT / "benchmarks")}
 PATIENCE = round(seconds(3))

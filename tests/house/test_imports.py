@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from launching import run
+
+from tests.support.launching import run
 
 LOADED = """
 import sys, torch, torch.distributed, torch.nn.parallel, torch.utils.data

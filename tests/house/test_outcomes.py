@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from launching import ROOT
+
+from tests.support.launching import ROOT
 
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 

@@ -4,9 +4,9 @@ import sys
 from importlib import import_module
 
 import pytest
-from launching import run
 
 import ddp_kit
+from tests.support.launching import run
 
 PUBLIC = {
     "__version__",

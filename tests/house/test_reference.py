@@ -8,12 +8,12 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from launching import ROOT, tool
 
 import ddp_kit
 from ddp_kit import env
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import diagnosis
+from tests.support.launching import ROOT, tool
 
 DOCS = ROOT / "docs"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, run
+
+from tests.support.launching import ROOT, run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HIDDEN = """() => [...document.querySelectorAll('pre > code')]

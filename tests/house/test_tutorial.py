@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, ROOT, run, started, wait_until
 from safetensors.torch import load_file
+
+from tests.support.launching import DDPKIT, ROOT, run, started, wait_until
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 RECORDING = ROOT / "docs" / "tools" / "recording.py"

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import BIN, ROOT, run, seconds
+
+from tests.support.launching import BIN, ROOT, run, seconds
 
 BLOCK = re.compile(r"^```(python|py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKERS = {

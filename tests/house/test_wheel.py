@@ -4,7 +4,8 @@ import sys
 import zipfile
 
 import pytest
-from launching import ROOT, run
+
+from tests.support.launching import ROOT, run
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kept_folder import Folder, script_folder, short_folder
-from launching import clean_environment, seconds
 
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.client import WarmServer
+from tests.support.kept_folder import Folder, script_folder, short_folder
+from tests.support.launching import PROGRAMS, clean_environment, seconds
 
 GIB = 1024**3
 NOT_A_PROCESS = 4_194_304  # Linux numbers no process so high: as if it were in another container
@@ -87,7 +87,7 @@ def forked_ddpkit(
     def run(
         *words: object, env: dict[str, str | None] | None = None, cwd: Path = tmp_path
     ) -> "subprocess.CompletedProcess[str]":
-        program = Program(sys.executable, str(Path(__file__).with_name("in_folder.py")), (str(cwd), *map(str, words)))
+        program = Program(sys.executable, str(PROGRAMS / "in_folder.py"), (str(cwd), *map(str, words)))
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             streams = (out.fileno(), err.fileno())
             server = imported()

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from labels import unlabelled
-from launching import DDPKIT, PROGRAMS, run, seconds, started
 
 from ddp_kit.launcher import spec
+from tests.support.labels import unlabelled
+from tests.support.launching import DDPKIT, PROGRAMS, run, seconds, started
 
 pytestmark = pytest.mark.slow
 

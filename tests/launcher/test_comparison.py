@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import begin, row, write_record
 
 from ddp_kit.config.settings import CheckpointConfig, DataConfig, ProfileConfig, TrainerConfig
 from ddp_kit.report.command import run as report
 from ddp_kit.report.comparison import WITHOUT_EFFECT, Course, course, first_differences
 from ddp_kit.report.run_history import RunHistory, read_runs
 from ddp_kit.terminal import Terminal
+from tests.support.recorded_run import begin, row, write_record
 
 EVERY = 10  # steps between rows
 

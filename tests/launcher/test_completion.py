@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, run
 
 from ddp_kit.cli.commands import COMMANDS
+from tests.support.launching import DDPKIT, run
 
 SHELL = """\
 set -u

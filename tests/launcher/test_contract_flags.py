@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labels import unlabelled
-from launching import BIN, DDPKIT, PROGRAMS, clean_environment, free_port, seconds, started, wait_until
 from torch.distributed import argparse_util
 from torch.distributed import run as torchrun
+
+from tests.support.labels import unlabelled
+from tests.support.launching import BIN, DDPKIT, PROGRAMS, clean_environment, free_port, seconds, started, wait_until
 
 pytestmark = pytest.mark.slow
 

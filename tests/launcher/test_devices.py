@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, PROGRAMS, ROOT, run, seconds, started
+
+from tests.support.launching import DDPKIT, PROGRAMS, ROOT, run, seconds, started
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import clean_environment, free_port, run, seconds, started
 
 from ddp_kit.devices.gpus import Gpu
 from ddp_kit.doctor import checks, machine
@@ -24,6 +23,7 @@ from ddp_kit.doctor import command as doctor
 from ddp_kit.doctor.checks import CheckResult, Status
 from ddp_kit.doctor.machine import Card, Driver, Machine, ProbeResult, Probes
 from ddp_kit.texts import GIB
+from tests.support.launching import clean_environment, free_port, run, seconds, started
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from labels import unlabelled
-from launching import DDPKIT, PROGRAMS, free_port, seconds, started
 from torch.distributed import run as torchrun
+
+from tests.support.labels import unlabelled
+from tests.support.launching import DDPKIT, PROGRAMS, free_port, seconds, started
 
 pytestmark = pytest.mark.slow
 

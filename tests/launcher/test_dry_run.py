@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import BIN, PROGRAMS, free_port, run
 
 from ddp_kit.cli import dry_run, launch
 from ddp_kit.devices.cpus import Cpus
@@ -22,6 +21,7 @@ from ddp_kit.launcher import plan, rendezvous, spec
 from ddp_kit.launcher.warm import client
 from ddp_kit.masking import masked_env
 from ddp_kit.terminal import Terminal
+from tests.support.launching import BIN, PROGRAMS, free_port, run
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 Environments = dict[str, dict[str, str]]

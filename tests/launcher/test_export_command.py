@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import launching
 import pytest
 import safetensors
 import torch
@@ -22,6 +21,7 @@ from ddp_kit.cli.export import run
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError
 from ddp_kit.state_values import Piece
 from ddp_kit.terminal import Terminal
+from tests.support import launching
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, PROGRAMS, run, seconds, started, wait_until
 
 from ddp_kit.devices.gpus import Gpu, gpus
+from tests.support.launching import DDPKIT, PROGRAMS, run, seconds, started, wait_until
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

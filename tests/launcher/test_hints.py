@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, clean_environment, free_port, seconds, started
 
 from ddp_kit.launcher.diagnosis import CAUSES, hint, is_secondary
+from tests.support.launching import PROGRAMS, clean_environment, free_port, seconds, started
 
 SHARED, HOST, CRASHED = "--shm-size=8g or --ipc=host", "memory.max", "PYTHONFAULTHANDLER=1"
 LATE, ANOTHER = "did not reach this point", "another rank ended first"

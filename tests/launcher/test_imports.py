@@ -11,12 +11,12 @@ from textwrap import dedent
 from typing import Any, NoReturn
 
 import pytest
-from launching import DDPKIT, launch, seconds, started, wait_until
 
 from ddp_kit.env import VARIABLES_OF_ONE_WORKER
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports
 from ddp_kit.launcher.warm.messages import Import
+from tests.support.launching import DDPKIT, launch, seconds, started, wait_until
 
 
 @pytest.fixture

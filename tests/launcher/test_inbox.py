@@ -3,9 +3,9 @@
 import sys
 
 import pytest
-from launching import PROGRAMS, run
 
 from ddp_kit.launcher.agent.nodes import RunningClock
+from tests.support.launching import PROGRAMS, run
 
 
 @pytest.mark.slow

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from launching import BIN, ROOT, free_port, seconds
 
 from ddp_kit.cli import submit
 from ddp_kit.clusters import kubeflow
 from ddp_kit.clusters.request import AGAIN, COUNTED, Request
 from ddp_kit.terminal import Terminal
+from tests.support.launching import BIN, ROOT, free_port, seconds
 
 LAUNCH = ROOT / "launch"
 _IMAGE = "--image registry.example.com/me/train:1"

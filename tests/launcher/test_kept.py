@@ -14,9 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from job_processes import has_ended
-from kept_folder import SCRIPT, Folder
-from launching import DDPKIT, launch, run, seconds, started, wait_until
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
@@ -24,6 +21,9 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import kept_client
 from ddp_kit.launcher.warm.messages import Import
 from ddp_kit.launcher.wire import Connection
+from tests.support.job_processes import has_ended
+from tests.support.kept_folder import SCRIPT, Folder
+from tests.support.launching import DDPKIT, launch, run, seconds, started, wait_until
 
 
 def test_folder_that_others_can_use_is_not_used(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

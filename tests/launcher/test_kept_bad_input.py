@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kept_folder import Folder
-from launching import ROOT, clean_environment, launch, wait_until
 
 import ddp_kit
+from tests.support.kept_folder import Folder
+from tests.support.launching import ROOT, clean_environment, launch, wait_until
 
 pytestmark = pytest.mark.slow
 

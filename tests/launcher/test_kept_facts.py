@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from changed import CGROUP, CHANGES, GIVEN
-from kept_folder import Folder
-from launching import DDPKIT, PROGRAMS, launch, run, seconds, wait_until
 
 from ddp_kit.launcher.warm.facts import OF_ANY_PROCESS, OF_ITSELF, difference, facts_of, own_facts
+from tests.programs.changed import CGROUP, CHANGES, GIVEN
+from tests.support.kept_folder import Folder
+from tests.support.launching import DDPKIT, PROGRAMS, launch, run, seconds, wait_until
 
-CHANGED = Path(__file__).with_name("changed.py")
+CHANGED = PROGRAMS / "changed.py"
 # Facts that no process can change: of the installation, or of the machine.
 OF_THE_INSTALLATION = {"ddpkit", "the Python interpreter", "the security label", "the memory nodes"}
 ATTRIBUTES = PROGRAMS / "process_attributes.py"

@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
-from kept_folder import Folder
-from launching import DDPKIT, clean_environment, run, seconds, started, wait_until
+
+from tests.support.kept_folder import Folder
+from tests.support.launching import DDPKIT, clean_environment, run, seconds, started, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(300))]
 

@@ -1,11 +1,12 @@
 """A launch from a kept process of which any process is killed at any moment ends with one verdict, and leaves nothing.
 
-`python tests/launcher/killed.py` kills fifty of each.
+`python -m tests.support.killed` kills fifty of each.
 """
 
 import pytest
-from killed import VICTIMS, Victim, killed
-from launching import seconds
+
+from tests.support.killed import VICTIMS, Victim, killed
+from tests.support.launching import seconds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(300))]
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import clean_environment
 
 from ddp_kit.env import IMPORT_TIME_VARIABLES, READ_BY_LIBRARIES, START_TIME_VARIABLES
 from ddp_kit.launcher.warm.looks import Looks, Variables, looks_of, variables_read
+from tests.support.launching import clean_environment
 
 LOOKS = {
     "open({path!r})": "file",

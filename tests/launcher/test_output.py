@@ -9,7 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launching import clean_environment, seconds, started
+
+from tests.support.launching import clean_environment, seconds, started
 
 SPEAKERS = 8
 LINES = 2000

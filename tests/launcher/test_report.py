@@ -14,8 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import run
-from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 from ddp_kit import __version__
 from ddp_kit.cli.main import main
@@ -29,6 +27,8 @@ from ddp_kit.report.page import page
 from ddp_kit.report.run_history import RunHistory, read_runs
 from ddp_kit.terminal import Terminal
 from ddp_kit.trainer.profile import Recorder
+from tests.support.launching import run
+from tests.support.recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 GIB = 1 << 30
 PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer", "other")

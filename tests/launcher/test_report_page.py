@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 from ddp_kit.report.command import run as report
 from ddp_kit.terminal import Terminal
+from tests.support.recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, ROOT, clean_environment, run, seconds, started
 
 from ddp_kit.devices import reservations
 from ddp_kit.devices.cpus import Cpus
@@ -19,8 +18,9 @@ from ddp_kit.devices.gpus import Gpu
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.plan import Plan, WorkerResources, make
+from tests.support.launching import DDPKIT, ROOT, SUPPORT, clean_environment, run, seconds, started
 
-CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]
+CHOOSER = [sys.executable, str(SUPPORT / "chooser.py")]
 
 Machine = Callable[..., dict[str, str]]
 

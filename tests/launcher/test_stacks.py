@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, seconds, started
 
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.agent import stacks
+from tests.support.launching import PROGRAMS, seconds, started
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from launching import run, seconds, started
 
 from ddp_kit.cli import submit
 from ddp_kit.clusters.engine import Engine
@@ -20,6 +19,7 @@ from ddp_kit.clusters.request import Request
 from ddp_kit.clusters.slurm import clock
 from ddp_kit.errors import UsageError
 from ddp_kit.terminal import Terminal
+from tests.support.launching import run, seconds, started
 
 _HOST = "echo up; read code < go; exit $code"
 _SESSION = "import sys; from ddp_kit.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"

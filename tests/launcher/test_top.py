@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import DDPKIT, PROGRAMS, seconds, started, wait_until
 from rich.console import Console
 
 from ddp_kit.devices.gpus import GpuUsage
@@ -29,6 +28,7 @@ from ddp_kit.watching.readings import (
     straggler,
 )
 from ddp_kit.watching.top import render
+from tests.support.launching import DDPKIT, PROGRAMS, seconds, started, wait_until
 
 
 @pytest.mark.slow

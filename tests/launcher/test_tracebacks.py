@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import run
 
 from ddp_kit.launcher.diagnosis import failed_at_start, is_interrupt, message_of, shortened, split
 from ddp_kit.launcher.output import WarningFilter
+from tests.support.launching import run
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 

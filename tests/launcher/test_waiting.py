@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from launching import DDPKIT, free_port, seconds, started
 
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_nodes
 from ddp_kit.launcher.job import Limits
+from tests.support.launching import DDPKIT, free_port, seconds, started
 
 
 def typed(flags: str) -> Mapping[str, tuple[str, ...]]:

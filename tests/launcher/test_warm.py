@@ -13,8 +13,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from launching import PROGRAMS, clean_environment, launch, seconds, wait_until
-from launching import started as running
 
 from ddp_kit.launcher.processes import Child, is_stopped
 from ddp_kit.launcher.program import Program
@@ -35,6 +33,8 @@ from ddp_kit.launcher.warm.messages import (
 )
 from ddp_kit.launcher.warm.worker import _leave_note
 from ddp_kit.launcher.wire import ClosedError
+from tests.support.launching import PROGRAMS, clean_environment, launch, seconds, wait_until
+from tests.support.launching import started as running
 
 
 def a_program(path: Path | str, *arguments: str, module: bool = False) -> Program:

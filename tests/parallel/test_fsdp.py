@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from launching import PROGRAMS
 
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel.fsdp import UnitOrder
+from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 

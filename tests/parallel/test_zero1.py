@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import PROGRAMS
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError, LossError
@@ -20,6 +19,7 @@ from ddp_kit.distributed.world import World
 from ddp_kit.parallel import zero1
 from ddp_kit.parallel.writes import WriteCheck
 from ddp_kit.parallel.zero1 import Zero1Strategy
+from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 OPTIMIZERS = ("AdamW", "Adagrad")  # both have a 0-dim `step`; Adagrad's constructor creates it

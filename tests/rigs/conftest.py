@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hosts import Host, missing, network
+
+from tests.support.hosts import Host, missing, network
 
 
 @pytest.fixture

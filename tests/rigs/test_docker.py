@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hosts import TIED
-from job_processes import has_ended
-from launching import BIN, ROOT, run, seconds
 
 import ddp_kit
+from tests.support.hosts import TIED
+from tests.support.job_processes import has_ended
+from tests.support.launching import BIN, ROOT, run, seconds
 
 DOCKER = ROOT / "docker"
 PLAIN, WITH_TORCH = "plain", "torch"  # what the images are built on

@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hosts import ALONE
-from launching import DDPKIT, PROGRAMS, ROOT, run
+
+from tests.support.hosts import ALONE
+from tests.support.launching import DDPKIT, PROGRAMS, ROOT, run
 
 pytestmark = pytest.mark.slow
 

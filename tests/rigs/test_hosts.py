@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hosts import Host, Tree, user_environment
-from launching import DDPKIT, PROGRAMS, seconds, wait_until
+
+from tests.support.hosts import Host, Tree, user_environment
+from tests.support.launching import DDPKIT, PROGRAMS, seconds, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import cluster_training
 import pytest
-from hosts import WITH_OWN_RUN, Host, Tree, missing, network, user_environment
-from launching import BIN, DDPKIT, PROGRAMS, seconds, wait_until
+
+from tests.support import cluster_training
+from tests.support.hosts import WITH_OWN_RUN, Host, Tree, missing, network, user_environment
+from tests.support.launching import BIN, DDPKIT, PROGRAMS, seconds, wait_until
 
 pytestmark = [
     pytest.mark.slow,

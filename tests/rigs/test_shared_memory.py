@@ -5,8 +5,9 @@ import shutil
 import sys
 
 import pytest
-from hosts import ALONE
-from launching import PROGRAMS, run
+
+from tests.support.hosts import ALONE
+from tests.support.launching import PROGRAMS, run
 
 pytestmark = pytest.mark.slow
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import cluster_training
 import pytest
-from hosts import Host, user_environment
-from launching import seconds
-from managed_job import ManagedJob
 
 from ddp_kit.cli.submit import run as submit_job
 from ddp_kit.terminal import Terminal
+from tests.support import cluster_training
+from tests.support.hosts import Host, user_environment
+from tests.support.launching import seconds
+from tests.support.managed_job import ManagedJob
 
 pytestmark = pytest.mark.slow
 

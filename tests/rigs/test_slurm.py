@@ -16,15 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import cluster_training
 import psutil
 import pytest
-from hosts import ALONE
-from labels import unlabelled
-from launching import BIN, PROGRAMS, ROOT, free_port, seconds
 
 from ddp_kit.cli import submit
 from ddp_kit.terminal import Terminal
+from tests.support import cluster_training
+from tests.support.hosts import ALONE
+from tests.support.labels import unlabelled
+from tests.support.launching import BIN, PROGRAMS, ROOT, free_port, seconds
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 REPORT = PROGRAMS / "slurm_report.py"

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGKILL
 
-import cluster_training
 import pytest
-from hosts import WITH_OWN_RUN, Host, Tree
-from launching import DDPKIT, seconds, wait_until
+
+from tests.support import cluster_training
+from tests.support.hosts import WITH_OWN_RUN, Host, Tree
+from tests.support.launching import DDPKIT, seconds, wait_until
 
 _missing = [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
 pytestmark = [

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from launching import seconds, wait_until
 from torch.distributed import HashStore
 
 from ddp_kit import WorldError
 from ddp_kit.distributed import barrier
 from ddp_kit.distributed.world import World
 from ddp_kit.heartbeat import HeartbeatWriter, Phase
+from tests.support.launching import seconds, wait_until
 
 
 class Ranks:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_resume import OPTIMIZERS, PLACEMENTS, SAMPLERS, resumed
-from launching import launch
 from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
-PROGRAM = Path(__file__).parents[1] / "end_to_end" / "every_resume.py"
+from tests.programs.every_resume import OPTIMIZERS, PLACEMENTS, SAMPLERS, resumed
+from tests.support.launching import PROGRAMS, launch
+
+PROGRAM = PROGRAMS / "every_resume.py"
 
 
 def subclasses(module: object, base: type) -> set[str]:

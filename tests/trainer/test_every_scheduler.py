@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from own_entries import Own
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,6 +16,7 @@ from torch.utils.data import TensorDataset
 from ddp_kit import Callback, Trainer, TrainerConfig
 from ddp_kit.trainer.learning_rates import warmed_up
 from ddp_kit.trainer.scheduler_state import SchedulerPart
+from tests.support.own_entries import Own
 
 # torch warns where a ChainedScheduler that is not the last one of a SequentialLR is loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from launching import PROGRAMS, launch
-from own_entries import Own
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import CheckpointError, Trainer, TrainerConfig, Update
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.reader import load
+from tests.support.launching import PROGRAMS, launch
+from tests.support.own_entries import Own
 
 DATA = TensorDataset(torch.randn(64, 2, generator=torch.Generator().manual_seed(0)))
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from launching import ROOT
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from ddp_kit.records import FitResult
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import model_flops
 from ddp_kit.trainer.model_flops import ModelFlops, PeakRates
+from tests.support.launching import ROOT
 
 WIDTH, SAMPLES = 8, 4
 PEAK = 1e12

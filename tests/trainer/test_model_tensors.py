@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import PROGRAMS, launch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, ConfigError, DdpKitError, Trainer, TrainerConfig
+from tests.support.launching import PROGRAMS, launch
 
 DATA = TensorDataset(torch.ones(64, 4))
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from every_resume import DATA, OPTIMIZERS, Net, Rows, loss_fn
-from launching import PROGRAMS, launch
-from own_entries import Own
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit import EMA, Callback, CheckpointError, DdpKitError, EarlyStopping, Trainer, TrainerConfig, Update
+from tests.programs.every_resume import DATA, OPTIMIZERS, Net, Rows, loss_fn
+from tests.support.launching import PROGRAMS, launch
+from tests.support.own_entries import Own
 
 
 def trainer_for(

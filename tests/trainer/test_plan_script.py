@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import GIB, visible_gpus
 
 from ddp_kit import ConfigError
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
 from ddp_kit.trainer import plan_script
+from tests.support.fake_cuda import GIB, visible_gpus
 
 Plan = Callable[..., str]
 BEGIN = """\

@@ -77,7 +77,7 @@ def test_sparse_gradients_train_as_dense_ones(layer: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_sparse_gradients_train_as_dense_ones_on_two_ranks(tmp_path: Path) -> None:
-    import launching  # not in the script
+    from tests.support import launching  # not in the script
 
     run = launching.run(launching.DDPKIT, "launch", "--nproc-per-node", "2", __file__, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from queue import Queue
 
 import pytest
-from launching import seconds, wait_until
 from torch.distributed import HashStore
 
 from ddp_kit.distributed import consensus
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.control import Control
+from tests.support.launching import seconds, wait_until
 
 RANKS = 4
 SAVE = StepRequest(Purpose.SAVE, "every_seconds")

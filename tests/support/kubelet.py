@@ -22,8 +22,9 @@ from typing import Any
 
 import psutil
 import yaml
-from hosts import Host, Tree
-from launching import ROOT, wait_until
+
+from tests.support.hosts import Host, Tree
+from tests.support.launching import ROOT, wait_until
 
 SECONDS = 240.0
 RUNTIME = ROOT / "launch" / "kubeflow" / "runtime.yaml"

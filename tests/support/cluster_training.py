@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from launching import PROGRAMS, ROOT, launch
+from tests.support.launching import PROGRAMS, ROOT, launch
 
 STEPS = 345
 _DIGITS = ROOT / "examples" / "digits.py"

@@ -1,4 +1,4 @@
-"""Run by test_together.py at 2 and 3 ranks: what ranks share, what they compare, and what few samples leave to them.
+"""Run by test_several_ranks.py at 2 and 3 ranks: what ranks share and compare, and what few samples leave to them.
 
 Each scenario is a function; all run one after the other in the same processes. Each rank prints one line at the end.
 """

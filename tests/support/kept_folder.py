@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from launching import DDPKIT, launch, run, started, wait_until
 
 from ddp_kit.launcher.warm import kept_client
+from tests.support.launching import DDPKIT, launch, run, started, wait_until
 
 SCRIPT = """\
 import json

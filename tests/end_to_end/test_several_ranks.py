@@ -1,4 +1,4 @@
-"""What several ranks compare, join and leave together; see together.py."""
+"""What several ranks compare, join and leave together; see several_ranks.py."""
 
 import subprocess
 from collections.abc import Callable
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launching import PROGRAMS
+
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("together.py")
+SCRIPT = PROGRAMS / "several_ranks.py"
 
 
 @pytest.mark.slow

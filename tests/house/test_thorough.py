@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import gate
-import thorough
+from tests import gate, thorough
 
 TESTS = Path(__file__).parents[1]
 

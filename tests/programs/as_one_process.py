@@ -1,4 +1,4 @@
-"""Run by test_agreed.py in 1 to 3 processes: scenarios one after the other, each a line with what this rank found.
+"""Run by test_as_one_process.py in 1 to 3 processes: scenarios in turn, each a line with what this rank found.
 
 A scenario returns numbers, such as weights, which have to be those of one process with the whole global batch, or
 raises an error, which has to be the same on every rank.

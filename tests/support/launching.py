@@ -18,11 +18,13 @@ from types import ModuleType
 from typing import Any
 
 import psutil
-from labels import unlabelled
 
-ROOT = Path(__file__).parent.parent
+from tests.support.labels import unlabelled
+
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PROGRAMS = ROOT / "tests" / "programs"
+SUPPORT = Path(__file__).parent
 DDPKIT = BIN / "ddpkit"
 
 SLOWDOWN = float(os.environ.get("DDPKIT_TEST_SLOWDOWN", "1"))

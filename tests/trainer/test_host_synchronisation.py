@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_cuda import ReadsFakeValue, computing, on_gpu
-from reads import Reads
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +20,8 @@ from ddp_kit.trainer.logging import Interval, LogPoints
 from ddp_kit.trainer.non_finite import can_read_losses
 from ddp_kit.trainer.step import StepResult
 from ddp_kit.trainer.timing import StepClock
+from tests.support.fake_cuda import ReadsFakeValue, computing, on_gpu
+from tests.support.reads import Reads
 
 
 def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

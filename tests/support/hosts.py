@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from launching import BIN, seconds
+
+from tests.support.launching import BIN, seconds
 
 _PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "bash")
 TIED = ("setpriv", "--pdeathsig", "KILL")

@@ -24,8 +24,9 @@ from subprocess import TimeoutExpired
 
 import psutil
 import yaml
-from hosts import Host, Tree
-from launching import wait_until
+
+from tests.support.hosts import Host, Tree
+from tests.support.launching import wait_until
 
 SECONDS = 240.0
 _CANCELLED = 137

@@ -1,25 +1,20 @@
 """Launches from a kept process of which one process is killed at a random moment, and how they end.
 
-python tests/launcher/killed.py --runs 50 --seed 0
+python -m tests.support.killed --runs 50 --seed 0
 """
 
 import argparse
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-if __name__ == "__main__":  # for pytest they are in the path
-    sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "rigs")]
-
-from kept_folder import Folder, script_folder
-from launching import DDPKIT, clean_environment, seconds, wait_until
+from tests.support.kept_folder import Folder, script_folder
+from tests.support.launching import DDPKIT, clean_environment, seconds, wait_until
 
 SCRIPT = """\
 import time

@@ -1,6 +1,6 @@
 """Run by test_placements.py: trains to a step, from the newest checkpoint in the folder.
 
-moved.py PARALLEL STEPS FOLDER [OFFLOAD]    PARALLEL: as JSON; OFFLOAD: the setting memory.offload
+trains_to_step.py PARALLEL STEPS FOLDER [OFFLOAD]    PARALLEL: as JSON; OFFLOAD: the setting memory.offload
 """
 
 import json

@@ -1,6 +1,6 @@
 """Runs that are killed at random, and what they come to: the weights of an undisturbed run, each sample once per epoch.
 
-python tests/end_to_end/chaos.py --runs 100 --seed 0
+python -m tests.support.chaos --runs 100 --seed 0
 """
 
 import argparse
@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,14 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from chaotic import EPOCHS, SAMPLES
 
-if __name__ == "__main__":  # for pytest they are in the path
-    sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "rigs")]
+from tests.programs.chaotic import EPOCHS, SAMPLES
+from tests.support.launching import DDPKIT, PROGRAMS, clean_environment, seconds
 
-from launching import DDPKIT, clean_environment, seconds
-
-SCRIPT = Path(__file__).with_name("chaotic.py")
+SCRIPT = PROGRAMS / "chaotic.py"
 RANKS = 2
 STEPS = EPOCHS * -(-SAMPLES // 8)
 MOST_STARTS = 12

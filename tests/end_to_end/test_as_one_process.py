@@ -6,14 +6,14 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import PROGRAMS
+
+from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
-SCRIPT = Path(__file__).with_name("agreed.py")
+SCRIPT = PROGRAMS / "as_one_process.py"
 NOT_BY_HAND = ("a_step_that_is_left_out", "the_compiler_sees_the_wrapper")
 
 spec = importlib.util.spec_from_file_location("agreed", SCRIPT)

@@ -1,0 +1,1 @@
+"""Scripts that tests start, and the values that their tests need of them."""
