@@ -137,7 +137,7 @@ def test_links_in_documents_lead_to_files(document: Path) -> None:
 
 
 def test_table_of_log_rows_has_every_field() -> None:
-    table = (ROOT / "docs" / "training.md").read_text().partition("| `LogRow` |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs" / "evaluation.md").read_text().partition("| `LogRow` |")[2].partition("\n\n")[0]
     listed = [
         name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.partition("|")[2].partition("|")[0])
     ]
