@@ -144,6 +144,16 @@ def test_table_of_log_rows_has_every_field() -> None:
     assert sorted(listed) == sorted(each.name for each in fields(LogRow))
 
 
+def test_measured_figures_of_the_readme_are_those_of_the_results() -> None:
+    table = (ROOT / "README.md").read_text().partition("| measured |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[2:-1] for line in table.splitlines()[2:]]
+    figures = [figure for row in rows for cell in row for figure in re.findall(r"\d+\.\d+|\d+ to \d+", cell)]
+    assert len(rows) == 6
+    assert len(figures) > 12
+    results = set(re.findall(r"\d+\.\d+|\d+ to \d+", (ROOT / "benchmarks" / "RESULTS.md").read_text()))
+    assert not set(figures) - results
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_blocks_that_are_only_shown_are_valid(document: Path) -> None:
     """A block of ```py is not run: code for other libraries, or a part of a script."""
